@@ -1,0 +1,58 @@
+# `make train` from a fresh clone is all it takes: the first run sets up .venv, later runs start at once.
+# Options go in ARGS: make train ARGS="--depth 6". Plain make 3.81 (macOS) understands this file.
+
+# The Python that .venv is made with. One that already has PyTorch shares it: nothing large is downloaded.
+PYTHON ?= python3
+ARGS ?=
+
+# When python3 is too old and no PYTHON was asked for, these are tried in its place.
+ifeq ($(origin PYTHON),file)
+PYTHONS = $(PYTHON) python3.13 python3.12 python3.11
+EXACT =
+else
+PYTHONS = "$(PYTHON)"
+EXACT = --exact
+endif
+
+SETUP = @for python in $(PYTHONS); do \
+	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then exec "$$python" scripts/setup.py $(EXACT) $(1); fi; done; \
+	echo 'Quintic needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3' >&2; exit 1
+
+help:
+	@echo 'make train    train a small GPT and write a report to runs/   (options: ARGS="--depth 6")'
+	@echo 'make compare  train the same model with Muon and with AdamW, side by side   (options: ARGS)'
+	@echo 'make test     run the tests   (one: ARGS="-n 0 tests/test_setup.py -k cpu")'
+	@echo 'make lint     check style and types: ruff, mypy'
+	@echo 'make format   rewrite the source in the house style'
+	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
+
+train:
+	$(call SETUP,train)
+	@.venv/bin/quintic train $(ARGS)
+
+compare:
+	$(call SETUP,train)
+	@.venv/bin/quintic compare $(ARGS)
+
+# Two workers of one thread each (tests/conftest.py); tests of one xdist_group share a worker.
+test:
+	$(call SETUP,train dev)
+	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint:
+	$(call SETUP,train dev)
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+	.venv/bin/python -m mypy
+
+format:
+	$(call SETUP,train dev)
+	.venv/bin/python -m ruff check --fix
+	.venv/bin/python -m ruff format
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find quintic tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help train compare test lint format clean

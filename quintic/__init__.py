@@ -1,0 +1,24 @@
+"""Quintic: Muon for PyTorch. The public names, and nothing else.
+
+>>> import torch, quintic
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+>>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
+"""
+
+from quintic.optim.groups import Rule, param_groups
+from quintic.optim.muon import Muon
+from quintic.optim.orthogonalize import orthogonalize
+from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
+
+__all__ = [
+    "Experts",
+    "Flatten",
+    "Heads",
+    "Matrix",
+    "Muon",
+    "Rows",
+    "Rule",
+    "Split",
+    "orthogonalize",
+    "param_groups",
+]

@@ -1,0 +1,471 @@
+"""The command line: `quintic train | compare | prepare | sample | eval | report | plan`.
+
+Options are made from the dataclasses of `train/config.py` by tyro. Every mistake a user can mend ends as one line on
+standard error and exit code 2; Ctrl-C during training saves the run and exits with 130. Imports happen inside the
+commands, so that `quintic --help` answers at once.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quintic.errors import ConfigError, QuinticError
+
+if TYPE_CHECKING:
+    from quintic.data.dataset import Dataset
+    from quintic.model.gpt import GPT
+    from quintic.train.config import Config, DataConfig
+    from quintic.train.loop import Result
+
+__all__ = ["main"]
+
+T = TypeVar("T")
+
+_USAGE = """\
+usage: quintic COMMAND [OPTIONS]
+
+Train a GPT with the Muon optimizer, on a laptop or a GPU.
+
+commands:
+  train      prepare data if needed, train, evaluate, sample and write a report
+  compare    train the same model with AdamW and with Muon, and draw both curves in one report
+  prepare    only turn text into tokens
+  sample     let a trained model write
+  eval       score a trained model in bits per byte
+  report     write report.html of a run again
+  plan       show what the optimizer does to each kind of weight, without training
+
+`quintic COMMAND --help` lists the options of a command with their defaults.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Let a trained model write."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    prompts: tuple[str, ...] = ("",)
+    """Beginnings to continue; the empty one starts a new document."""
+    tokens: int = 200
+    """Tokens to write per prompt."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token; higher is more varied."""
+    top_k: int | None = 50
+    """Choose among this many likeliest tokens; 'None' among all."""
+    seed: int = 0
+    """Seed of the choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Score a trained model in bits per byte."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    data: str | None = None
+    """Other text to score on, as in `quintic train`; by default the validation text of the run."""
+    tokens: int | None = None
+    """Tokens to score, at most; by default all there are."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write report.html of a run again."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 2 for input to be mended, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "compare": _compare,
+        "prepare": _prepare,
+        "sample": _sample,
+        "eval": _eval,
+        "report": _report,
+        "plan": _plan,
+    }
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        import importlib.metadata
+
+        print(f"quintic {importlib.metadata.version('quintic')}")
+        return 0
+    command = commands.get(arguments[0])
+    if command is None:
+        import difflib
+
+        nearest = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(commands)}"
+        return _fail(f"unknown command {arguments[0]!r}: {hint}")
+    try:
+        _check_single_process()
+        return command(arguments[1:])
+    except QuinticError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        return _fail(f"the package {error.name!r} is missing: install the harness with pip install 'quintic[train]'")
+    except KeyboardInterrupt:
+        print("\nquintic: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe went away (`| head`); the interpreter must not complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _train(arguments: list[str]) -> int:
+    from quintic.train.loop import Interrupted, train
+    from quintic.train.runs import CONFIG_FILE, create_run, find_run
+
+    options = _train_options(arguments)
+    config = options.config
+    if options.resume:
+        run_dir = find_run(config.run.runs_dir, config.run.run)
+        config = _resumed_config(arguments, run_dir / CONFIG_FILE)
+        dataset = _prepared(config.data)
+    else:
+        # Data first: a source that cannot be used leaves no empty run behind.
+        dataset = _prepared(config.data)
+        _check_before_run(config, dataset)
+        run_dir = create_run(config)
+    command = shlex.join(["quintic", "train", *arguments])
+    try:
+        result = train(config, dataset, run_dir, resume=options.resume, command=command)
+    except Interrupted as stop:
+        runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
+        print(f"\n{stop}; continue with: quintic train --resume --run {run_dir.name}{runs_dir}")
+        return 130
+    _print_result(result)
+    return 0
+
+
+def _compare(arguments: list[str]) -> int:
+    from quintic.train.compare import compare
+
+    options = _train_options(arguments)
+    if options.resume:
+        raise ConfigError("--resume: a comparison is trained from the beginning; use quintic train --resume")
+    dataset = _prepared(options.config.data)
+    _check_before_run(options.config, dataset)
+    print(compare(options.config, dataset, command=shlex.join(["quintic", "compare", *arguments])))
+    return 0
+
+
+def _prepare(arguments: list[str]) -> int:
+    from quintic.train.config import DataConfig
+
+    dataset = _prepared(_parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
+    summary = dataset.summary()
+    for split in ("train", "val"):
+        documents, tokens, size = (summary[f"{split}_{what}"] for what in ("documents", "tokens", "bytes"))
+        print(
+            f"{split:5}  {documents:>9,} documents  {tokens:>13,} tokens  {size / 1e6:>9.2f} MB  "
+            f"{size / tokens:.2f} bytes per token"
+        )
+    print(f"ready: {dataset.path}")
+    return 0
+
+
+def _sample(arguments: list[str]) -> int:
+    from quintic.eval.generate import sample_text
+
+    options = _parse(SampleOptions, arguments, "sample", "Let a trained model write.")
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
+    model, dataset, _ = _trained(options.runs_dir, options.run)
+    try:
+        samples = sample_text(
+            model,
+            dataset.tokenizer,
+            options.prompts,
+            max_tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('top_k', 'top-k')}") from None
+    for sample in samples:
+        print(f"{sample['prompt']}{sample['text']}\n")
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    import dataclasses
+
+    from quintic.data.loader import validation_rows
+    from quintic.eval.reference import reference_scores
+    from quintic.eval.score import score
+
+    options = _parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte.")
+    model, dataset, config = _trained(options.runs_dir, options.run, options.device)
+    if options.data is not None:
+        tokenizer = str(dataset.path / "tokenizer.json")
+        dataset = _prepared(dataclasses.replace(config.data, data=options.data, tokenizer=tokenizer))
+    batches = validation_rows(
+        dataset, rows=config.schedule.rows, seq_len=config.model.seq_len, max_tokens=options.tokens
+    )
+    result = score(model, batches, dataset.tokenizer.token_bytes(), model.head.weight.device)
+    reference = reference_scores(dataset, batches)
+    print(f"{result.bpb:.4f} bits per byte ({result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of text")
+    print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    from quintic.train.report import write_report
+    from quintic.train.runs import find_run
+
+    options = _parse(ReportOptions, arguments, "report", "Write report.html of a run again.")
+    print(write_report(find_run(options.runs_dir, options.run)))
+    return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    import torch
+
+    from quintic.model.gpt import GPT
+    from quintic.train.recipe import build_optimizer, model_config, total_steps
+
+    config = _train_options(arguments, command="plan").config
+    with torch.device("meta"):
+        model = GPT(model_config(config, vocab_size=config.data.vocab_size, bos_id=0))
+    optimizer = build_optimizer(model, config)
+    for group in optimizer.param_groups:
+        parameters = sum(param.numel() for param in group["params"])
+        names = f"{group['param_names'][0]}" + (f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else "")
+        print(f"{group['name']:17} {group['algorithm']:6} lr {group['lr']:<9.5g} {parameters:>13,} parameters  {names}")
+    print(f"\n{optimizer.plan()}\n")
+    steps = total_steps(config, model)
+    tokens = steps * config.schedule.batch_tokens
+    print(
+        f"{sum(model.num_parameters().values()):,} parameters; {steps:,} steps of {config.schedule.batch_tokens:,} "
+        f"tokens, {tokens * model.flops_per_token():.3g} floating-point operations"
+    )
+    return 0
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What `quintic train` starts from, besides the configuration."""
+
+    resume: bool
+    config: "Config"
+
+
+def _train_options(arguments: list[str], command: str = "train") -> _Start:
+    """Parse the options of `train`: defaults come from `--config`, else from the preset of the device."""
+    import torch
+
+    from quintic.train.config import Config, gpu_preset, load_config
+
+    path, rest = _taken(arguments, "--config")
+    resume, rest = ("--resume" in rest), [a for a in rest if a != "--resume"]
+    if path is not None:
+        default = load_config(Path(path))
+    else:
+        device, _ = _taken(rest, "--device")
+        default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
+    descriptions = {
+        "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
+        "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
+        "plan": "Show what the optimizer does to each kind of weight, without training.",
+    }
+    extra = (
+        "Also: --resume continues the run named by --run, or the one started last; --config FILE starts from the "
+        "config.json of a run. The defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
+    )
+    config = _parse(Config, rest, command, f"{descriptions[command]}\n\n{extra}", default=default)
+    return _Start(resume=resume, config=config)
+
+
+def _resumed_config(arguments: list[str], path: Path) -> "Config":
+    """Return the configuration saved with a run; options that would change its course are errors."""
+    from quintic.train.config import changed_fields, load_config
+
+    saved = load_config(path)
+    _, rest = _taken([a for a in arguments if a != "--resume"], "--config")
+    asked = _parse(type(saved), rest, "train", "", default=saved)
+    # How a run is watched and stored may change on the way; what it computes may not.
+    free = {"run.run", "run.runs_dir", "run.threads", "run.keep", "run.save_every", "run.tensorboard", "run.wandb"}
+    free |= {"run.eval_every", "run.sample_every", "run.sample_tokens", "run.prompts", "run.rms_every", "data.data_dir"}
+    for name in changed_fields(saved, asked):
+        if name not in free:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            raise ConfigError(f"{option} cannot change when a run is resumed; start a new run, or leave it out")
+    return asked
+
+
+def _taken(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option (`--x value` or `--x=value`) and the arguments without it."""
+    rest: list[str] = []
+    value: str | None = None
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == option:
+            value = next(remaining, None)
+            if value is None:
+                raise ConfigError(f"{option}: needs a value")
+        elif argument.startswith(f"{option}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def _parse(kind: type[T], arguments: list[str], command: str, description: str, default: T | None = None) -> T:
+    """Parse options with tyro, turning its boxed messages into one line.
+
+    Raises:
+        ConfigError: an option is unknown or has a value of the wrong kind.
+    """
+    import tyro
+
+    errors = io.StringIO()
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                kind,
+                prog=f"quintic {command}",
+                description=description,
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes,),
+                **given,
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise  # --help
+        raise ConfigError(_one_line(errors.getvalue(), command)) from None
+
+
+def _one_line(box: str, command: str) -> str:
+    """Return what a boxed message of tyro says, in one line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│╭╮╰╯ ") for line in plain.splitlines()]
+    lines = [line for line in lines if line and not line.endswith("─")]
+    message: list[str] = []
+    for line in plain.splitlines()[1:]:
+        text = line.strip("│ ")
+        if not text or text.startswith(("─", "╰")):
+            break
+        message.append(text)
+    hint = ""
+    if "Perhaps you meant:" in lines:
+        hint = f"; did you mean {lines[lines.index('Perhaps you meant:') + 1].split()[0].rstrip(',')}?"
+    text = " ".join(message) or "the options cannot be read"
+    return f"{text.rstrip('.')}{hint} (quintic {command} --help lists the options)"
+
+
+# -- pieces shared by the commands ------------------------------------------------------------------------------------
+
+
+def _prepared(data: "DataConfig") -> "Dataset":
+    from quintic.data.shards import prepare
+
+    shown = ""
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        nonlocal shown
+        if stage != shown:
+            print(f"Preparing data: {stage} ...", flush=True)
+            shown = stage
+
+    return prepare(
+        data.data,
+        data_dir=data.data_dir,
+        vocab_size=data.vocab_size,
+        tokenizer=data.tokenizer,
+        val_frac=data.val_frac,
+        max_bytes=data.max_bytes,
+        progress=progress,
+    )
+
+
+def _check_before_run(config: "Config", dataset: "Dataset") -> None:
+    """Find what would stop a run before its folder is made."""
+    from quintic.data.loader import Loader, validation_rows
+    from quintic.train.hardware import choose_hardware
+    from quintic.train.recipe import model_config
+
+    choose_hardware(config.run)
+    model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+    rows, seq_len = config.schedule.rows, config.model.seq_len
+    Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
+    validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
+
+
+def _trained(runs_dir: Path, run: str | None, device: str = "auto") -> "tuple[GPT, Dataset, Config]":
+    """Return the model of a run with the weights of its newest good checkpoint, its data and its configuration."""
+    import dataclasses
+
+    from quintic.data.dataset import Dataset
+    from quintic.train.checkpoint import load_model_weights, newest_checkpoint
+    from quintic.train.config import load_config
+    from quintic.train.hardware import choose_hardware
+    from quintic.train.recipe import build_model, model_config
+    from quintic.train.runs import CONFIG_FILE, find_run
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device}: choose auto, cpu or cuda")
+    run_dir = find_run(runs_dir, run)
+    config = load_config(run_dir / CONFIG_FILE)
+    checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
+    saved = checkpoint.state()
+    # Not the attention of the training run: that may need another device.
+    hardware = choose_hardware(
+        dataclasses.replace(config.run, device="cpu" if device == "cpu" else "auto", attention="auto", dtype="auto")
+    )
+    sizes = model_config(config, vocab_size=saved["vocab_size"], bos_id=saved["bos_id"])
+    model = build_model(
+        sizes, device=hardware.device, dtype=hardware.dtype, attention=hardware.attention, seed=config.run.seed
+    )
+    load_model_weights(checkpoint, model)
+    return model.eval(), Dataset.open(Path(saved["dataset"]["path"])), config
+
+
+def _print_result(result: "Result") -> None:
+    for sample in result.samples:
+        text = f"{sample['prompt']}{sample['text']}".rstrip()
+        print(f"\n--- sample {'-' * 49}\n{text}")
+    print(
+        f"\nvalidation: {result.score.bpb:.4f} bits per byte after {result.seconds / 60:.1f} minutes of training "
+        f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
+        f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
+    )
+    print(f"report:     {result.report}")
+
+
+def _check_single_process() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("this version trains on one device: start it without torchrun (WORLD_SIZE is above 1)")
+
+
+def _fail(message: str) -> int:
+    print(f"quintic: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,258 @@
+"""A prepared dataset on disk: the manifest, the memory-mapped token shards and the documents in them.
+
+    <data_dir>/<name>-<key>/
+      manifest.json                  written last; without it the folder is not a dataset
+      tokenizer.json
+      train_00000.bin                tokens, little-endian uint16 or uint32, each document begins with bos
+      train_00000.idx                int64 little-endian: where each document begins, and the number of tokens
+      val_00000.bin ...
+
+Reading only. Writing these files is `quintic.data.shard_writer`, making a dataset is `quintic.data.shards`.
+"""
+
+import json
+import zlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quintic.data.tokenizer import Tokenizer
+from quintic.errors import DataError
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "Split", "SplitName", "checksum"]
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
+
+SplitName = Literal["train", "val"]
+_READ_BYTES = 1 << 24
+
+
+class Split:
+    """The documents of one side, numbered from 0 through all its shards."""
+
+    def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
+        """Map the shards a manifest lists.
+
+        Args:
+            name: `train` or `val`.
+            folder: the dataset's folder.
+            fields: the split's entry in the manifest.
+            dtype: `uint16` or `uint32`.
+            repair: the command that makes the dataset again, for messages.
+
+        Raises:
+            DataError: a shard is missing or has another size than the manifest says.
+        """
+        self.name = name
+        little_endian = np.dtype(dtype).newbyteorder("<")
+        self._shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        starts = []
+        first_documents = [0]
+        first_tokens = [0]
+        for shard in fields["shards"]:
+            tokens, documents = int(shard["tokens"]), int(shard["documents"])
+            path = folder / shard["file"]
+            index = path.with_suffix(".idx")
+            _check_size(path, tokens * little_endian.itemsize, repair)
+            _check_size(index, (documents + 1) * 8, repair)
+            offsets = np.fromfile(index, dtype="<i8").astype(np.int64)
+            if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
+                raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
+            # A plain array over the mapping: slices of np.memmap itself cost several times more.
+            self._shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
+            starts.append(offsets[:-1] + first_tokens[-1])
+            first_documents.append(first_documents[-1] + documents)
+            first_tokens.append(first_tokens[-1] + tokens)
+        self._first_tokens = np.array(first_tokens, dtype=np.int64)
+        self._offsets = np.concatenate([*starts, self._first_tokens[-1:]])
+        self._num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self._offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, the document starts included."""
+        return int(self._offsets[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return self._num_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token, not counting the document starts."""
+        return self._num_bytes / max(1, self.num_tokens - self.num_documents)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where each document begins, counted through all shards: (num_documents + 1,) int64; not to be changed."""
+        return self._offsets
+
+    @property
+    def shards(self) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
+        """The token arrays of the shards, memory-mapped and read-only; a document lies in one of them."""
+        return self._shards
+
+    @property
+    def shard_offsets(self) -> npt.NDArray[np.int64]:
+        """Number of tokens before each shard, and in all: (num_shards + 1,) int64."""
+        return self._first_tokens
+
+    def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return one document's tokens, bos first: (length,) uint16 or uint32, a read-only view of the file.
+
+        Raises:
+            IndexError: there is no document of that number.
+        """
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents} in split {self.name}")
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        shard = int(np.searchsorted(self._first_tokens, start, side="right")) - 1
+        base = int(self._first_tokens[shard])
+        return self._shards[shard][start - base : end - base]
+
+
+class Dataset:
+    """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        """Take a folder and its manifest as read; use `Dataset.open`."""
+        self.path = path
+        self.manifest = manifest
+        self._splits: dict[str, Split] = {}
+        try:
+            for name in ("train", "val"):
+                fields = manifest["splits"][name]
+                self._splits[name] = Split(name, path, fields, manifest["dtype"], manifest["command"])
+            self._bos_id = int(manifest["bos_id"])
+            self._vocab_size = int(manifest["vocab_size"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{path / MANIFEST_NAME}: damaged ({error}); delete the folder and prepare again"
+            ) from error
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Dataset":
+        """Open a prepared dataset; maps its shards and checks their sizes (`verify` also checks the content).
+
+        Raises:
+            DataError: the folder is not a finished dataset, is of another format version, or a file of it is
+                missing or has the wrong size; the message names the file and the command to run again.
+        """
+        folder = Path(path)
+        manifest_path = folder / MANIFEST_NAME
+        try:
+            manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            state = "is not a finished dataset" if folder.is_dir() else "does not exist"
+            raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
+        except ValueError as error:
+            raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
+        except OSError as error:
+            raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
+        if not isinstance(manifest, dict) or manifest.get("version") != FORMAT_VERSION:
+            found = manifest.get("version") if isinstance(manifest, dict) else None
+            raise DataError(
+                f"{manifest_path}: format version {found}, this program reads {FORMAT_VERSION}; prepare again"
+            )
+        return cls(folder, manifest)
+
+    @property
+    def key(self) -> str:
+        """Short hash of everything the dataset was made from: text, tokenizer and settings."""
+        return str(self.manifest["key"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; can be smaller than what was asked for."""
+        return self._vocab_size
+
+    @property
+    def bos_id(self) -> int:
+        """Id of the token that starts a document."""
+        return self._bos_id
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when first used.
+
+        Raises:
+            DataError: its file is missing or was changed.
+        """
+        path = self.path / TOKENIZER_NAME
+        tokenizer = Tokenizer.load(path)
+        if tokenizer.fingerprint() != self.manifest["tokenizer"]["fingerprint"]:
+            raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
+        return tokenizer
+
+    def split(self, name: SplitName) -> Split:
+        """Return the `train` or the `val` split.
+
+        Raises:
+            DataError: another name.
+        """
+        if name not in self._splits:
+            raise DataError(f"no split {name!r}; there are {', '.join(self._splits)}")
+        return self._splits[name]
+
+    def summary(self) -> dict[str, Any]:
+        """Return a short description for logs, fit for JSON."""
+        train, val = self._splits["train"], self._splits["val"]
+        return {
+            "path": str(self.path),
+            "source": self.manifest["source"]["spec"],
+            "key": self.key,
+            "vocab_size": self.vocab_size,
+            "train_documents": train.num_documents,
+            "train_tokens": train.num_tokens,
+            "train_bytes": train.num_bytes,
+            "val_documents": val.num_documents,
+            "val_tokens": val.num_tokens,
+            "val_bytes": val.num_bytes,
+            "bytes_per_token": round(train.bytes_per_token, 4),
+        }
+
+    def verify(self) -> None:
+        """Read every shard and compare its checksum with the manifest.
+
+        Raises:
+            DataError: a shard's content changed; the message names it and the command to run again.
+        """
+        for fields in self.manifest["splits"].values():
+            for shard in fields["shards"]:
+                path = self.path / shard["file"]
+                if checksum(path) != shard["crc32"]:
+                    raise DataError(f"{path}: damaged, wrong checksum; run again: {self.manifest['command']}")
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file: 8 hex digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+def _check_size(path: Path, expected: int, repair: str) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: missing; run again: {repair}") from error
+    if found != expected:
+        raise DataError(f"{path}: damaged, {found} bytes instead of {expected}; run again: {repair}")

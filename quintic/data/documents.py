@@ -1,0 +1,249 @@
+"""Documents out of one file: plain text, JSON lines and Parquet, each text format also compressed.
+
+A text file (`.txt`, `.md`, `.rst`) is one document; JSON lines give one document per line (field `text`), Parquet
+one per row (column `text`). `split_document` cuts what is too long for one document. Which files make up a source,
+and in which order, is decided in `quintic.data.sources`.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from quintic.errors import DataError
+
+__all__ = [
+    "MAX_DOCUMENT_BYTES",
+    "SUPPORTED_ENDINGS",
+    "is_supported",
+    "read_documents",
+    "split_document",
+    "stored_as_text",
+]
+
+TEXT_ENDINGS = (".txt", ".md", ".rst")
+SUPPORTED_ENDINGS = (
+    *(ending + packed for ending in (*TEXT_ENDINGS, ".jsonl") for packed in ("", ".gz", ".zst")),
+    ".parquet",
+)
+MAX_DOCUMENT_BYTES = 64 * 1024
+_BLOCK_BYTES = 1 << 20
+
+
+class _Decompressor(Protocol):
+    """What `zlib` and `zstandard` decompression objects have in common."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def is_supported(name: str) -> bool:
+    """Whether a file of this name can be read, judged by its ending (upper or lower case)."""
+    return name.lower().endswith(SUPPORTED_ENDINGS)
+
+
+def stored_as_text(name: str) -> bool:
+    """Whether a file's size on disk is the size of its text, as it is for uncompressed plain text."""
+    return name.lower().endswith(TEXT_ENDINGS)
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """Yield the documents of one file in the order they are stored; empty ones are left out.
+
+    A leading byte order mark is dropped; line endings stay as they are. Halves of surrogate pairs, which JSON can
+    spell but UTF-8 cannot, become U+FFFD.
+
+    Args:
+        path: a file with one of `SUPPORTED_ENDINGS`.
+
+    Raises:
+        DataError: the file cannot be opened, is truncated, is not UTF-8, or has a record without text.
+    """
+    name = path.name.lower()
+    if not is_supported(name):
+        raise DataError(f"{path}: unknown ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+    try:
+        if name.endswith(".parquet"):
+            documents = _parquet_documents(path)
+        elif name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            documents = _jsonl_documents(path)
+        else:
+            documents = _text_documents(path)
+        for text in documents:
+            if text:
+                yield text
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def split_document(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[str]:
+    r"""Cut a long document into pieces at line ends, or between characters where a line is too long.
+
+    The pieces join to the text again. Cutting goes from the front, so text appended to a file leaves the pieces
+    before it as they were.
+
+    Args:
+        text: any text without lone surrogates.
+        max_bytes: most UTF-8 bytes of a piece, at least 4.
+
+    Returns:
+        `[text]` when it is short enough, else two or more pieces.
+
+    >>> split_document("one\ntwo\nthree\n", max_bytes=9)
+    ['one\ntwo\n', 'three\n']
+    """
+    if len(text) * 4 <= max_bytes:
+        return [text]
+    data = text.encode()
+    pieces = []
+    start = 0
+    while len(data) - start > max_bytes:
+        end = data.rfind(b"\n", start, start + max_bytes) + 1
+        if end <= start:
+            end = start + max_bytes
+            while data[end] & 0xC0 == 0x80:  # inside a character: go back to its first byte
+                end -= 1
+        pieces.append(data[start:end].decode())
+        start = end
+    pieces.append(data[start:].decode())
+    return pieces
+
+
+def _text_documents(path: Path) -> Iterator[str]:
+    yield _decode(b"".join(_blocks(path)), str(path), 0).removeprefix("\ufeff")
+
+
+def _jsonl_documents(path: Path) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(_lines(path), start=1):
+        text = _decode(line, str(path), offset)
+        offset += len(line)
+        if number == 1:
+            text = text.removeprefix("\ufeff")
+        if text.strip():
+            yield _jsonl_text(text, f"{path}:{number}")
+
+
+def _jsonl_text(line: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not a JSON object ({error}); expected one object per line") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        found = f"keys {', '.join(map(str, record)) or 'none'}" if isinstance(record, dict) else "no object"
+        raise DataError(f"{place}: no string field 'text' ({found}); rename the field that holds the text")
+    return _without_surrogates(text)
+
+
+def _parquet_documents(path: Path) -> Iterator[str]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        with parquet.ParquetFile(path) as table:
+            schema = table.schema_arrow
+            if "text" not in schema.names:
+                raise DataError(f"{path}: no column 'text'; its columns are {', '.join(schema.names)}")
+            kind = schema.field("text").type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise DataError(f"{path}: column 'text' holds {kind}, not strings; write it as strings")
+            for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+                yield from (text for text in batch.column(0).to_pylist() if text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: column 'text' is not UTF-8 ({error.reason}); write it again") from error
+    except arrow.ArrowException as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{path}: not a readable Parquet file ({reason}); write or download it again") from error
+
+
+def _decode(data: bytes, name: str, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: not UTF-8 at byte offset {offset + error.start} (byte 0x{data[error.start]:02x}); "
+            "convert the file to UTF-8"
+        ) from error
+
+
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, line ends included, without holding more than one line and one block."""
+    rest: list[bytes] = []  # a list, so that a line of many blocks is joined once
+    for block in _blocks(path):
+        lines = block.splitlines(keepends=True) if b"\r" not in block else _split_at_newline(block)
+        if not lines[-1].endswith(b"\n"):
+            tail = lines.pop()
+        else:
+            tail = b""
+        if lines:
+            yield b"".join([*rest, lines[0]])
+            yield from lines[1:]
+            rest = []
+        if tail:
+            rest.append(tail)
+    if rest:
+        yield b"".join(rest)
+
+
+def _split_at_newline(block: bytes) -> list[bytes]:
+    parts = block.split(b"\n")
+    lines = [part + b"\n" for part in parts[:-1]]
+    return [*lines, parts[-1]] if parts[-1] else lines
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's bytes, decompressed by its ending; blocks are never empty."""
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        yield from _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error)
+    elif name.endswith(".zst"):
+        import zstandard
+
+        def frame() -> Any:
+            # Long-distance frames (`zstd --long=31`) need a window beyond the library's default.
+            return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+
+        yield from _decompressed(path, frame, zstandard.ZstdError)
+    else:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+
+
+def _decompressed(path: Path, start_frame: Callable[[], _Decompressor], broken: type[Exception]) -> Iterator[bytes]:
+    """Decompress a file of one or more frames, and refuse one that ends inside a frame."""
+    with path.open("rb") as file:
+        frame: _Decompressor | None = start_frame()  # so that an empty file counts as truncated
+        while block := file.read(_BLOCK_BYTES):
+            while block:
+                if frame is None:
+                    block = block.lstrip(b"\0")  # gzip allows zero padding between and after members
+                    if not block:
+                        break
+                    frame = start_frame()
+                try:
+                    data = frame.decompress(block)
+                except broken as error:
+                    raise DataError(f"{path}: damaged or not compressed as its ending says ({error})") from error
+                if data:
+                    yield data
+                block = b""
+                if frame.eof:
+                    block, frame = frame.unused_data, None
+        if frame is not None:
+            raise DataError(f"{path}: truncated, the compressed data stops early; copy or download it again")

@@ -1,0 +1,193 @@
+"""Data sets of the Hugging Face Hub as text sources, downloaded file by file as reading reaches them.
+
+Only Parquet and JSON lines are taken (the formats `quintic.data.documents` reads); loading scripts are not run.
+The list of files is kept beside the downloads, so that a machine without network goes on with what it has.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quintic.data.documents import read_documents
+from quintic.data.sources import Part, Source, slug
+from quintic.errors import DataError
+
+__all__ = ["download", "open_hub"]
+
+_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_files: int | None = None) -> Source:
+    """Open a data set of the Hub; asks for its list of files, downloads none.
+
+    Args:
+        spec: `hf:owner/name`, or `hf:owner/name/config`. The configuration is looked up in the data set's card
+            (`configs`); one that the card does not list is taken as a folder. Without one, the card's default is
+            used, else every file. Where files say which split they are of, only training files are taken.
+        cache_dir: where the list and the files are kept.
+        endpoint: address of the Hub; the client's own when None.
+        max_files: use only the first so many files; all when None.
+
+    Raises:
+        DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
+            the Hub cannot be reached and no list was kept.
+    """
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/(.+?))?/?", spec)
+    if match is None:
+        raise DataError(f"{spec}: not a data set name; write hf:owner/name or hf:owner/name/config")
+    repo, config = match.group(1), match.group(2)
+    listing = _listing(repo, cache_dir=cache_dir, endpoint=endpoint)
+    revision = str(listing["revision"])
+    sizes: dict[str, int] = listing["files"]
+    names = _select(sorted(sizes), config, listing["configs"], spec)[:max_files]
+
+    def part(name: str) -> Part:
+        def read() -> Iterator[str]:
+            path = download(
+                repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
+            )
+            yield from read_documents(path)
+
+        # The revision, which is part of the source's identity, already stands for the content of every file.
+        return Part(name=name, size_bytes=sizes[name], identity=str, read=read)
+
+    return Source(
+        name=slug("-".join(filter(None, [repo.split("/")[1], config]))),
+        spec=spec,
+        parts=tuple(part(name) for name in names),
+        identity=f"hub {repo} {revision}",
+        is_remote=True,
+    )
+
+
+def download(
+    repo: str, name: str, *, repo_type: str, revision: str | None, cache_dir: Path | None, endpoint: str | None
+) -> Path:
+    """Return the local path of one file of the Hub, downloading it unless it is there already.
+
+    Args:
+        repo: `owner/name`.
+        name: path of the file in the repository.
+        repo_type: `model` or `dataset`.
+        revision: commit or branch; the main branch when None.
+        cache_dir: where files are kept; the client's own cache when None.
+        endpoint: address of the Hub; the client's own when None.
+
+    Raises:
+        DataError: the file cannot be downloaded.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(
+            hf_hub_download(repo, name, repo_type=repo_type, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
+        )
+    # The client's exceptions come from its HTTP library, which differs between its versions.
+    except Exception as error:
+        raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
+
+
+def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
+    """Return `revision`, `files` (name to bytes) and `configs` of a data set; from the kept copy without network."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
+    try:
+        found = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
+    # No answer at all: the exceptions come from the client's HTTP library, which differs between its versions.
+    except Exception as error:
+        listing = _kept_listing(kept, repo)
+        if listing is None:
+            raise DataError(f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}") from error
+        return listing
+    card: dict[str, Any] = found.card_data.to_dict() if found.card_data is not None else {}
+    listing = {
+        "repo": repo,
+        "revision": found.sha,
+        "files": {file.rfilename: file.size or 0 for file in found.siblings or []},
+        "configs": [entry for entry in card.get("configs") or [] if isinstance(entry, dict)],
+    }
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(".partial")
+        partial.write_text(json.dumps(listing), encoding="utf-8")
+        partial.replace(kept)
+    except OSError as error:
+        raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another data folder") from error
+    return listing
+
+
+def _kept_listing(kept: Path, repo: str) -> dict[str, Any] | None:
+    try:
+        listing = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return listing if isinstance(listing, dict) and listing.get("repo") == repo else None
+
+
+def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
+    """Return the names that belong to a configuration and may be trained on."""
+    readable = [name for name in names if name.lower().endswith(_ENDINGS)]
+    entry = next((entry for entry in configs if _is_wanted(entry, config)), None)
+    if entry is not None and entry.get("data_files"):
+        patterns = _train_patterns(entry["data_files"])
+        chosen = [name for name in readable if any(pattern.fullmatch(name) for pattern in patterns)]
+    else:
+        folder = f"/{config}/" if config else "/"
+        chosen = [name for name in readable if folder in f"/{name}"]
+        train = [name for name in chosen if re.search(r"(?:^|[/._-])train(?:[/._-]|$)", name)]
+        chosen = train or chosen
+    if not chosen:
+        listed = ", ".join(sorted(str(entry["config_name"]) for entry in configs if "config_name" in entry))
+        hint = f"its configurations are {listed}" if listed else f"readable are {', '.join(_ENDINGS)}"
+        raise DataError(f"{spec}: no file to read there among {len(names)}; {hint}")
+    return chosen
+
+
+def _is_wanted(entry: dict[str, Any], config: str | None) -> bool:
+    name = entry.get("config_name")
+    return name == config if config else bool(entry.get("default")) or name == "default"
+
+
+def _train_patterns(data_files: Any) -> list[re.Pattern[str]]:
+    """Return the patterns of a card's `data_files`: a glob, a list of globs, or a list of {split, path}."""
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    by_split = [entry for entry in entries if isinstance(entry, dict)]
+    train = [entry for entry in by_split if entry.get("split") == "train"]
+    globs: list[str] = []
+    for entry in train or entries:
+        paths = entry.get("path", []) if isinstance(entry, dict) else entry
+        globs += paths if isinstance(paths, list) else [paths]
+    return [_glob_pattern(str(glob)) for glob in globs]
+
+
+def _glob_pattern(glob: str) -> re.Pattern[str]:
+    """Translate `*`, `**` and `?` as the Hub reads them: only `**` crosses folders."""
+    pieces = []
+    for piece in re.split(r"(\*\*/|\*\*|\*|\?)", glob.removeprefix("./")):
+        pieces.append({"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(piece) or re.escape(piece))
+    return re.compile("".join(pieces))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
+
+
+def _advice(error: Exception) -> str:
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "accept its terms on the Hub and log in with `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "check the name, or log in with `hf auth login` if it is private"
+    if isinstance(error, EntryNotFoundError) and isinstance(error, HfHubHTTPError):
+        return "check the file's name"
+    if isinstance(error, ValueError):
+        return "write hf:owner/name"
+    return "check the network, or give local files"

@@ -1,0 +1,314 @@
+"""Batches for training and validation: documents of a split, packed into rows, as tensors.
+
+Long documents. With `split_long` a document with more than `row_tokens = seq_len + 1` tokens is served as pieces of
+at most `row_tokens`, each later one behind a bos of its own. So every row begins with a bos and hardly any text is
+lost, at a price: such a piece pretends that a document begins in the middle of the text. A bos is never wrong as a
+target: all pieces of a document but its last fill a row exactly, so the only document ends a model learns to predict
+are real ones. Without `split_long` all of a document that does not fit into a row is dropped.
+
+Order. Each epoch is a permutation of all pieces, drawn from the seed and the epoch; pieces rather than whole
+documents, or the rows of one long document would be one batch. Rank r of w takes places r, r + w, ... of it, so all
+ranks together see each piece once per epoch. Packing is `quintic.data.packing`; at the end of an epoch what no longer
+fills a row is dropped.
+
+Read next: `quintic.data.rows`, where pieces and order are made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quintic.data.prefetch import Prefetcher
+from quintic.data.rows import Int64s, PieceTable, RowPosition, RowStream
+from quintic.data.shards import Dataset, SplitName
+from quintic.errors import DataError
+
+__all__ = ["Batch", "Loader", "validation_rows"]
+
+_STATE_VERSION = 1
+_VALIDATION_BUFFER = 1000
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents.
+
+    Attributes:
+        inputs: (B, T) int64; each row begins with bos.
+        targets: (B, T) int64; the token after each input.
+        document_starts: (num_docs + 1,) int32 on the CPU; where each document begins in the flattened inputs, and
+            B * T at the end. No document reaches over the end of a row.
+        epoch: the epoch of the first row, from 0.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    document_starts: Tensor
+    epoch: int
+
+
+class Loader(Iterator[Batch]):
+    """Endless batches of one rank, made ahead in a background thread, with a state that resumes exactly.
+
+    Use it in a `with` block, or `close` it; the thread ends with the loader either way.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: SplitName,
+        *,
+        rows: int,
+        seq_len: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1337,
+        shuffle: bool = True,
+        buffer_documents: int = 1000,
+        prefetch: int = 2,
+        device: torch.device | str = "cpu",
+        split_long: bool = True,
+    ) -> None:
+        """Check that there is text for a batch; the thread starts with the first batch.
+
+        Args:
+            dataset: the prepared text.
+            split: `train` or `val`.
+            rows: B, rows per batch of this rank.
+            seq_len: T, inputs per row.
+            rank: this process among those that share the text.
+            world_size: number of those processes.
+            seed: of the permutations.
+            shuffle: whether each epoch is permuted; in stored order when False.
+            buffer_documents: pieces to choose from when packing: more means less cropping, and a longer state.
+            prefetch: batches made ahead; 0 makes them when asked, without a thread.
+            device: where inputs and targets go; through pinned memory and without waiting when it is a CUDA device.
+            split_long: see the module.
+
+        Raises:
+            DataError: a number is out of range, or the split has too little text for one batch on every rank.
+        """
+        _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
+        if buffer_documents < 1 or prefetch < 0:
+            raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
+        table = PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1, split_long=split_long)
+        needed = rows * (seq_len + 1) * world_size
+        if table.num_tokens < needed:
+            raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
+        self._rows = rows
+        self._bos_id = dataset.bos_id
+        self._depth = prefetch
+        self._device = torch.device(device)
+        if str(self._device) == "cuda":
+            # Resolved here: the current device is a property of the thread, and pinning happens in another.
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._identity = {
+            "version": _STATE_VERSION,
+            "dataset": dataset.key,
+            "split": split,
+            "seq_len": seq_len,
+            "rank": rank,
+            "world_size": world_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "buffer_documents": buffer_documents,
+            "split_long": split_long,
+        }
+        self._stream = RowStream(
+            table,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            buffer_documents=buffer_documents,
+        )
+        self._position = self._stream.position()
+        self._batches = 0
+        self._prefetcher: Prefetcher[tuple[Batch, RowPosition]] | None = None
+        self._closed = False
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            DataError: the text does not fill a row.
+            ValueError: the loader is closed.
+        """
+        if self._closed:
+            raise ValueError("the loader is closed")
+        if self._depth == 0:
+            batch, position = _next_batch(self._stream, self._rows, self._bos_id, self._device)
+        else:
+            if self._prefetcher is None:
+                # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
+                stream, rows, bos_id, device = self._stream, self._rows, self._bos_id, self._device
+                self._prefetcher = Prefetcher(lambda: _next_batch(stream, rows, bos_id, device), self._depth)
+            batch, position = self._prefetcher.get()
+        self._position = position
+        self._batches += 1
+        if self._device.type == "cpu":
+            return batch
+        return Batch(
+            inputs=batch.inputs.to(self._device, non_blocking=True),
+            targets=batch.targets.to(self._device, non_blocking=True),
+            document_starts=batch.document_starts,
+            epoch=batch.epoch,
+        )
+
+    @property
+    def cropped_frac(self) -> float:
+        """Fraction of the tokens that was dropped rather than served, over all batches returned so far."""
+        return self._position.cropped / max(1, self._position.served + self._position.cropped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, fit for JSON, what comes after the last batch that was returned; batches made ahead do not count."""
+        return {**self._identity, "batches": self._batches, "position": self._position.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place: the next batch is the one that followed when the state was taken.
+
+        The number of rows per batch may differ from the saved one; everything else that decides which text a rank
+        sees must be the same.
+
+        Raises:
+            DataError: the state is damaged, or was made with another dataset or another setting; the message names
+                it.
+        """
+        for name, value in self._identity.items():
+            if name not in state:
+                raise DataError(f"the saved data state has no {name!r}; it was not made by this loader")
+            if state[name] != value:
+                raise DataError(
+                    f"the saved data state was made with {name} {state[name]!r}, this run has {value!r}; resume with "
+                    f"the {name} of the saved run, or start a new one"
+                )
+        if not isinstance(state.get("position"), dict):
+            raise DataError("the saved data state has no 'position'; it was not made by this loader")
+        position = RowPosition.from_json(state["position"])
+        self._stop()
+        try:
+            self._stream.restore(position)
+        except DataError:
+            self._stream.restore(self._position)
+            raise
+        self._position = position
+        self._batches = int(state.get("batches", 0))
+
+    def close(self) -> None:
+        """Stop the thread; no more batches. May be called twice."""
+        self._closed = True
+        self._stop()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+
+def validation_rows(
+    dataset: Dataset,
+    *,
+    rows: int,
+    seq_len: int,
+    max_tokens: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[Batch]:
+    """Return one pass over the validation split in stored order, packed as for training.
+
+    Every rank gets the same number of batches (rank r the batches r, r + world_size, ...), because a sharded model
+    runs collectives per batch; the last few that do not go round, and an incomplete batch, are left out. The set
+    is the same for any `world_size` that divides the number of batches.
+
+    Args:
+        dataset: the prepared text.
+        rows: B, rows per batch.
+        seq_len: T, inputs per row.
+        max_tokens: at most so many inputs over all ranks, rounded down to batches, but one batch per rank; all text
+            when None.
+        rank: this process among those that share the work.
+        world_size: number of those processes.
+
+    Returns:
+        At least one batch, on the CPU.
+
+    Raises:
+        DataError: a number is out of range, or there is too little text for one batch on every rank.
+    """
+    _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
+    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1, split_long=True)
+    stream = RowStream(
+        table,
+        rank=0,
+        world_size=1,
+        seed=0,
+        shuffle=False,
+        buffer_documents=_VALIDATION_BUFFER,
+        max_epochs=1,
+    )
+    wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
+    blocks: list[Int64s] = []
+    while wanted is None or len(blocks) < wanted:
+        found = stream.next_rows(rows)
+        if found is None:
+            break
+        blocks.append(found[0])
+    count = len(blocks) // world_size * world_size
+    if count == 0:
+        needed = rows * (seq_len + 1) * world_size
+        raise _too_little_text("val", table.num_tokens, rows, seq_len, world_size, needed)
+    return [_to_batch(block, dataset.bos_id, epoch=0) for block in blocks[rank:count:world_size]]
+
+
+def _next_batch(stream: RowStream, rows: int, bos_id: int, device: torch.device) -> tuple[Batch, RowPosition]:
+    found = stream.next_rows(rows)
+    assert found is not None  # a stream without max_epochs does not end
+    batch = _to_batch(found[0], bos_id, epoch=found[1])
+    if device.type == "cuda":
+        # In this thread the current device is the first one; pinning there would open a context on it in every rank.
+        with torch.cuda.device(device):
+            batch = Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), batch.document_starts, batch.epoch)
+    return batch, stream.position()
+
+
+def _to_batch(block: Int64s, bos_id: int, *, epoch: int) -> Batch:
+    inputs = np.ascontiguousarray(block[:, :-1])
+    starts = np.append(np.flatnonzero(inputs.reshape(-1) == bos_id), inputs.size)
+    return Batch(
+        inputs=torch.from_numpy(inputs),
+        targets=torch.from_numpy(np.ascontiguousarray(block[:, 1:])),
+        document_starts=torch.from_numpy(starts.astype(np.int32)),
+        epoch=epoch,
+    )
+
+
+def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None:
+    for name, value in (("rows", rows), ("seq_len", seq_len), ("world_size", world_size)):
+        if value < 1:
+            raise DataError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank is {rank}; it must be between 0 and {world_size - 1}")
+
+
+def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int, needed: int) -> DataError:
+    ranks = f" on {world_size} ranks" if world_size > 1 else ""
+    return DataError(
+        f"too little text for one batch: the {split} split has {tokens:,} tokens, {rows} rows of {seq_len + 1}{ranks} "
+        f"need about {needed:,}; use --seq-len/--batch smaller or more text"
+    )

@@ -1,0 +1,270 @@
+"""Rows of tokens from a split: pieces of documents, their order per epoch and rank, packed and copied out.
+
+numpy only; tensors, threads and saved states are `quintic.data.loader`, whose docstring explains pieces and order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quintic.data.packing import BestFitPacker
+from quintic.data.shards import Split
+from quintic.errors import DataError
+
+__all__ = ["PieceTable", "RowPosition", "RowStream"]
+
+_LOOKAHEAD = 1024
+# An epoch without a full row can be an unlucky permutation of very little text; this many in a row are no luck.
+_EMPTY_EPOCHS = 8
+
+Int64s = npt.NDArray[np.int64]
+
+
+class PieceTable:
+    """The pieces of a split's documents, numbered in document order.
+
+    A piece is a bos and up to `row_tokens - 1` tokens of one document (with `split_long=False`: all of them). Piece k
+    of a document holds its text tokens from `k * (row_tokens - 1)` on.
+    """
+
+    def __init__(self, split: Split, bos_id: int, row_tokens: int, *, split_long: bool) -> None:
+        """Count the pieces.
+
+        Args:
+            split: the documents.
+            bos_id: the token every piece begins with.
+            row_tokens: longest piece when `split_long`, at least 2.
+            split_long: whether documents longer than a row make several pieces.
+        """
+        self.row_tokens = row_tokens
+        self._bos_id = bos_id
+        self._shards = split.shards
+        self._shard_offsets = split.shard_offsets
+        self._starts = split.offsets[:-1] + 1  # behind the document's own bos, which a piece brings along
+        self._text_tokens = np.diff(split.offsets) - 1
+        longest = int(self._text_tokens.max(initial=1))
+        self._stride = row_tokens - 1 if split_long else max(1, longest)
+        pieces = np.maximum(1, -(-self._text_tokens // self._stride))
+        self._first_piece = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces)])
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces."""
+        return int(self._first_piece[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pieces, each with its bos."""
+        return int(self._text_tokens.sum()) + self.num_pieces
+
+    def lengths(self, pieces: Int64s) -> Int64s:
+        """Return the tokens of each piece, its bos included: int64 of the same shape."""
+        documents, skipped = self._locate(pieces)
+        return 1 + np.minimum(self._text_tokens[documents] - skipped, self._stride)
+
+    def fill(self, out: Int64s, pieces: Int64s, takes: Int64s) -> None:
+        """Write the first `takes[i]` tokens of each piece one after the other into `out`.
+
+        Args:
+            out: (sum of takes,) int64; overwritten.
+            pieces: (n,) int64.
+            takes: (n,) int64, each between 1 and the piece's length.
+        """
+        documents, skipped = self._locate(pieces)
+        starts = self._starts[documents] + skipped
+        shards = np.searchsorted(self._shard_offsets, starts - 1, side="right") - 1
+        starts -= self._shard_offsets[shards]
+        ends = np.cumsum(takes)
+        out[ends - takes] = self._bos_id
+        places = zip(shards.tolist(), starts.tolist(), ends.tolist(), takes.tolist(), strict=True)
+        for shard, start, end, take in places:
+            out[end - take + 1 : end] = self._shards[shard][start : start + take - 1]
+
+    def _locate(self, pieces: Int64s) -> tuple[Int64s, Int64s]:
+        """Return each piece's document and the text tokens of the document before it."""
+        documents = np.searchsorted(self._first_piece, pieces, side="right") - 1
+        return documents, (pieces - self._first_piece[documents]) * self._stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPosition:
+    """What comes after a row, and the counts so far.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        next_place: the next place of this rank's order to let into the buffer.
+        waiting: places in the buffer, in no particular order.
+        served: tokens of all rows so far.
+        cropped: tokens dropped so far, by cropping and at the ends of epochs.
+    """
+
+    epoch: int = 0
+    next_place: int = 0
+    waiting: tuple[int, ...] = ()
+    served: int = 0
+    cropped: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, fit for JSON."""
+        return {
+            "epoch": self.epoch,
+            "next_place": self.next_place,
+            "waiting": sorted(self.waiting),
+            "served": self.served,
+            "cropped": self.cropped,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "RowPosition":
+        """Return the position `to_json` described.
+
+        Raises:
+            DataError: a field is missing, is no number, or is negative.
+        """
+        try:
+            position = cls(
+                epoch=int(fields["epoch"]),
+                next_place=int(fields["next_place"]),
+                waiting=tuple(int(place) for place in fields["waiting"]),
+                served=int(fields["served"]),
+                cropped=int(fields["cropped"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the saved data position is damaged ({type(error).__name__}: {error})") from error
+        if min(position.epoch, position.next_place, *position.waiting, position.served, position.cropped) < 0:
+            raise DataError("the saved data position is damaged (a negative number)")
+        return position
+
+
+class RowStream:
+    """The packed rows of one rank, epoch after epoch."""
+
+    def __init__(
+        self,
+        table: PieceTable,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        buffer_documents: int,
+        max_epochs: int | None = None,
+    ) -> None:
+        """Start at the beginning of epoch 0.
+
+        Args:
+            table: the pieces.
+            rank: which of every `world_size` places this stream takes.
+            world_size: number of streams that share the pieces.
+            seed: of the permutations.
+            shuffle: whether the pieces are permuted.
+            buffer_documents: pieces to choose from when packing.
+            max_epochs: stop after so many; never when None.
+        """
+        self._table = table
+        self._rank, self._world_size = rank, world_size
+        self._seed, self._shuffle = seed, shuffle
+        self._buffer_documents = buffer_documents
+        self._max_epochs = max_epochs
+        self._epoch = 0
+        self._order: Int64s = np.empty(0, dtype=np.int64)
+        self._next_place = 0
+        self._looked_up = 0  # the place whose length is the first of the look-ahead
+        self._lookahead: list[int] = []
+        self.restore(RowPosition())
+
+    def restore(self, position: RowPosition) -> None:
+        """Go to a position: the next row is the one that came after it.
+
+        Raises:
+            DataError: the position names places beyond the end of the epoch.
+        """
+        self._begin_epoch(position.epoch)
+        if max(position.next_place, 0, *(place + 1 for place in position.waiting)) > len(self._order):
+            raise DataError("the saved data position lies beyond the end of the text; it was made from other text")
+        self._next_place = position.next_place
+        waiting = np.array(position.waiting, dtype=np.int64)
+        lengths = self._table.lengths(self._order[waiting])
+        self._packer = self._new_packer(zip(position.waiting, lengths.tolist(), strict=True))
+        self._served, self._cropped = position.served, position.cropped
+
+    def position(self) -> RowPosition:
+        """Describe what comes next."""
+        return RowPosition(
+            epoch=self._epoch,
+            next_place=self._next_place,
+            waiting=self._packer.waiting(),
+            served=self._served,
+            cropped=self._cropped,
+        )
+
+    def next_rows(self, rows: int) -> tuple[Int64s, int] | None:
+        """Return the next (rows, row_tokens) int64 and the epoch of the first; None when there are not so many.
+
+        Raises:
+            DataError: several epochs in a row did not fill one row.
+        """
+        places: list[int] = []
+        takes: list[int] = []
+        first_epoch = self._epoch
+        for row in range(rows):
+            pieces = self._next_row()
+            if pieces is None:
+                return None
+            if row == 0:
+                first_epoch = self._epoch
+            # The permutation of an epoch ends with it, so places are turned into pieces row by row.
+            places += self._order[[place for place, _ in pieces]].tolist()
+            takes += [take for _, take in pieces]
+        out = np.empty(rows * self._table.row_tokens, dtype=np.int64)
+        numbers, lengths = np.array(places, dtype=np.int64), np.array(takes, dtype=np.int64)
+        self._table.fill(out, numbers, lengths)
+        self._cropped += int((self._table.lengths(numbers) - lengths).sum())
+        self._served += out.size
+        return out.reshape(rows, self._table.row_tokens), first_epoch
+
+    def _next_row(self) -> list[tuple[int, int]] | None:
+        for _ in range(_EMPTY_EPOCHS):
+            if self._epoch == self._max_epochs:
+                return None
+            pieces = self._packer.pack_row(self._next_piece)
+            if pieces is not None:
+                return pieces
+            self._cropped += self._packer.buffered_tokens
+            self._begin_epoch(self._epoch + 1)
+            self._packer = self._new_packer(())
+        raise DataError(
+            f"too little text: rank {self._rank} of {self._world_size} cannot fill one row of "
+            f"{self._table.row_tokens} tokens in an epoch; use a smaller --seq-len or more text"
+        )
+
+    def _next_piece(self) -> tuple[int, int] | None:
+        place = self._next_place
+        if place >= len(self._order):
+            return None
+        if not self._looked_up <= place < self._looked_up + len(self._lookahead):
+            self._looked_up = place
+            self._lookahead = self._table.lengths(self._order[place : place + _LOOKAHEAD]).tolist()
+        self._next_place = place + 1
+        return place, self._lookahead[place - self._looked_up]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._next_place = 0
+        self._looked_up = 0
+        self._lookahead = []
+        self._order = self._permutation(epoch)[self._rank :: self._world_size]
+
+    def _permutation(self, epoch: int) -> Int64s:
+        count = self._table.num_pieces
+        if not self._shuffle:
+            return np.arange(count)
+        # The raw bits of a bit generator are the same in every numpy; `Generator.permutation` need not be, and a run
+        # that is resumed after an upgrade would silently see other text.
+        bits = np.random.Philox(key=[self._seed % 2**64, epoch]).random_raw(count)
+        return np.argsort(bits, kind="stable")
+
+    def _new_packer(self, waiting: Any) -> BestFitPacker:
+        return BestFitPacker(self._table.row_tokens, self._buffer_documents, waiting)

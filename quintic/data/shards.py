@@ -1,0 +1,387 @@
+"""`prepare`: text in, tokenizer and token shards out, once; the next call with the same settings opens the result.
+
+The text goes through three rules that make a dataset depend on its source and settings alone:
+
+- Documents longer than 64 KiB are cut into pieces at line ends, so a single big file trains too. From here on a piece
+  is a document.
+- A document is validation text when the hash of its text is below `val_frac` of the hash's range. The same text is
+  always on the same side, duplicates never straddle, and added text moves nothing. Where the whole source is small
+  enough to be surveyed and a side would stay empty, the bound moves just so far that the one document with the
+  smallest (largest) hash falls on the validation (training) side.
+- The tokenizer is trained on at most 32 MiB of training text: of a local source, files in an order drawn by hash, so
+  that the sample is not just the beginning; of a download, or under `max_bytes`, the beginning.
+
+Preparing writes into the dataset's folder under a lock; the manifest, written last, makes the folder a dataset. What
+was stopped goes on from its last checkpoint. Reading is `quintic.data.dataset`, files are
+`quintic.data.shard_writer`.
+"""
+
+import errno
+import hashlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, Split, SplitName
+from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
+from quintic.data.shard_writer import ShardWriter, exclusive, write_atomically
+from quintic.data.sources import Source, open_source
+from quintic.data.tokenizer import Tokenizer
+from quintic.errors import DataError
+
+__all__ = ["Dataset", "Progress", "Split", "SplitName", "prepare"]
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with the stage, the text bytes done and the text bytes in all (None when unknown)."""
+
+_PROGRESS_NAME = "progress.json"
+_SAMPLE_BYTES = 32 << 20
+_BATCH_BYTES = 1 << 20
+_MAX_REMOTE_BYTES = 50 << 30
+_HASH_RANGE = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """Everything one preparation was asked for."""
+
+    source: Source
+    fingerprint: str
+    tokenizer: Tokenizer | None
+    settings: dict[str, Any]
+    key: str
+    folder: Path
+    command: str
+    progress: Progress
+
+
+def prepare(
+    spec: str,
+    *,
+    data_dir: Path,
+    vocab_size: int = 4096,
+    tokenizer: str | None = None,
+    val_frac: float = 0.02,
+    max_bytes: int | None = None,
+    shard_tokens: int = 2**24,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Tokenize a text source into `data_dir/<name>-<key>`, or open that folder when it is finished.
+
+    Several processes may call this at once: one prepares, the others wait and open the result. A finished folder
+    with a damaged file is prepared again.
+
+    Args:
+        spec: the text source, see `open_source`.
+        data_dir: folder of datasets; made when missing. Downloads go to `cache` in it.
+        vocab_size: ids of the tokenizer to train, at least 257; not used when `tokenizer` is given.
+        tokenizer: a tokenizer to use instead of training one, see `Tokenizer.load`.
+        val_frac: wanted fraction of documents on the validation side, between 0 and 1.
+        max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken.
+        shard_tokens: a shard is closed when it holds so many tokens.
+        progress: called now and then, from this thread.
+
+    Raises:
+        DataError: the source, the tokenizer or a setting cannot be used; a side would hold no text; the disk is
+            full (then what was written is removed) or cannot be written.
+    """
+    if not 0 < val_frac < 1:
+        raise DataError(f"val_frac is {val_frac}; it must be between 0 and 1")
+    if tokenizer is None and vocab_size < 257:
+        raise DataError(f"vocab_size {vocab_size} is too small; 256 bytes and <|bos|> need 257 or more")
+    for name, value in (("max_bytes", max_bytes), ("shard_tokens", shard_tokens)):
+        if value is not None and value < 1:
+            raise DataError(f"{name} is {value}; it must be at least 1")
+    data_dir = Path(data_dir)
+    source = open_source(spec, cache_dir=data_dir / "cache")
+    if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
+        raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with max_bytes")
+    given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None
+    settings = {
+        "vocab_size": vocab_size if given is None else None,
+        "tokenizer": None if given is None else given.fingerprint(),
+        "val_frac": val_frac,
+        "max_bytes": max_bytes,
+        "shard_tokens": shard_tokens,
+        "document_bytes": MAX_DOCUMENT_BYTES,
+        "sample_bytes": _SAMPLE_BYTES,
+    }
+    fingerprint = source.fingerprint()
+    identity = json.dumps([FORMAT_VERSION, fingerprint, settings], sort_keys=True)
+    key = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
+    plan = _Plan(
+        source=source,
+        fingerprint=fingerprint,
+        tokenizer=given,
+        settings=settings,
+        key=key,
+        folder=data_dir / f"{source.name}-{key}",
+        command=_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes),
+        progress=progress or (lambda stage, done, total: None),
+    )
+    finished = _open_finished(plan.folder)
+    return finished if finished is not None else _prepare_locked(plan)
+
+
+def _command(
+    spec: str, data_dir: Path, vocab_size: int, tokenizer: str | None, val_frac: float, max_bytes: int | None
+) -> str:
+    words = ["quintic", "prepare", spec, "--data-dir", str(data_dir)]
+    words += ["--tokenizer", tokenizer] if tokenizer is not None else ["--vocab-size", str(vocab_size)]
+    words += ["--val-frac", str(val_frac)]
+    words += ["--max-bytes", str(max_bytes)] if max_bytes is not None else []
+    return shlex.join(words)
+
+
+def _open_finished(folder: Path) -> Dataset | None:
+    if not (folder / MANIFEST_NAME).exists():
+        return None
+    try:
+        return Dataset.open(folder)
+    except DataError:  # damaged: made again, under the lock
+        return None
+
+
+def _prepare_locked(plan: _Plan) -> Dataset:
+    folder = plan.folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder.parent / f".{folder.name}.lock"):
+            finished = _open_finished(folder)  # another process may have been faster
+            if finished is None:
+                _prepare(plan)
+                finished = Dataset.open(folder)
+            return finished
+    except OSError as error:
+        place = error.filename if error.filename is not None else folder
+        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another data folder") from error
+
+
+def _prepare(plan: _Plan) -> None:
+    folder = plan.folder
+    job = _Tokenization(plan)
+    try:
+        state = _stopped_state(folder)
+        if state is None or not job.resume(state):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            job.begin()
+        job.run()
+    except DataError:
+        job.abandon()
+        # Mended local text is another dataset and would leave this folder behind; a download can be tried again.
+        if not plan.source.is_remote:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        job.abandon()
+        used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        total = plan.source.text_bytes or plan.settings["max_bytes"]
+        needed = f"about {_needed_bytes(used, job.text_bytes, total):,} bytes are needed" if total else "more is needed"
+        shutil.rmtree(folder, ignore_errors=True)
+        raise DataError(
+            f"{folder.parent}: no space left on the disk after {used:,} bytes of tokens, {needed}; what was written "
+            "is removed, free some space or use another data folder"
+        ) from error
+    finally:
+        job.abandon()
+
+
+def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
+    """Estimate the dataset's size from what the text so far took; 2 bytes per 2 of text before there is any."""
+    return max(used, used * text_total // text_done) if text_done else text_total
+
+
+def _stopped_state(folder: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads((folder / _PROGRESS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) and not (folder / MANIFEST_NAME).exists() else None
+
+
+class _Tokenization:
+    """One pass over the source: documents to the shards of their side, with checkpoints."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._cursor = (0, 0)
+        self._threshold = 0
+        self._writers: dict[str, ShardWriter] = {}
+        self.text_bytes = 0
+
+    def begin(self) -> None:
+        """Survey the source, make the tokenizer, write both down as the first checkpoint."""
+        plan = self._plan
+        plan.progress("survey", 0, plan.source.text_bytes)
+        sample = _survey(plan)
+        self._threshold = sample.threshold
+        tokenizer = plan.tokenizer
+        if tokenizer is None:
+            plan.progress("tokenizer", sample.text_bytes, sample.text_bytes)
+            tokenizer = Tokenizer.train(sample.texts, plan.settings["vocab_size"])
+        self._set_tokenizer(tokenizer)
+        tokenizer.save(plan.folder / TOKENIZER_NAME)
+        self._checkpoint()
+
+    def resume(self, state: dict[str, Any]) -> bool:
+        """Take up a stopped preparation; False when what is on disk does not allow it."""
+        try:
+            tokenizer = Tokenizer.load(self._plan.folder / TOKENIZER_NAME)
+            if tokenizer.fingerprint() != state["tokenizer"]:
+                return False
+            self._set_tokenizer(tokenizer)
+            self._cursor = (int(state["cursor"][0]), int(state["cursor"][1]))
+            self._threshold = int(state["threshold"])
+            self.text_bytes = int(state["text_bytes"])
+            return all(writer.resume(state["splits"][name]) for name, writer in self._writers.items())
+        except (DataError, KeyError, TypeError, ValueError, IndexError):
+            return False
+
+    def run(self) -> None:
+        """Tokenize from the cursor to the end and write the manifest."""
+        limit = self._plan.settings["max_bytes"]
+        total = self._plan.source.text_bytes if limit is None else limit
+        pending: list[tuple[str, str, int]] = []
+        pending_bytes = 0
+        checkpointed = self._num_closed()
+        if limit is None or self.text_bytes < limit:
+            for cursor, text in self._plan.source.documents_from(self._cursor):
+                for piece in split_document(text):
+                    data = piece.encode()
+                    side = "val" if _text_hash(data) < self._threshold else "train"
+                    pending.append((side, piece, len(data)))
+                    pending_bytes += len(data)
+                full = limit is not None and self.text_bytes + pending_bytes >= limit
+                if pending_bytes >= _BATCH_BYTES or full:
+                    self._write(pending)
+                    self.text_bytes += pending_bytes
+                    self._cursor = cursor
+                    pending, pending_bytes = [], 0
+                    if self._num_closed() > checkpointed:
+                        self._checkpoint()
+                        checkpointed = self._num_closed()
+                    self._plan.progress("tokens", self.text_bytes, total)
+                if full:
+                    break
+        self._write(pending)
+        self.text_bytes += pending_bytes
+        self._publish()
+        self._plan.progress("done", self.text_bytes, self.text_bytes)
+
+    def abandon(self) -> None:
+        """Close files that are still open."""
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def _set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        shard_tokens = self._plan.settings["shard_tokens"]
+        names: tuple[SplitName, ...] = ("train", "val")
+        self._writers = {name: ShardWriter(self._plan.folder, name, self._dtype, shard_tokens) for name in names}
+
+    def _num_closed(self) -> int:
+        return sum(writer.num_closed for writer in self._writers.values())
+
+    def _write(self, pending: list[tuple[str, str, int]]) -> None:
+        bos = self._tokenizer.bos_id
+        encoded = self._tokenizer.encode_batch([text for _, text, _ in pending])
+        for (side, _, num_bytes), ids in zip(pending, encoded, strict=True):
+            self._writers[side].add([bos, *ids], num_bytes)
+
+    def _checkpoint(self) -> None:
+        state = {
+            "tokenizer": self._tokenizer.fingerprint(),
+            "cursor": self._cursor,
+            "threshold": self._threshold,
+            "text_bytes": self.text_bytes,
+            "splits": {name: writer.checkpoint() for name, writer in self._writers.items()},
+        }
+        write_atomically(self._plan.folder / _PROGRESS_NAME, state)
+
+    def _publish(self) -> None:
+        plan = self._plan
+        for name, writer in self._writers.items():
+            if writer.num_documents == 0:
+                other = "raise" if name == "val" else "lower"
+                raise DataError(
+                    f"{plan.source.spec}: no document fell on the {name} side ({self.text_bytes:,} bytes of text); "
+                    f"{other} val_frac ({plan.settings['val_frac']}) or give more text"
+                )
+        manifest = {
+            "version": FORMAT_VERSION,
+            "key": plan.key,
+            "source": {"spec": plan.source.spec, "name": plan.source.name, "fingerprint": plan.fingerprint},
+            "settings": plan.settings,
+            "command": plan.command,
+            "tokenizer": {"file": TOKENIZER_NAME, "fingerprint": self._tokenizer.fingerprint()},
+            "dtype": self._dtype,
+            "bos_id": self._tokenizer.bos_id,
+            "vocab_size": self._tokenizer.vocab_size,
+            "val_threshold": self._threshold,
+            "splits": {name: {"shards": writer.finish()} for name, writer in self._writers.items()},
+        }
+        write_atomically(plan.folder / MANIFEST_NAME, manifest)
+        # Left-overs of a stopped preparation, and the checkpoint that the manifest replaces.
+        for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part"), *plan.folder.glob("*.new")):
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    """Training text for the tokenizer, and the hash below which text is for validation."""
+
+    texts: list[str]
+    text_bytes: int
+    threshold: int
+
+
+def _survey(plan: _Plan) -> _Sample:
+    """Read a sample of the source; where it is the whole source, see that both sides get a document."""
+    max_bytes = plan.settings["max_bytes"]
+    threshold = int(plan.settings["val_frac"] * _HASH_RANGE)
+    in_order = plan.source.is_remote or max_bytes is not None
+    budget = _SAMPLE_BYTES if max_bytes is None else min(_SAMPLE_BYTES, max_bytes)
+    seen = 0
+    complete = max_bytes is None or max_bytes <= _SAMPLE_BYTES
+    pieces: list[tuple[int, str]] = []
+    for text in _sample_documents(plan.source, in_order=in_order):
+        if seen >= budget:
+            complete = complete and max_bytes is not None
+            break
+        for piece in split_document(text):
+            data = piece.encode()
+            pieces.append((_text_hash(data), piece))
+            seen += len(data)
+    if not pieces:
+        raise DataError(f"{plan.source.spec}: there is no text in it; give a source with text")
+    if complete:
+        hashes = [value for value, _ in pieces]
+        smallest, largest = min(hashes), max(hashes)
+        if smallest == largest:
+            raise DataError(
+                f"{plan.source.spec}: one document of {seen:,} bytes cannot be split into training and validation "
+                f"text; give two different documents or one of more than {MAX_DOCUMENT_BYTES:,} bytes"
+            )
+        threshold = min(max(threshold, smallest + 1), largest)
+    texts = [text for value, text in pieces if value >= threshold]
+    return _Sample(texts=texts, text_bytes=seen, threshold=threshold)
+
+
+def _sample_documents(source: Source, *, in_order: bool) -> Iterator[str]:
+    if in_order:
+        yield from source.documents()
+    else:
+        for part in sorted(source.parts, key=lambda part: _text_hash(part.name.encode())):
+            yield from part.read()
+
+
+def _text_hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,0 +1,250 @@
+"""Text sources: `open_source` turns a source string into documents in a fixed order.
+
+Three kinds: the standard library of the running Python (`python`), files and folders (a path), and data sets of the
+Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). How one file becomes documents is in
+`quintic.data.documents`; splitting into training and validation text is in `quintic.data.shards`.
+"""
+
+import ast
+import hashlib
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintic.data.documents import SUPPORTED_ENDINGS, is_supported, read_documents, stored_as_text
+from quintic.errors import DataError
+
+__all__ = ["Part", "Source", "open_source", "slug"]
+
+# Files up to this size are known by their content, so that a copy on another machine is the same source; larger
+# ones by size and modification time, because hashing terabytes at each start would take longer than it saves.
+_HASHED_BYTES = 256 << 20
+_SMALLEST_SOURCE_BYTES = 200
+_TABLE_FRACTION = 0.85
+_LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_LITERAL_LINE = re.compile(r"""\s*[\[{(]?\s*(?:[urbURB]{0,2}['"\\]|0[xX]|-?\d)""")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One file of a source.
+
+    Attributes:
+        name: path inside the source, with `/`.
+        size_bytes: size as stored, compressed or not; 0 when unknown.
+        identity: returns a string that changes when the content does; may read the file.
+        read: yields the part's documents in order; may download the file first.
+    """
+
+    name: str
+    size_bytes: int
+    identity: Callable[[], str]
+    read: Callable[[], Iterator[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Documents in a fixed order, read part by part, so that reading can go on from any place.
+
+    Attributes:
+        name: lower-case letters, digits and `-`; usable in a folder name.
+        spec: the string that names the source.
+        parts: the files in reading order.
+        identity: what the whole source is besides its parts, for example a version.
+        text_bytes: UTF-8 bytes of all documents where the file sizes tell, else None.
+        is_remote: whether reading downloads.
+    """
+
+    name: str
+    spec: str
+    parts: tuple[Part, ...]
+    identity: str = ""
+    text_bytes: int | None = None
+    is_remote: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts as stored."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits that change when a file is added, removed, renamed or changed.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        digest = hashlib.blake2b(self.identity.encode(), digest_size=16)
+        for part in self.parts:
+            digest.update(f"\0{part.name}\0{part.size_bytes}\0{part.identity()}".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        """Yield every document, always in the same order.
+
+        Raises:
+            DataError: a file cannot be read, decoded or downloaded.
+        """
+        for _, text in self.documents_from((0, 0)):
+            yield text
+
+    def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], str]]:
+        """Yield `(cursor, document)` from a place on; the cursor names the place after the document.
+
+        Args:
+            cursor: (part, document in it) to begin at. Parts before it are not opened; the documents before it in
+                its part are read and thrown away.
+
+        Raises:
+            DataError: a file cannot be read, decoded or downloaded.
+        """
+        first_part, skipped = cursor
+        for index in range(first_part, len(self.parts)):
+            for count, text in enumerate(self.parts[index].read()):
+                if index > first_part or count >= skipped:
+                    yield (index, count + 1), text
+
+
+def open_source(spec: str, *, cache_dir: Path) -> Source:
+    """Open the text source a string names; lists files but reads no text yet.
+
+    Args:
+        spec: `python` (the running installation's standard library), `hf:owner/name` or `hf:owner/name/config` (a
+            data set of the Hub), else the path of a file or folder. A folder is walked recursively in sorted order;
+            files and folders whose names begin with a dot are skipped. A folder called `python` is `./python`.
+        cache_dir: where downloads are kept; used by `hf:` only.
+
+    Raises:
+        DataError: nothing of that name exists, a folder holds no file that can be read, a file has an unknown
+            ending, or the Hub has no such data set or cannot be reached.
+    """
+    if spec == "python":
+        return _python_source(Path(sysconfig.get_paths()["stdlib"]))
+    if spec.startswith("hf:"):
+        from quintic.data.hub import open_hub
+
+        return open_hub(spec, cache_dir=cache_dir)
+    return _path_source(spec)
+
+
+def slug(name: str) -> str:
+    """Return a name reduced to lower-case letters, digits and single `-`, at most 40 characters.
+
+    >>> slug("My Corpus_v2")
+    'my-corpus-v2'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "text"
+
+
+def _path_source(spec: str) -> Source:
+    root = Path(spec).expanduser()
+    if not spec or not root.exists():
+        raise DataError(
+            f"{spec!r}: no such file or folder; a text source is a path, 'python' or 'hf:owner/name[/config]'"
+        )
+    if root.is_dir():
+        files = sorted(_visible_files(root), key=lambda path: path.relative_to(root).as_posix())
+        files = [path for path in files if is_supported(path.name)]
+        if not files:
+            raise DataError(f"{spec}: no file with a supported ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+        parts = tuple(_file_part(path, path.relative_to(root).as_posix()) for path in files)
+        name = slug(root.resolve().name)
+    else:
+        if not is_supported(root.name):
+            raise DataError(f"{spec}: unknown ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+        parts = (_file_part(root, root.name),)
+        name = slug(root.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[0])
+    plain = all(stored_as_text(part.name) for part in parts)
+    total = sum(part.size_bytes for part in parts)
+    return Source(name=name, spec=spec, parts=parts, identity="files", text_bytes=total if plain else None)
+
+
+def _visible_files(root: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        for name in files:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _file_part(path: Path, name: str) -> Part:
+    stat = path.stat()
+
+    def identity() -> str:
+        if stat.st_size > _HASHED_BYTES:
+            return f"mtime {stat.st_mtime_ns}"
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+    return Part(name=name, size_bytes=stat.st_size, identity=identity, read=lambda: read_documents(path))
+
+
+def _python_source(root: Path) -> Source:
+    """Return the standard library under `root`: one document per module, and one per topic of `pydoc_data`.
+
+    Left out: tests, files under 200 bytes, files that are not UTF-8, and tables (see `_is_table`).
+    """
+    files: list[str] = []
+    if root.is_dir():
+        found = _visible_files(root, _LEFT_OUT_FOLDERS)
+        files = [path.relative_to(root).as_posix() for path in found if path.suffix == ".py"]
+    # A zipped or stripped installation keeps a few build files in the folder but not the modules themselves.
+    if not {"os.py", "functools.py"} <= set(files):
+        raise DataError(
+            f"python: the standard library's sources are not in {root} (a zipped or stripped installation?); "
+            "give a text file or folder instead"
+        )
+    parts = tuple(_module_part(root / name, name) for name in sorted(files))
+    # The size still counts tables, which reading leaves out: good enough for a progress display, not an exact sum.
+    return Source(name="python", spec="python", parts=parts, identity=f"python {platform.python_version()}")
+
+
+def _module_part(path: Path, name: str) -> Part:
+    read = _read_topics if name == "pydoc_data/topics.py" else _read_module
+    # The version and the sizes identify an installation; reading every module to hash it would add nothing.
+    return Part(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
+
+
+def _read_module(path: Path) -> Iterator[str]:
+    text = _source_text(path)
+    if text is not None and not _is_table(text):
+        yield text
+
+
+def _read_topics(path: Path) -> Iterator[str]:
+    text = _source_text(path)
+    if text is None:
+        return
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            topics: dict[str, str] = ast.literal_eval(node.value)
+            for topic in sorted(topics):
+                if len(topics[topic].encode()) >= _SMALLEST_SOURCE_BYTES:
+                    yield topics[topic]
+
+
+def _source_text(path: Path) -> str | None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if len(data) < _SMALLEST_SOURCE_BYTES:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:  # a few modules declare another encoding
+        return None
+
+
+def _is_table(text: str) -> bool:
+    """Whether nearly every line begins with a number or a string: character maps, entity lists, build settings."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    literal = sum(1 for line in lines if _LITERAL_LINE.match(line))
+    return literal > _TABLE_FRACTION * len(lines)

@@ -1,0 +1,35 @@
+"""Reference scores: what simple methods need for exactly the text that a model is scored on."""
+
+from collections.abc import Iterator, Sequence
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Batch
+from quintic.eval.baselines import compression_baselines
+
+__all__ = ["reference_scores"]
+
+# Enough to fill a table of byte pairs; more changes nothing but the time.
+_MAX_TRAIN_BYTES = 32 * 10**6
+
+
+def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, float]:
+    """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
+
+    Returns:
+        `xz_bpb`, `bigram_bpb` and `bytes`.
+    """
+    tokenizer = dataset.tokenizer
+    val_text = b"".join(tokenizer.decode_bytes(row) for batch in batches for row in batch.targets.tolist())
+    baselines = compression_baselines(val_text, _train_text(dataset))
+    return {"xz_bpb": baselines.xz_bpb, "bigram_bpb": baselines.bigram_bpb, "bytes": baselines.num_bytes}
+
+
+def _train_text(dataset: Dataset) -> Iterator[bytes]:
+    split = dataset.split("train")
+    taken = 0
+    for index in range(split.num_documents):
+        text = dataset.tokenizer.decode_bytes(split.document(index).tolist())
+        yield text
+        taken += len(text)
+        if taken >= _MAX_TRAIN_BYTES:
+            return

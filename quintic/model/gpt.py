@@ -1,0 +1,346 @@
+"""`GPT`: the model the harness trains, and `GPTConfig` with its depth dial.
+
+A decoder-only transformer: token embedding, blocks of attention and squared-ReLU MLP, untied output head. What departs
+from the textbook, and where the ideas come from (modded-nanogpt speedrun and nanochat unless named):
+
+- rotary positions, QK-norm, no biases, normalisations without parameters, soft-capped logits (Gemma 2, 2408.00118);
+- value embeddings with gates on alternating layers (2410.17897);
+- per layer, a learned scale on the residual stream and on the embedding added back to it (x0);
+- smear: a learned, gated share of the previous token's embedding is added to each token's;
+- backout: a learned share of the stream half-way up is subtracted before the head, which need not see it;
+- attention, and smear, never cross a document boundary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quintic.kernels.attention import AttentionName, DocumentMask, document_mask
+from quintic.kernels.loss import softcap_cross_entropy
+from quintic.model.cache import KVCache, LayerCache
+from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
+
+__all__ = ["GPT", "GPTConfig"]
+
+# Leading channels the smear gate reads.
+_SMEAR_CHANNELS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a GPT. `from_depth` derives everything from one number.
+
+    Args:
+        vocab_size: tokens.
+        depth: blocks.
+        width: channels of the residual stream, a multiple of `head_dim`.
+        head_dim: channels per head, even.
+        num_kv_heads: key/value heads; the number of query heads, width / head_dim, is a multiple of it.
+        seq_len: positions of a training row.
+        window_pattern: letters S (quarter window) and L (whole row), repeated over the layers; the last is always L.
+        bos_id: token that starts a document.
+        softcap: logits are softcap tanh(logits / softcap).
+        rotary_base: slowest rotary wavelength is about 2 pi times this.
+    """
+
+    vocab_size: int
+    depth: int
+    width: int
+    head_dim: int
+    num_kv_heads: int
+    seq_len: int
+    bos_id: int
+    window_pattern: str = "SSSL"
+    softcap: float = 15.0
+    rotary_base: float = 100_000.0
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit each other."""
+        for name in ("vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even number")
+        if self.width % self.head_dim:
+            raise ValueError(f"width={self.width} is not a multiple of head_dim={self.head_dim}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide the {self.num_heads} query heads")
+        if not 0 <= self.bos_id < self.vocab_size:
+            raise ValueError(f"bos_id={self.bos_id} is not a token of a vocabulary of {self.vocab_size}")
+        window_sizes(self.window_pattern, self.depth, self.seq_len)
+
+    @classmethod
+    def from_depth(
+        cls,
+        depth: int,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        bos_id: int,
+        head_dim: int = 128,
+        kv_ratio: int = 1,
+        window_pattern: str = "SSSL",
+    ) -> "GPTConfig":
+        """Return the configuration of a depth: width is 64 x depth, rounded up to a multiple of `head_dim`.
+
+        Args:
+            depth: blocks.
+            vocab_size: tokens.
+            seq_len: positions of a training row.
+            bos_id: token that starts a document.
+            head_dim: channels per head.
+            kv_ratio: query heads that share a key/value head.
+            window_pattern: see the class.
+
+        Raises:
+            ValueError: sizes that do not fit each other; the message names the argument.
+        """
+        num_heads = max(1, -(-64 * depth // head_dim))
+        if kv_ratio < 1 or num_heads % kv_ratio:
+            raise ValueError(f"kv_ratio={kv_ratio} does not divide the {num_heads} query heads of depth {depth}")
+        return cls(
+            vocab_size=vocab_size,
+            depth=depth,
+            width=num_heads * head_dim,
+            head_dim=head_dim,
+            num_kv_heads=num_heads // kv_ratio,
+            seq_len=seq_len,
+            bos_id=bos_id,
+            window_pattern=window_pattern,
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Return the number of query heads."""
+        return self.width // self.head_dim
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Return the attention window of each layer, in positions."""
+        return tuple(window_sizes(self.window_pattern, self.depth, self.seq_len))
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Return whether a layer has a value embedding: every second one, the last included."""
+        return (self.depth - 1 - layer) % 2 == 0
+
+
+class GPT(nn.Module):
+    """A GPT. Build it on the meta device, move it with `to_empty`, then call `init_weights`.
+
+    Args:
+        config: sizes.
+        compute_dtype: dtype of the activations; weights keep theirs.
+        attention: implementation, from `quintic.kernels.attention.choose_attention`.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        attention: AttentionName = "sdpa",
+    ) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.attention_name = config, compute_dtype, attention
+        width, kv_width = config.width, config.num_kv_heads * config.head_dim
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        self.value_embeddings = nn.ModuleDict(
+            {
+                str(layer): nn.Embedding(config.vocab_size, kv_width)
+                for layer in range(config.depth)
+                if config.has_value_embedding(layer)
+            }
+        )
+        self.blocks = nn.ModuleList(
+            Block(width, config.num_heads, config.num_kv_heads, value_embedding=config.has_value_embedding(layer))
+            for layer in range(config.depth)
+        )
+        self.head = Linear(width, config.vocab_size)
+        self.residual_scales = nn.Parameter(torch.empty(config.depth))
+        self.x0_scales = nn.Parameter(torch.empty(config.depth))
+        self.smear_gate = Linear(min(_SMEAR_CHANNELS, width), 1)
+        self.smear_scale = nn.Parameter(torch.empty(1))
+        self.backout_scale = nn.Parameter(torch.empty(1))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Initialise every parameter in place, the same on every device (drawn on the CPU from `seed`).
+
+        Matrices that read the residual stream have variance 1 / width; those that write to it start at zero, so that
+        every block starts as the identity; the head starts near zero, so that the first loss is ln(vocab_size).
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def fill(param: Tensor, draw: Tensor) -> None:
+            param.copy_(draw.to(param.dtype))
+
+        def normal(param: Tensor, std: float) -> None:
+            fill(param, torch.randn(param.shape, generator=generator) * std)
+
+        def uniform(param: Tensor, std: float) -> None:
+            fill(param, (torch.rand(param.shape, generator=generator) * 2 - 1) * (3**0.5 * std))
+
+        std = self.config.width**-0.5
+        normal(self.embedding.weight, 1.0)
+        normal(self.head.weight, 0.001)
+        for weight in self.value_embeddings.parameters():
+            uniform(weight, std)
+        for block in self._blocks():
+            for linear in (block.attention.query, block.attention.key, block.attention.value):
+                uniform(linear.weight, std)
+            uniform(block.mlp.up.weight, 0.5 * std)
+            block.attention.out.weight.zero_()
+            block.mlp.down.weight.zero_()
+            if block.attention.value_gate is not None:
+                block.attention.value_gate.weight.zero_()
+        self.smear_gate.weight.zero_()
+        self.smear_scale.zero_()
+        self.backout_scale.fill_(0.2)
+        depth_frac = torch.linspace(0, 1, self.config.depth)
+        # Early layers lean on the embedding and amplify the stream; late ones leave it alone.
+        fill(self.residual_scales, 1.15 - 0.10 * depth_frac)
+        fill(self.x0_scales, 0.20 - 0.15 * depth_frac)
+
+    @overload
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: None = None,
+        *,
+        document_starts: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        document_starts: Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
+    ) -> Tensor: ...
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        *,
+        document_starts: Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return the loss in nats per token, or the logits where there are no targets.
+
+        Args:
+            inputs: (B, T) int64 tokens. Without a cache a document starts at each `bos_id`.
+            targets: (B, T) int64 next tokens.
+            document_starts: (num_documents + 1,) int32 cumulative offsets, needed by attention "varlen".
+            reduction: `"mean"` for a scalar, `"none"` for (B, T) losses.
+            cache: what was seen before these inputs (generation); updated.
+
+        Returns:
+            float32: scalar, (B, T), or logits (B, T, vocab_size) after the soft cap.
+        """
+        x_BTC = self._trunk(inputs, document_starts, cache)
+        if targets is None:
+            logits = self.head(x_BTC).float()
+            return self.config.softcap * torch.tanh(logits / self.config.softcap)
+        return softcap_cross_entropy(x_BTC, self.head.weight, targets, softcap=self.config.softcap, reduction=reduction)
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Return an empty cache for `rows` documents of at most `capacity` tokens."""
+        config, weight = self.config, self.head.weight
+        layers = [
+            LayerCache(
+                rows,
+                capacity,
+                config.num_kv_heads,
+                config.head_dim,
+                dtype=self.compute_dtype,
+                device=weight.device,
+            )
+            for _ in range(config.depth)
+        ]
+        return KVCache(layers, capacity)
+
+    def num_parameters(self) -> dict[str, int]:
+        """Return how many parameters each part has; the values add up to all of them."""
+        parts = {
+            "embedding": self.embedding.weight.numel(),
+            "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
+            "blocks": sum(p.numel() for p in self.blocks.parameters()),
+            "head": self.head.weight.numel(),
+        }
+        parts["scalars"] = sum(p.numel() for p in self.parameters()) - sum(parts.values())
+        return parts
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward per token.
+
+        6 for each weight of a matrix product, and 12 x width x visible positions for each attention layer (PaLM,
+        arXiv 2204.02311, appendix B), where a causal query sees half of its window on average only if the window is
+        the whole row; the usual convention counts the full window, and so do we.
+        """
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        return 6 * matmul + sum(12 * self.config.width * window for window in self.config.windows)
+
+    def _blocks(self) -> Iterator[Block]:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
+    def _trunk(self, inputs: Tensor, document_starts: Tensor | None, cache: KVCache | None) -> Tensor:
+        config = self.config
+        start = 0 if cache is None else cache.length
+        length = inputs.shape[1]
+        rotary = tuple(
+            table[start : start + length]
+            for table in rotary_tables(start + length, config.head_dim, base=config.rotary_base, device=inputs.device)
+        )
+        if cache is None:
+            mask = document_mask(
+                inputs,
+                bos_id=config.bos_id,
+                windows=config.windows,
+                implementation=self.attention_name,
+                dtype=self.compute_dtype,
+                document_starts=document_starts,
+            )
+        else:
+            mask = DocumentMask("sdpa")  # the cache knows what is visible
+        x_BTC = rms_norm(self.embedding(inputs).to(self.compute_dtype))
+        x_BTC = self._smear(x_BTC, inputs, cache)
+        x0_BTC, halfway_BTC = x_BTC, x_BTC
+        for layer, block in enumerate(self._blocks()):
+            x_BTC = self.residual_scales[layer].to(x_BTC.dtype) * x_BTC + self.x0_scales[layer].to(x_BTC.dtype) * x0_BTC
+            value_embedding = None
+            if config.has_value_embedding(layer):
+                value_embedding = self.value_embeddings[str(layer)](inputs).to(x_BTC.dtype)
+            x_BTC = block(
+                x_BTC,
+                value_embedding,
+                rotary,
+                mask,
+                config.windows[layer],
+                None if cache is None else cache.layers[layer],
+            )
+            if layer == config.depth // 2:
+                halfway_BTC = x_BTC
+        return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)
+
+    def _smear(self, x_BTC: Tensor, inputs: Tensor, cache: KVCache | None) -> Tensor:
+        """Add a gated share of the previous token's embedding, within documents."""
+        if cache is None or cache.last_embedding is None:
+            previous = F.pad(x_BTC[:, :-1], (0, 0, 1, 0))
+        else:
+            previous = torch.cat([cache.last_embedding, x_BTC[:, :-1]], dim=1)
+        if cache is not None:
+            cache.last_embedding = x_BTC[:, -1:]
+        gate = torch.sigmoid(self.smear_gate(x_BTC[..., : self.smear_gate.in_features]))
+        within_document = (inputs != self.config.bos_id).unsqueeze(-1).to(x_BTC.dtype)
+        return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous

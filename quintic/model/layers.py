@@ -1,0 +1,148 @@
+"""The layers of the GPT: linear, normalisation, rotary positions, attention, MLP, block.
+
+Nothing here has a bias or a learned normalisation. Weights stay in their own dtype (float32 in training) and are cast
+to the dtype of the activations where they are used, so that mixed precision needs no autocast.
+Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quintic.kernels.attention import DocumentMask, attention
+from quintic.model.cache import LayerCache
+
+__all__ = ["MLP", "Attention", "Block", "Linear", "rms_norm", "rotary_tables", "rotate"]
+
+# How many leading channels the value-embedding gate reads: enough for a decision, too few to cost anything.
+GATE_CHANNELS = 12
+
+# Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale _QK_GAIN^2 sqrt(D) at most).
+_QK_GAIN = 1.2
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Return `x` over its root mean square along the last dimension, with no learned parameters."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose weight is cast to the dtype of the input."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T` in the dtype of `x`: (..., in_features) -> (..., out_features)."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, (length, head_dim / 2) float32, of position times base^(-2 i / head_dim).
+
+    Source: RoFormer, arXiv 2104.09864, eq. 15.
+    """
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate channel i against channel i + D/2 by the angle of the position (half-split rotary convention)."""
+    first, second = x_BTHD.chunk(2, dim=-1)
+    cos, sin = cos_TD[:, None].to(x_BTHD.dtype), sin_TD[:, None].to(x_BTHD.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, QK-norm, grouped queries and gated value embeddings.
+
+    Value embeddings add, per key/value head and with a gate computed from the input, a vector looked up by token to
+    the value (value residual learning, arXiv 2410.17897, in the per-token form of the modded-nanogpt speedrun).
+    """
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = width // num_heads
+        self.query = Linear(width, width)
+        self.key = Linear(width, num_kv_heads * self.head_dim)
+        self.value = Linear(width, num_kv_heads * self.head_dim)
+        self.out = Linear(width, width)
+        self.value_gate = Linear(min(GATE_CHANNELS, width), num_kv_heads) if value_embedding else None
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        value_embedding_BTC: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        mask: DocumentMask,
+        window: int,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return (B, T, C); with a cache, queries also see the cached keys and values, and the new ones are added."""
+        q_BTHD = self.query(x_BTC).unflatten(-1, (self.num_heads, self.head_dim))
+        k_BTGD = self.key(x_BTC).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_BTGD = self.value(x_BTC).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.value_gate is not None:
+            assert value_embedding_BTC is not None
+            # In (0, 2): a gate that has learned nothing adds the embedding once.
+            gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
+            v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
+        q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * _QK_GAIN
+        k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * _QK_GAIN
+        if cache is None:
+            out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
+        else:
+            out_BTHD = cache.attend(q_BTHD, k_BTGD, v_BTGD, window)
+        return self.out(out_BTHD.flatten(-2))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a squared ReLU between them (Primer, arXiv 2109.08668)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., C) for (..., C)."""
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream it reads through a normalisation."""
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, *, value_embedding: bool) -> None:
+        super().__init__()
+        self.attention = Attention(width, num_heads, num_kv_heads, value_embedding=value_embedding)
+        self.mlp = MLP(width)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        value_embedding_BTC: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        mask: DocumentMask,
+        window: int,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this block, (B, T, C)."""
+        x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cache)
+        return x_BTC + self.mlp(rms_norm(x_BTC))
+
+
+def window_sizes(pattern: str, depth: int, seq_len: int) -> Sequence[int]:
+    """Return each layer's window: "L" sees the whole row, "S" a quarter of it; the last layer always sees it all.
+
+    Raises:
+        ValueError: the pattern is empty or has a letter other than S and L.
+    """
+    if not pattern or set(pattern) - set("SL"):
+        raise ValueError(f"window_pattern={pattern!r}: use the letters S (quarter window) and L (full window)")
+    short = max(1, -(-seq_len // 4))
+    letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
+    return tuple(short if letter == "S" else seq_len for letter in letters)

@@ -1,0 +1,42 @@
+"""`quintic compare`: the same model trained with AdamW and with Muon, and both curves in one report."""
+
+import dataclasses
+from datetime import datetime
+from typing import Literal
+
+from quintic.data.dataset import Dataset
+from quintic.train.comparison import write_comparison
+from quintic.train.config import Config
+from quintic.train.loop import train
+from quintic.train.runs import create_run
+
+__all__ = ["compare"]
+
+
+def compare(config: Config, dataset: Dataset, *, command: str) -> str:
+    """Train with AdamW, then with Muon, and write `compare.html` beside the two runs.
+
+    Both runs have the same initial weights, the same batches in the same order and the same schedules; each has the
+    learning rate of the matrices that was tuned for it (`--adamw-lr`, `--muon-lr`).
+
+    Returns:
+        What the comparison found and where the report is, as text.
+
+    Raises:
+        QuinticError: as `train`.
+    """
+    name = config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    runs = {}
+    variants: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
+    for optimizer, label in variants:
+        variant = dataclasses.replace(
+            config,
+            optim=dataclasses.replace(config.optim, optimizer=optimizer),
+            run=dataclasses.replace(config.run, run=f"{name}-{optimizer}"),
+        )
+        print(f"\n=== {label} ===", flush=True)
+        runs[label] = create_run(variant)
+        train(variant, dataset, runs[label], resume=False, command=command)
+    report = config.run.runs_dir / f"{name}.html"
+    found = write_comparison(runs, report, title="Muon and AdamW on the same model")
+    return f"\n{found['candidates']['Muon']['sentence']}\nreport: {report}"

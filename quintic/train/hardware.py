@@ -1,0 +1,115 @@
+"""What the run computes on: device, precision, attention, and the facts of the machine for the record."""
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quintic.errors import ConfigError
+from quintic.kernels.attention import AttentionName, choose_attention
+from quintic.train.config import RunConfig
+
+__all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Where and how a run computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of the activations; weights are float32."""
+    attention: AttentionName
+    compile: bool
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu_name()
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        compiled = ", compiled" if self.compile else ""
+        return f"{name}{threads}, {str(self.dtype).removeprefix('torch.')}{compiled}, attention by {self.attention}"
+
+
+def choose_hardware(run: RunConfig) -> Hardware:
+    """Return what the options ask for, `auto` resolved.
+
+    Raises:
+        ConfigError: the machine does not have what was asked for.
+    """
+    has_gpu = torch.cuda.is_available()
+    if run.device == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
+    device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
+    if run.dtype == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bfloat16()
+        dtype = torch.bfloat16 if fast else torch.float32
+    else:
+        dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
+    try:
+        attention = choose_attention(run.attention, device=device, dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(f"--attention: {error}") from None
+    if run.threads is not None:
+        if run.threads < 1:
+            raise ConfigError(f"--threads {run.threads}: must be at least 1")
+        torch.set_num_threads(run.threads)
+    compiled = device.type == "cuda" if run.compile is None else run.compile
+    return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled)
+
+
+def machine_facts(hardware: Hardware) -> dict[str, Any]:
+    """Return device, processor, cores and memory, for the log."""
+    on_gpu = hardware.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(hardware.device) if on_gpu else "CPU",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": _memory_gb(),
+        "dtype": str(hardware.dtype).removeprefix("torch."),
+        "attention": hardware.attention,
+        "compiled": hardware.compile,
+        "system": platform.system(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter for a result."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("quintic", "triton", "numpy", "tokenizers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_has_bfloat16() -> bool:
+    # Without these instructions bfloat16 products run, but slower than float32. Linux on x86 only: elsewhere PyTorch's
+    # CPU kernels gain nothing.
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None  # not a POSIX system

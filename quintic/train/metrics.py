@@ -1,0 +1,351 @@
+"""The metrics log: what a run writes down while it trains, one JSON object per line, and how it is read back.
+
+Here: the file ``metrics.jsonl`` (writing, resuming, reading) and the optional mirrors of it, TensorBoard and Weights &
+Biases. Not here: measuring anything (the loop does), the terminal display (`progress`), the page (`report`).
+
+Every record has a ``kind``; the other fields depend on it:
+
+    run      time, name, config, machine, versions, model, data, total_steps, command
+    train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, tokens_per_second, times_ms,
+             and on some steps grad_rms, update_rms
+    eval     step, tokens, seconds, loss, bpb
+    sample   step, samples
+    resume   step, time
+    final    step, loss, bpb, seconds, baselines, breakdown, samples
+
+``step`` counts from 1; ``tokens`` and ``seconds`` are totals since the start of training; ``loss`` is in nats per
+token, ``bpb`` in bits per byte. The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from quintic.errors import ConfigError, DataError
+
+__all__ = [
+    "METRICS_FILE",
+    "MetricsLog",
+    "RunHistory",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "read_metrics",
+]
+
+METRICS_FILE = "metrics.jsonl"
+"""The name of the log in a run's folder."""
+
+_STEPPED_KINDS = ("train", "eval", "sample")
+
+
+class Tracker(Protocol):
+    """Something that shows the records elsewhere while the run is going on."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one record as it stands in the log; kinds the tracker cannot show are ignored."""
+
+    def close(self) -> None:
+        """Send what is still buffered and release the tracker."""
+
+
+class MetricsLog:
+    """Appends records to ``metrics.jsonl``; each is on disk (flushed to the system) when `write` returns.
+
+    A context manager. One process writes a log: in a distributed run, only rank 0 makes one.
+
+    Args:
+        path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
+            a crash left half-written is removed.
+        resume_step: the step of the checkpoint that the run continues from. Records of later steps, which are about
+            to be made again, and any ``final`` record are removed first, so that the log has each step once. The file
+            is replaced in one move: a crash leaves the old or the new one.
+        trackers: also given every record, and closed with the log.
+
+    Raises:
+        DataError: if an existing file is damaged before its last line.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()) -> None:
+        self.path = Path(path)
+        self.trackers = tuple(trackers)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._mend(resume_step)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def _mend(self, resume_step: int | None) -> None:
+        """Rewrite the file without what must not stay, if there is anything of the kind."""
+        records = read_metrics(self.path)
+        kept = [r for r in records if resume_step is None or not _is_after(r, resume_step)]
+        if len(kept) == len(records) and _ends_with_newline(self.path):
+            return
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(_encode(record) for record in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append one record and hand it to the trackers.
+
+        Args:
+            kind: the kind of the record (see the module's table).
+            **fields: its fields: numbers, strings, ``None``, and mappings or sequences of them. Zero-dimensional arrays
+                and tensors become numbers (a tensor on a GPU is waited for), anything else becomes its ``str``.
+
+        Returns:
+            The record as it was written, with ``None`` in the place of numbers that are not finite.
+        """
+        record: dict[str, Any] = _plain({"kind": kind, **fields})
+        self._file.write(_encode(record))
+        self._file.flush()
+        for tracker in self.trackers:
+            tracker.log(record)
+        return record
+
+    def close(self) -> None:
+        """Close the file and the trackers; closing twice is fine."""
+        if self._file.closed:
+            return
+        self._file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a metrics log, oldest first; also while a run is still writing it.
+
+    Args:
+        path: the file. A last line that is cut off (a crash, or a run in the middle of writing) is left out.
+
+    Returns:
+        The records; a number that was not finite is ``None``.
+
+    Raises:
+        ConfigError: if the file does not exist.
+        DataError: if a line before the last one is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
+    records: list[dict[str, Any]] = []
+    last = len(lines) if lines[-1] else len(lines) - 1
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)
+        except ValueError as error:
+            if number == last:
+                break
+            raise DataError(
+                f"{path}, line {number}: not valid JSON ({error}); remove the line or restore the file"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
+        records.append(record)
+    return records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """The records of one run, sorted out: one record per step, in the order of the steps.
+
+    Attributes:
+        run: the ``run`` record; empty if the log has none.
+        train: the ``train`` records.
+        evals: the evaluations on the validation text. The ``final`` one is among them if it is of a later step.
+        samples: the newest samples.
+        final: the ``final`` record; empty while the run is unfinished.
+        resumed_at: the steps at which the run was taken up again.
+    """
+
+    run: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    final: Mapping[str, Any]
+    resumed_at: Sequence[int]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read a run folder's log.
+
+        Raises:
+            ConfigError: if the folder holds no log, or one without any step.
+            DataError: if the log is damaged.
+        """
+        path = Path(folder) / METRICS_FILE
+        if not path.is_file():
+            raise ConfigError(f"{folder} holds no {METRICS_FILE}: give the folder that a training run wrote to")
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for record in read_metrics(path):
+            kinds.setdefault(str(record.get("kind")), []).append(record)
+        if not kinds.keys() & {"train", "eval"}:
+            raise ConfigError(f"{path} has no training step yet: wait for the first one")
+        final = kinds.get("final", [{}])[-1]
+        train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
+        if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
+            evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
+        sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
+        return cls(
+            run=kinds.get("run", [{}])[-1],
+            train=train,
+            evals=evals,
+            samples=sampled[-1] if sampled else (),
+            final=final,
+            resumed_at=[record["step"] for record in kinds.get("resume", [])],
+        )
+
+
+def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each step, the last one written, in the order of the steps."""
+    steps = {int(record["step"]): record for record in records if "step" in record}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
+    """Whether a run that continues from ``resume_step`` makes this record again."""
+    if record.get("kind") == "final":
+        return True
+    return record.get("kind") in _STEPPED_KINDS and record.get("step", 0) > resume_step
+
+
+def _ends_with_newline(path: Path) -> bool:
+    """Whether the file is empty or its last line is complete."""
+    return path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
+
+
+def _encode(record: Mapping[str, Any]) -> str:
+    """One line of the log; the record must be plain."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Make a value of JSON's own types (see `MetricsLog.write`)."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        # Lone surrogates (bytes that were no UTF-8) cannot be written to the file.
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if getattr(value, "shape", None) == ():  # numpy and torch scalars
+        return _plain(value.item())
+    return _plain(str(value))
+
+
+class TensorBoardTracker:
+    """Shows the numbers of train, eval and final records, and the samples, in TensorBoard.
+
+    Args:
+        folder: where TensorBoard's event files go; ``tensorboard --logdir`` reads it.
+        resume_step: as in `MetricsLog`; later points of an earlier attempt are hidden.
+
+    Raises:
+        ConfigError: if the package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, folder: str | Path, *, resume_step: int | None = None) -> None:
+        try:
+            from torch.utils import tensorboard
+        except ImportError as error:
+            raise _missing_package("tensorboard") from error
+        writer: Any = tensorboard.SummaryWriter
+        self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add the record's numbers as scalars named ``kind/field``, its samples and configuration as text."""
+        kind, step = record["kind"], record.get("step")
+        if kind == "run":
+            settings = json.dumps(record.get("config", {}), indent=2, ensure_ascii=False)
+            self._writer.add_text("config", _as_code(settings), 0)
+        for name, value in _scalars(record):
+            self._writer.add_scalar(name, value, step)
+        for index, sample in enumerate(record.get("samples") or ()):
+            self._writer.add_text(f"sample/{index}", _as_code(f"{sample['prompt']}{sample['text']}"), step)
+        if kind in ("eval", "final"):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is buffered and close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """Sends the numbers of train, eval and final records, and the configuration, to Weights & Biases.
+
+    Samples stay in the log: the service has no plain-text chart for them.
+
+    Args:
+        project: the project that the run appears under.
+        name: the name of the run.
+        folder: where the package keeps its own files.
+        run_id: identifies the run; give the same one again to continue it after a resume.
+
+    Raises:
+        ConfigError: if the package ``wandb`` is not installed.
+    """
+
+    def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing_package("wandb") from error
+        resume = None if run_id is None else "allow"
+        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send the record's numbers under ``kind/field``, or the configuration of a run record."""
+        if record["kind"] == "run":
+            details = {key: record[key] for key in ("config", "machine", "versions", "model") if key in record}
+            self._run.config.update(details, allow_val_change=True)
+        scalars = dict(_scalars(record))
+        if scalars:
+            self._run.log(scalars, step=record.get("step"))
+
+    def close(self) -> None:
+        """Wait until everything is sent and end the run."""
+        self._run.finish()
+
+
+def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite numbers of a train, eval or final record, named ``kind/field`` or ``kind/field/key``."""
+    kind = record["kind"]
+    if kind not in ("train", "eval", "final"):
+        return
+    for field, value in record.items():
+        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for key, number in entries:
+            if field != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
+                yield (f"{kind}/{field}" if key is None else f"{kind}/{field}/{key}"), number
+
+
+def _as_code(text: str) -> str:
+    """The text as a Markdown code block (indented), which keeps spaces and line breaks."""
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _missing_package(name: str) -> ConfigError:
+    return ConfigError(f"--{name} needs the package {name}, which is not installed; run: pip install 'quintic[{name}]'")

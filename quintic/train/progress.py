@@ -1,0 +1,183 @@
+"""What a person sees in the terminal while a run trains.
+
+Here: a live display (a bar and one line of figures) on a terminal, plain lines everywhere else, so that a log file of a
+batch job stays readable. Not here: any measurement; every figure comes from the records of `metrics`, except the
+clock of this process.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A live progress display on a terminal, plain lines elsewhere; a context manager.
+
+    Leaving the context, also by Ctrl-C or an error, puts the terminal back in order and lets the exception pass.
+
+    Args:
+        total_steps: the step at which the run ends.
+        start_step: the step that the run continues from; 0 for a fresh one.
+        every: plain output: a line for every so many training steps.
+        min_interval_seconds: plain output: not more than one line of training in this time, evaluations excepted.
+        output: where plain lines go; standard output by default. Ignored where ``console`` is given.
+        console: a rich console to draw on; by default one on ``output`` if that is a terminal.
+        clock: seconds from an arbitrary start.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        every: int = 10,
+        min_interval_seconds: float = 1.0,
+        output: TextIO | None = None,
+        console: "Console | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.step = start_step
+        self.every = max(1, every)
+        self.min_interval_seconds = min_interval_seconds
+        self._output = sys.stdout if output is None else output
+        self._clock = clock
+        self._start = clock()
+        self._last_line: float | None = None
+        # Where the estimate of the time left is anchored: after the first step, which pays for compilation.
+        self._anchor: tuple[int, float] | None = None
+        self._train: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        # The display is drawn by a thread of its own, which must not see half of an update.
+        self._lock = threading.Lock()
+        self._live: Any = self._start_live(console)
+
+    def _start_live(self, console: "Console | None") -> Any:
+        """Start the live display; None where the output is not a terminal."""
+        if console is None and not self._output.isatty():
+            return None
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=self._output) if console is None else console
+        if not console.is_terminal or console.is_dumb_terminal:
+            self._output = console.file
+            return None
+        live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+        live.start()
+        return live
+
+    def message(self, text: str) -> None:
+        """Print a line for the reader; on a terminal it appears above the display."""
+        if self._live is None:
+            print(text, file=self._output, flush=True)
+        else:
+            self._live.console.print(text, markup=False, highlight=False)
+
+    def train(self, record: Mapping[str, Any]) -> None:
+        """Take the record of a training step."""
+        step, now = int(record["step"]), self._clock()
+        with self._lock:
+            first = self._anchor is None
+            if self._anchor is None:
+                self._anchor = (step, now)
+            self.step, self._train = step, record
+        if self._live is None and self._is_line_due(step, now, first):
+            self._last_line = now
+            figures = [f"loss {_number(record.get('loss'), 3)}", _speed(record), self._times()]
+            self.message("  ".join([f"step {step:,}/{self.total_steps:,} ({self._percent()})", *figures]))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Take the record of an evaluation on the validation text."""
+        with self._lock:
+            self._evaluation = record
+        if self._live is None:
+            self.message(
+                f"step {int(record['step']):,}/{self.total_steps:,}  validation: "
+                f"loss {_number(record.get('loss'), 3)}, {_number(record.get('bpb'), 4)} bits per byte"
+            )
+
+    def close(self) -> None:
+        """Draw the display a last time and give the terminal back; closing twice is fine."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _is_line_due(self, step: int, now: float, first: bool) -> bool:
+        """Whether a plain line is due: the first and the last step always, the others at their turn."""
+        if first or step >= self.total_steps:
+            return True
+        rested = self._last_line is None or now - self._last_line >= self.min_interval_seconds
+        return step % self.every == 0 and rested
+
+    def _render(self) -> "Group":
+        """The live display as it should look now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        with self._lock:
+            bar = Table.grid(padding=(0, 1), expand=True)
+            bar.add_column(no_wrap=True)
+            bar.add_column(ratio=1)
+            bar.add_column(no_wrap=True, justify="right")
+            bar.add_row(
+                f"step {self.step:,}/{self.total_steps:,}",
+                ProgressBar(total=max(1, self.total_steps), completed=self.step),
+                self._percent(),
+            )
+            figures = [f"loss {_number(self._train.get('loss'), 3)}"]
+            if self._evaluation:
+                figures.append(f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte")
+            # Wrapped at the separators on a narrow terminal, never cut.
+            line = Text(" · ".join([*figures, _speed(self._train), self._times()]), style="dim")
+        return Group(bar, line)
+
+    def _percent(self) -> str:
+        return f"{100 * self.step / max(1, self.total_steps):.1f} %"
+
+    def _times(self) -> str:
+        """Time since the start of this process, and the estimate of what is left."""
+        now = self._clock()
+        elapsed = f"{_clock_time(now - self._start)} elapsed"
+        if self.step >= self.total_steps:
+            return elapsed
+        if self._anchor is None or self.step <= self._anchor[0]:
+            return f"{elapsed}, time left not known yet"
+        anchor_step, anchor_time = self._anchor
+        left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
+        return f"{elapsed}, {_clock_time(left)} left"
+
+
+def _number(value: Any, digits: int) -> str:
+    """A number with so many decimals; a dash where there is none (yet, or because it was not finite)."""
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-"
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    value = record.get("tokens_per_second")
+    return f"{value:,.0f} tokens/s" if isinstance(value, (int, float)) else "- tokens/s"
+
+
+def _clock_time(seconds: float) -> str:
+    """Hours, minutes and seconds as a clock shows them: 0:05, 12:34, 1:02:03."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

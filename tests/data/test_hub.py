@@ -1,0 +1,145 @@
+"""Data sets of the Hub, with the real client against a local server."""
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet
+import pytest
+from hub_server import Hub, serve
+
+from quintic.data.hub import open_hub
+from quintic.data.tokenizer import BOS, Tokenizer
+from quintic.data.tokenizer_files import read_definition
+from quintic.errors import DataError
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve() as server:
+        yield server
+
+
+def parquet_bytes(texts: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(arrow.table({"text": texts}), buffer)
+    return buffer.getvalue()
+
+
+def jsonl_bytes(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def test_files_are_downloaded_as_they_are_reached(hub: Hub, tmp_path: Path) -> None:
+    hub.files["me/web"] = {
+        "README.md": b"a card",
+        "data/train-0.parquet": parquet_bytes(["one", "two"]),
+        "data/train-1.jsonl.gz": gzip.compress(jsonl_bytes(["three"])),
+        "data/test-0.parquet": parquet_bytes(["held out"]),
+    }
+    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    assert (source.name, source.is_remote) == ("web", True)
+    assert source.size_bytes == sum(len(hub.files["me/web"][part.name]) for part in source.parts)
+    documents = source.documents()
+    assert [next(documents), next(documents)] == ["one", "two"]
+    assert hub.downloads == ["data/train-0.parquet"]
+    assert list(documents) == ["three"]
+    assert list(source.documents()) == ["one", "two", "three"]
+    assert hub.downloads == ["data/train-0.parquet", "data/train-1.jsonl.gz"]
+
+
+def test_reading_on_from_a_cursor_skips_the_files_before(hub: Hub, tmp_path: Path) -> None:
+    hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([f"{index}a", f"{index}b"]) for index in range(3)}
+    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    assert list(source.documents_from((1, 1))) == [((1, 2), "1b"), ((2, 1), "2a"), ((2, 2), "2b")]
+    assert hub.downloads == ["1.jsonl", "2.jsonl"]
+
+
+def test_a_limit_takes_the_first_files(hub: Hub, tmp_path: Path) -> None:
+    hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([str(index)]) for index in range(3)}
+    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint, max_files=2)
+    assert list(source.documents()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("sample", ["sample/10/a.jsonl"]),  # a glob, `*` inside one folder
+        ("listed", ["data/en/b.jsonl", "data/en/deep/c.jsonl"]),  # a list with `**`, only its training split
+        ("fr", ["other/fr/d.jsonl"]),  # not in the card: a folder
+        (None, ["data/en/b.jsonl"]),  # the default
+    ],
+)
+def test_a_configuration_chooses_files(hub: Hub, tmp_path: Path, config: str | None, expected: list[str]) -> None:
+    names = ["data/en/b.jsonl", "data/en/deep/c.jsonl", "other/fr/d.jsonl", "sample/10/a.jsonl", "sample/a.jsonl"]
+    hub.files["me/web"] = {name: jsonl_bytes([name]) for name in names}
+    hub.cards["me/web"] = {
+        "configs": [
+            {"config_name": "default", "data_files": ["data/en/*.jsonl"]},
+            {"config_name": "sample", "data_files": "sample/*/*"},
+            {
+                "config_name": "listed",
+                "data_files": [
+                    {"split": "train", "path": ["data/**"]},
+                    {"split": "test", "path": "other/**/*.jsonl"},
+                ],
+            },
+        ]
+    }
+    spec = "hf:me/web" + (f"/{config}" if config else "")
+    source = open_hub(spec, cache_dir=tmp_path, endpoint=hub.endpoint)
+    assert [part.name for part in source.parts] == expected
+    assert list(source.documents()) == expected
+
+
+def test_without_network_a_known_data_set_goes_on(hub: Hub, tmp_path: Path, closed_endpoint: str) -> None:
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"]), "b.jsonl": jsonl_bytes(["never read"])}
+    online = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    assert next(online.documents()) == "kept"
+    offline = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=closed_endpoint)
+    assert offline.fingerprint() == online.fingerprint()
+    documents = offline.documents()
+    assert next(documents) == "kept"
+    with pytest.raises(DataError, match=r"hf:me/web: b.jsonl cannot be downloaded .*check the network"):
+        next(documents)
+
+
+def test_without_network_and_unknown_it_says_so(tmp_path: Path, closed_endpoint: str) -> None:
+    with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub .*check the network"):
+        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=closed_endpoint)
+
+
+def test_what_the_hub_refuses_is_named(hub: Hub, tmp_path: Path) -> None:
+    def message(spec: str) -> str:
+        with pytest.raises(DataError) as error:
+            open_hub(spec, cache_dir=tmp_path, endpoint=hub.endpoint)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert message("hf:me/none").startswith("hf:me/none: RepositoryNotFoundError")
+    assert message("hf:me/none").endswith("check the name, or log in with `hf auth login` if it is private")
+    hub.gated.add("me/closed")
+    assert "accept its terms on the Hub" in message("hf:me/closed")
+    hub.files["me/pictures"] = {"a.png": b""}
+    assert message("hf:me/pictures").startswith("hf:me/pictures: no file to read there among 1; readable are .parquet")
+    hub.files["me/web"] = {"a.jsonl": b""}
+    hub.cards["me/web"] = {"configs": [{"config_name": "en", "data_files": "*.jsonl"}]}
+    assert "hf:me/web/fr: no file to read there among 1; its configurations are en" in message("hf:me/web/fr")
+
+
+@pytest.mark.parametrize("spec", ["hf:", "hf:web", "hf:me/", "hf:a b/c"])
+def test_a_malformed_name_is_named(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(DataError, match=f"{spec}: not a data set name; write hf:owner/name"):
+        open_hub(spec, cache_dir=tmp_path)
+
+
+def test_the_gpt2_tokenizer_comes_from_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no file has that name
+    Tokenizer.train(["some text"], 257).save("made.json")
+    hub.files["openai-community/gpt2"] = {"tokenizer.json": Path("made.json").read_bytes()}
+    definition = read_definition("gpt2", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
+    assert BOS in definition
+    assert Tokenizer(definition).vocab_size == 257

@@ -1,0 +1,324 @@
+"""The rules of the house that a machine can check. CONTRIBUTING.md says why they are there.
+
+Every rule is a function from one module's syntax tree to its violations, so that a rule can be tested itself.
+"""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import quintic
+
+PACKAGE = Path(quintic.__file__).parent
+LINE_LIMIT = 600
+
+# What a part of the package may import from the rest of it. Parts not named may import everything.
+# `errors` is open to all; a part may always import itself.
+MAY_IMPORT = {
+    "errors": set(),
+    "kernels": set(),
+    "optim": {"kernels"},
+    "data": set(),
+    "model": {"kernels"},
+    "eval": {"data", "kernels", "model", "optim"},
+    "train": {"data", "eval", "kernels", "model", "optim"},
+}
+
+PARTS = {*MAY_IMPORT, "cli"}
+
+# Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
+HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
+HARNESS = ["quintic.model", "quintic.data", "quintic.train", "quintic.eval", "quintic.cli"]
+
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
+MAY_COMMUNICATE_IN_OPTIM = {"optim.comms"}
+MAY_NOT_PRINT = {"optim", "model", "data", "kernels"}
+
+
+class Module(NamedTuple):
+    """One source file: its dotted name inside quintic ("" for quintic itself), and its text."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def path(self) -> str:
+        return "/".join(["quintic", *filter(None, self.name.split(".")), *(["__init__"] * self.is_package)]) + ".py"
+
+    @property
+    def part(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def tree(self) -> ast.Module:
+        return parse(self.source)
+
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def read_modules() -> list[Module]:
+    modules = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules.append(Module(name, path.read_text("utf-8"), is_package))
+    return modules
+
+
+MODULES = read_modules()
+
+
+def names_of(node: ast.AST, module: Module) -> list[str]:
+    """The full names that an import statement brings in: `from torch import distributed` is
+    "torch.distributed". Empty for other statements."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = ["quintic", *filter(None, module.name.split("."))]
+            if not module.is_package:
+                package.pop()
+            package = package[: len(package) - node.level + 1]
+            base = ".".join([*package, *filter(None, [base])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports(module: Module) -> Iterator[tuple[int, str]]:
+    """All imports of a module, also those inside functions: (line, full name)."""
+    for node in ast.walk(module.tree):
+        for name in names_of(node, module):
+            yield getattr(node, "lineno", 0), name
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+# -------------------------------------------------------------------------------------- the rules
+
+
+def wrong_directions(module: Module) -> list[str]:
+    """Imports against the arrows between the parts."""
+    if module.part not in MAY_IMPORT:
+        return []
+    allowed = MAY_IMPORT[module.part] | {module.part, "errors"}
+    found = []
+    for line, name in imports(module):
+        if is_in(name, "quintic"):
+            part = [*name.split("."), ""][1]
+            if part not in PARTS:
+                part = "optim"  # a public name: quintic/__init__.py gets them all from there
+            if part not in allowed:
+                found.append(f"line {line}: {module.part} may not import {name}")
+    return found
+
+
+def stray_communication(module: Module) -> list[str]:
+    """torch.distributed in the optimizer library, outside the one file that communicates."""
+    if module.part != "optim" or module.name in MAY_COMMUNICATE_IN_OPTIM:
+        return []
+    # Describing a layout (DTensor, device meshes) is not communicating.
+    layout = ("torch.distributed.tensor", "torch.distributed.device_mesh")
+    found = []
+    for line, name in imports(module):
+        if is_in(name, "torch.distributed") and not any(is_in(name, package) for package in layout):
+            found.append(f"line {line}: only {sorted(MAY_COMMUNICATE_IN_OPTIM)} import {name}")
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            found.append(f"line {node.lineno}: only {sorted(MAY_COMMUNICATE_IN_OPTIM)} use torch.distributed")
+    return found
+
+
+def environment_reads(module: Module) -> list[str]:
+    """os.environ or os.getenv outside the few places where an environment variable may count."""
+    if module.name in MAY_READ_ENVIRONMENT:
+        return []
+    found = [f"line {line}: {name}" for line, name in imports(module) if name in ("os.environ", "os.getenv")]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def awareness_of_tests(module: Module) -> list[str]:
+    """Code that asks whether it is being tested."""
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and node.left.value == "pytest":
+            found.append(f'line {node.lineno}: `"pytest" in ...`')
+    return found
+
+
+def prints(module: Module) -> list[str]:
+    """print() where only the command line should speak."""
+    if module.part not in MAY_NOT_PRINT:
+        return []
+    return [
+        f"line {node.lineno}: print()"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def loose_ends(module: Module) -> list[str]:
+    """TODO without an issue number, and words that stand for one."""
+    pattern = re.compile(r"\b(TODO(?!\(#\d+\))|FIXME|XXX|HACK|breakpoint\(\)|pdb\.set_trace)")
+    return [
+        f"line {number}: {match[1]}"
+        for number, line in enumerate(module.source.splitlines(), 1)
+        if (match := pattern.search(line))
+    ]
+
+
+def too_long(module: Module) -> list[str]:
+    """A file with more lines than a reader can hold."""
+    count = len(module.source.splitlines())
+    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
+
+
+Rule = Callable[[Module], list[str]]
+RULES: list[Rule] = [
+    wrong_directions,
+    stray_communication,
+    environment_reads,
+    awareness_of_tests,
+    prints,
+    loose_ends,
+    too_long,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Rule):
+    violations = [f"{module.path}, {violation}" for module in MODULES for violation in rule(module)]
+    assert not violations, "\n".join([(rule.__doc__ or "").splitlines()[0], *violations])
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (wrong_directions, "optim.muon", "def f():\n    from quintic.train import loop\n"),
+        (wrong_directions, "optim.muon", "from ..model import gpt\n"),
+        (wrong_directions, "kernels.loss", "import quintic.optim.update\n"),
+        (wrong_directions, "data.loader", "from quintic.model.gpt import GPT\n"),
+        (wrong_directions, "data.loader", "from quintic import Muon\n"),
+        (wrong_directions, "model.gpt", "from quintic import optim\n"),
+        (wrong_directions, "model.gpt", "import quintic\n"),
+        (wrong_directions, "train.loop", "from quintic import cli\n"),
+        (wrong_directions, "eval.score", "from quintic.train.loop import train\n"),
+        (stray_communication, "optim.plan", "import torch.distributed as dist\n"),
+        (stray_communication, "optim.plan", "from torch import distributed\n"),
+        (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),
+        (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
+        (environment_reads, "train.loop", "from os import getenv\n"),
+        (awareness_of_tests, "optim.muon", "import sys\nif 'pytest' in sys.modules: pass\n"),
+        (prints, "data.loader", "print('hello')\n"),
+        (loose_ends, "cli", "# TODO: later\n"),
+        (too_long, "cli", "\n" * (LINE_LIMIT + 1)),
+    ],
+)
+def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
+    assert rule(Module(name, source))
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (wrong_directions, "optim.muon", "from quintic.kernels import dispatch\nfrom . import update\n"),
+        (wrong_directions, "data.loader", "from quintic.errors import QuinticError\nimport numpy\n"),
+        (wrong_directions, "train.loop", "import quintic\nfrom quintic import Muon\nfrom quintic.eval import score\n"),
+        (stray_communication, "optim.comms", "import torch.distributed\n"),
+        (stray_communication, "optim.layout", "from torch.distributed.tensor import DTensor\n"),
+        (stray_communication, "train.loop", "import torch.distributed\n"),
+        (environment_reads, "kernels.dispatch", "import os\nx = os.environ['X']\n"),
+        (prints, "cli", "print('hello')\n"),
+        (loose_ends, "cli", "# TODO(#12): later\n"),
+        (too_long, "cli", "\n" * LINE_LIMIT),
+    ],
+)
+def test_the_rule_leaves_good_code_alone(rule: Rule, name: str, source: str):
+    assert rule(Module(name, source)) == []
+
+
+# -------------------------------------------------------------------------------- import quintic
+
+
+def test_import_quintic_loads_nothing_heavy_and_nothing_of_the_harness():
+    # Compared with torch alone: what torch itself loads is not ours to forbid.
+    code = "import sys, torch; before = set(sys.modules); import quintic; print(*(set(sys.modules) - before))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = answer.stdout.split()
+    assert "quintic" in loaded
+    unwanted = [name for name in loaded if any(is_in(name, package) for package in [*HEAVY, *HARNESS])]
+    assert unwanted == []
+
+
+def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run on import; `if TYPE_CHECKING:` does not."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+                yield from module_level(statement.body)
+            yield from module_level(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            for block in (statement.body, statement.orelse, statement.finalbody):
+                yield from module_level(block)
+            for handler in statement.handlers:
+                yield from module_level(handler.body)
+        elif isinstance(statement, ast.With | ast.ClassDef):
+            yield from module_level(statement.body)
+
+
+def reachable() -> set[str]:
+    """The modules of quintic that `import quintic` runs, by following module-level imports."""
+    by_name = {module.name: module for module in MODULES}
+    seen: set[str] = set()
+    waiting = [""]
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in by_name:
+            continue
+        seen.add(name)
+        for statement in module_level(by_name[name].tree.body):
+            for full in names_of(statement, by_name[name]):
+                if is_in(full, "quintic"):
+                    parts = full.split(".")[1:]
+                    waiting += [".".join(parts[:length]) for length in range(len(parts) + 1)]
+    return seen
+
+
+def test_nothing_heavy_is_imported_at_module_level_within_reach_of_import_quintic():
+    # Catches what the test above cannot see: an import guarded by `if torch.cuda.is_available()`.
+    within = reachable()
+    assert "optim" in within
+    found = [
+        f"quintic.{module.name}: {name}"
+        for module in MODULES
+        if module.name in within
+        for statement in module_level(module.tree.body)
+        for name in names_of(statement, module)
+        if any(is_in(name, package) for package in HEAVY)
+    ]
+    assert found == []
+
+
+def test_public_names_exist_and_are_sorted():
+    missing = [name for name in quintic.__all__ if not hasattr(quintic, name)]
+    assert missing == []
+    assert quintic.__all__ == sorted(quintic.__all__)
+    assert len(quintic.__all__) == len(set(quintic.__all__))

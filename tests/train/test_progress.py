@@ -1,0 +1,149 @@
+"""The display on a terminal and the plain lines elsewhere."""
+
+import io
+import os
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from quintic.train.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record(step: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "loss": 3.21987, "tokens_per_second": 123456.7, **fields}
+
+
+def plain(**options: Any) -> tuple[Progress, io.StringIO, Clock]:
+    output, clock = io.StringIO(), Clock()
+    return Progress(1000, output=output, clock=clock, **options), output, clock
+
+
+def test_plain_lines_say_everything() -> None:
+    progress, output, clock = plain(every=10, min_interval_seconds=0.0)
+    with progress:
+        progress.message("run folder: [runs]")
+        for step in range(1, 11):
+            clock.now += 60.0 if step == 1 else 2.0  # the first step compiles
+            progress.train(record(step))
+        progress.evaluation({"step": 10, "loss": 3.0, "bpb": 1.23456})
+        clock.now += 7200
+        progress.train(record(1000))
+    assert output.getvalue().splitlines() == [
+        "run folder: [runs]",
+        "step 1/1,000 (0.1 %)  loss 3.220  123,457 tokens/s  1:00 elapsed, time left not known yet",
+        # 990 steps of 2 seconds: the slow first step is not counted.
+        "step 10/1,000 (1.0 %)  loss 3.220  123,457 tokens/s  1:18 elapsed, 33:00 left",
+        "step 10/1,000  validation: loss 3.000, 1.2346 bits per byte",
+        "step 1,000/1,000 (100.0 %)  loss 3.220  123,457 tokens/s  2:01:18 elapsed",
+    ]
+
+
+def test_plain_lines_are_rate_limited_but_not_evaluations() -> None:
+    progress, output, clock = plain(every=1, min_interval_seconds=10.0)
+    for step in range(1, 102):
+        clock.now += 1.0
+        progress.train(record(step))
+        if step == 55:
+            progress.evaluation({"step": step, "loss": None, "bpb": None})
+    shown = output.getvalue().splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 11, 21, 31, 41, 51, 55, 61, 71, 81, 91, 101]
+    assert "loss -, - bits per byte" in shown[6]
+
+
+def test_a_resumed_run_estimates_from_its_own_steps() -> None:
+    progress, output, clock = plain(start_step=500, every=100, min_interval_seconds=0.0)
+    for step in range(501, 601):
+        clock.now += 1.0
+        progress.train(record(step, loss=float("nan"), tokens_per_second=None))
+    assert output.getvalue().splitlines()[-1] == (
+        "step 600/1,000 (60.0 %)  loss nan  - tokens/s  1:40 elapsed, 6:40 left"
+    )
+
+
+def screen(text: str) -> str:
+    """The text without colours and cursor movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def live(width: int = 100) -> tuple[Progress, io.StringIO]:
+    from rich.console import Console
+
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width, _environ={"TERM": "xterm"})
+    return Progress(1000, console=console, clock=Clock()), output
+
+
+def test_the_live_display_shows_the_newest_figures() -> None:
+    progress, output = live()
+    with progress:
+        progress.message("a [message]")
+        progress.train(record(249))
+        progress.train(record(250))
+        progress.evaluation({"step": 250, "loss": 3.0, "bpb": 1.23456})
+    text = screen(output.getvalue())
+    assert "a [message]" in text
+    assert re.search(r"step 250/1,000 .*━.* 25\.0 %", text)
+    assert "loss 3.220 · validation 1.2346 bits per byte · 123,457 tokens/s · 0:00 elapsed, 0:00 left" in text
+
+
+def test_the_live_display_fits_a_narrow_terminal() -> None:
+    progress, output = live(width=40)
+    with progress:
+        progress.train(record(250))
+        progress.evaluation({"step": 250, "loss": 3.0, "bpb": 1.23456})
+    last = screen(output.getvalue()).rstrip().splitlines()[-3:]
+    assert all(len(line.rstrip()) <= 40 for line in last)
+    assert "validation 1.2346 bits per byte · 123,457 tokens/s" in " ".join(" ".join(last).split())
+
+
+def test_an_interrupt_passes_and_the_cursor_comes_back() -> None:
+    progress, output = live()
+    threads = threading.active_count()
+
+    def train() -> None:
+        with progress:
+            progress.train(record(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert output.getvalue().rstrip().endswith("\x1b[?25h")
+    assert threading.active_count() <= threads
+    progress.close()
+    progress.message("afterwards")
+
+
+def test_a_real_terminal_gets_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    pty = pytest.importorskip("pty")
+    monkeypatch.setenv("TERM", "xterm")
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        with Progress(10, output=terminal) as progress:
+            progress.train(record(5))
+        terminal.flush()
+        text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "\x1b[?25l" in text
+    assert "\x1b[?25h" in text
+    assert "50.0 %" in screen(text)
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    from rich.console import Console
+
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, _environ={"TERM": "dumb"})
+    with Progress(10, console=console, clock=Clock()) as progress:
+        progress.train(record(1))
+    assert output.getvalue().startswith("step 1/10 (10.0 %)  loss 3.220")
+    assert "\x1b" not in output.getvalue()
