@@ -350,7 +350,7 @@ def _parse(kind: type[T], arguments: list[str], command: str, description: str, 
     given: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
+            parsed: T = tyro.cli(
                 kind,
                 prog=f"quintic {command}",
                 description=description,
@@ -358,6 +358,7 @@ def _parse(kind: type[T], arguments: list[str], command: str, description: str, 
                 config=(tyro.conf.OmitArgPrefixes,),
                 **given,
             )
+            return parsed
     except SystemExit as stop:
         if stop.code in (0, None):
             raise  # --help

@@ -335,8 +335,8 @@ def build(extras: Sequence[str], exact: bool) -> None:
             say("Bringing .venv up to date")
             write_record("building")
         else:
-            say(f"Setting up .venv with Python {platform.python_version()} (once; later runs reuse it)")
             start_afresh()
+            say(f"Setting up .venv with Python {platform.python_version()} (once; later runs reuse it)")
             try:
                 venv.create(VENV, symlinks=os.name == "posix", with_pip=True)
             except (subprocess.CalledProcessError, ModuleNotFoundError) as error:

@@ -70,6 +70,7 @@ class Split:
             first_tokens.append(first_tokens[-1] + tokens)
         self._first_tokens = np.array(first_tokens, dtype=np.int64)
         self._offsets = np.concatenate([*starts, self._first_tokens[-1:]])
+        self._offsets.flags.writeable = self._first_tokens.flags.writeable = False
         self._num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
 
     @property
@@ -94,7 +95,7 @@ class Split:
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each document begins, counted through all shards: (num_documents + 1,) int64; not to be changed."""
+        """Where each document begins, counted through all shards: (num_documents + 1,) int64, read-only."""
         return self._offsets
 
     @property
@@ -104,7 +105,7 @@ class Split:
 
     @property
     def shard_offsets(self) -> npt.NDArray[np.int64]:
-        """Number of tokens before each shard, and in all: (num_shards + 1,) int64."""
+        """Number of tokens before each shard, and in all: (num_shards + 1,) int64, read-only."""
         return self._first_tokens
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:

@@ -1,8 +1,9 @@
 """Documents out of one file: plain text, JSON lines and Parquet, each text format also compressed.
 
-A text file (`.txt`, `.md`, `.rst`) is one document; JSON lines give one document per line (field `text`), Parquet
-one per row (column `text`). `split_document` cuts what is too long for one document. Which files make up a source,
-and in which order, is decided in `quintic.data.sources`.
+A text file (`.txt`, `.md`, `.rst`) is one document, or one per 64 MiB where it is larger, so that a file of any size
+can be read; JSON lines give one document per line (field `text`), Parquet one per row (column `text`).
+`split_document` cuts what is too long for one document. Which files make up a source, and in which order, is decided
+in `quintic.data.sources`.
 """
 
 import json
@@ -28,6 +29,7 @@ SUPPORTED_ENDINGS = (
     ".parquet",
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
+_MAX_TEXT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 
 
@@ -104,19 +106,35 @@ def split_document(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[str]:
     pieces = []
     start = 0
     while len(data) - start > max_bytes:
-        end = data.rfind(b"\n", start, start + max_bytes) + 1
-        if end <= start:
-            end = start + max_bytes
-            while data[end] & 0xC0 == 0x80:  # inside a character: go back to its first byte
-                end -= 1
+        end = _cut(data, start, max_bytes)
         pieces.append(data[start:end].decode())
         start = end
     pieces.append(data[start:].decode())
     return pieces
 
 
+def _cut(data: bytes | bytearray, start: int, max_bytes: int) -> int:
+    """Return where to end a piece of UTF-8 that begins at `start`; there are more than `max_bytes` after it."""
+    end = data.rfind(b"\n", start, start + max_bytes) + 1
+    if end > start:
+        return end
+    end = start + max_bytes
+    while end > start + 1 and data[end] & 0xC0 == 0x80:  # inside a character: go back to its first byte
+        end -= 1
+    return end
+
+
 def _text_documents(path: Path) -> Iterator[str]:
-    yield _decode(b"".join(_blocks(path)), str(path), 0).removeprefix("\ufeff")
+    offset = 0
+    rest = bytearray()
+    for block in _blocks(path):
+        rest += block
+        while len(rest) > _MAX_TEXT_BYTES:
+            end = _cut(rest, 0, _MAX_TEXT_BYTES)
+            yield _decode(bytes(rest[:end]), str(path), offset)
+            del rest[:end]
+            offset += end
+    yield _decode(bytes(rest), str(path), offset)
 
 
 def _jsonl_documents(path: Path) -> Iterator[str]:
@@ -124,8 +142,6 @@ def _jsonl_documents(path: Path) -> Iterator[str]:
     for number, line in enumerate(_lines(path), start=1):
         text = _decode(line, str(path), offset)
         offset += len(line)
-        if number == 1:
-            text = text.removeprefix("\ufeff")
         if text.strip():
             yield _jsonl_text(text, f"{path}:{number}")
 
@@ -165,12 +181,13 @@ def _parquet_documents(path: Path) -> Iterator[str]:
 
 def _decode(data: bytes, name: str, offset: int) -> str:
     try:
-        return data.decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: not UTF-8 at byte offset {offset + error.start} (byte 0x{data[error.start]:02x}); "
             "convert the file to UTF-8"
         ) from error
+    return text.removeprefix("\ufeff") if offset == 0 else text
 
 
 def _without_surrogates(text: str) -> str:

@@ -4,6 +4,7 @@ Only Parquet and JSON lines are taken (the formats `quintic.data.documents` read
 The list of files is kept beside the downloads, so that a machine without network goes on with what it has.
 """
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -79,11 +80,14 @@ def download(
         DataError: the file cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir, "endpoint": endpoint}
     try:
-        return Path(
-            hf_hub_download(repo, name, repo_type=repo_type, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
-        )
+        try:  # without asking the Hub first: it may not answer, and the client asks for half a minute
+            return Path(hf_hub_download(repo, name, local_files_only=True, **where))
+        except LocalEntryNotFoundError:
+            return Path(hf_hub_download(repo, name, **where))
     # The client's exceptions come from its HTTP library, which differs between its versions.
     except Exception as error:
         raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
@@ -92,15 +96,14 @@ def download(
 def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
     """Return `revision`, `files` (name to bytes) and `configs` of a data set; from the kept copy without network."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
         found = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True)
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
-    # No answer at all: the exceptions come from the client's HTTP library, which differs between its versions.
+    # Without an answer, the exceptions come from the client's HTTP library, which differs between its versions.
     except Exception as error:
+        if _is_refusal(error):
+            raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
         listing = _kept_listing(kept, repo)
         if listing is None:
             raise DataError(f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}") from error
@@ -179,15 +182,24 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether the Hub answered that it will not, rather than failing to answer."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and bool(400 <= error.response.status_code < 500)
+    return isinstance(error, HFValidationError)
+
+
 def _advice(error: Exception) -> str:
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
         return "accept its terms on the Hub and log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return "check the name, or log in with `hf auth login` if it is private"
-    if isinstance(error, EntryNotFoundError) and isinstance(error, HfHubHTTPError):
-        return "check the file's name"
-    if isinstance(error, ValueError):
+    if isinstance(error, HFValidationError):
         return "write hf:owner/name"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "free some space, or use another data folder"
     return "check the network, or give local files"

@@ -95,7 +95,7 @@ class RowPosition:
     Attributes:
         epoch: number of the epoch, from 0.
         next_place: the next place of this rank's order to let into the buffer.
-        waiting: places in the buffer, in no particular order.
+        waiting: places in the buffer, ascending.
         served: tokens of all rows so far.
         cropped: tokens dropped so far, by cropping and at the ends of epochs.
     """
@@ -111,7 +111,7 @@ class RowPosition:
         return {
             "epoch": self.epoch,
             "next_place": self.next_place,
-            "waiting": sorted(self.waiting),
+            "waiting": list(self.waiting),
             "served": self.served,
             "cropped": self.cropped,
         }
@@ -263,7 +263,8 @@ class RowStream:
             return np.arange(count)
         # The raw bits of a bit generator are the same in every numpy; `Generator.permutation` need not be, and a run
         # that is resumed after an upgrade would silently see other text.
-        bits = np.random.Philox(key=[self._seed % 2**64, epoch]).random_raw(count)
+        key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
+        bits = np.random.Philox(key=key).random_raw(count)
         return np.argsort(bits, kind="stable")
 
     def _new_packer(self, waiting: Any) -> BestFitPacker:

@@ -5,7 +5,6 @@ makes what is written durable and describes it; `ShardWriter.resume` cuts the fi
 The layout of a finished dataset is drawn in `quintic.data.dataset`.
 """
 
-import json
 import os
 import sys
 import zlib
@@ -169,15 +168,15 @@ class ShardWriter:
         }
 
 
-def write_atomically(path: Path, value: object) -> None:
-    """Write a value as JSON so that the file is the old one or the new one, also after a crash.
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that the file is the old one or the new one, also after a crash.
 
     Raises:
         OSError: the file cannot be written.
     """
     partial = path.with_name(path.name + ".part")
     with partial.open("wb") as file:
-        _append(file, json.dumps(value, indent=1).encode())
+        _append(file, text.encode())
         _make_durable(file)
     partial.replace(path)
 

@@ -21,7 +21,7 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, 
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
 from quintic.data.shard_writer import ShardWriter, exclusive, write_atomically
 from quintic.data.sources import Source, open_source
+from quintic.data.survey import survey, text_hash
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
@@ -42,7 +43,6 @@ _PROGRESS_NAME = "progress.json"
 _SAMPLE_BYTES = 32 << 20
 _BATCH_BYTES = 1 << 20
 _MAX_REMOTE_BYTES = 50 << 30
-_HASH_RANGE = 1 << 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +167,10 @@ def _prepare(plan: _Plan) -> None:
     try:
         state = _stopped_state(folder)
         if state is None or not job.resume(state):
+            job.abandon()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+            job = _Tokenization(plan)
             job.begin()
         job.run()
     except DataError:
@@ -194,7 +196,7 @@ def _prepare(plan: _Plan) -> None:
 
 
 def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
-    """Estimate the dataset's size from what the text so far took; 2 bytes per 2 of text before there is any."""
+    """Estimate the dataset's size from what the text so far took; as much as the text before there is any."""
     return max(used, used * text_total // text_done) if text_done else text_total
 
 
@@ -220,14 +222,20 @@ class _Tokenization:
         """Survey the source, make the tokenizer, write both down as the first checkpoint."""
         plan = self._plan
         plan.progress("survey", 0, plan.source.text_bytes)
-        sample = _survey(plan)
+        settings = plan.settings
+        sample = survey(
+            plan.source,
+            val_frac=settings["val_frac"],
+            max_bytes=settings["max_bytes"],
+            sample_bytes=settings["sample_bytes"],
+        )
         self._threshold = sample.threshold
         tokenizer = plan.tokenizer
         if tokenizer is None:
             plan.progress("tokenizer", sample.text_bytes, sample.text_bytes)
-            tokenizer = Tokenizer.train(sample.texts, plan.settings["vocab_size"])
+            tokenizer = Tokenizer.train(sample.texts, settings["vocab_size"])
         self._set_tokenizer(tokenizer)
-        tokenizer.save(plan.folder / TOKENIZER_NAME)
+        write_atomically(plan.folder / TOKENIZER_NAME, tokenizer.definition)
         self._checkpoint()
 
     def resume(self, state: dict[str, Any]) -> bool:
@@ -251,11 +259,12 @@ class _Tokenization:
         pending: list[tuple[str, str, int]] = []
         pending_bytes = 0
         checkpointed = self._num_closed()
+        self._plan.progress("tokens", self.text_bytes, total)
         if limit is None or self.text_bytes < limit:
             for cursor, text in self._plan.source.documents_from(self._cursor):
                 for piece in split_document(text):
                     data = piece.encode()
-                    side = "val" if _text_hash(data) < self._threshold else "train"
+                    side = "val" if text_hash(data) < self._threshold else "train"
                     pending.append((side, piece, len(data)))
                     pending_bytes += len(data)
                 full = limit is not None and self.text_bytes + pending_bytes >= limit
@@ -304,7 +313,7 @@ class _Tokenization:
             "text_bytes": self.text_bytes,
             "splits": {name: writer.checkpoint() for name, writer in self._writers.items()},
         }
-        write_atomically(self._plan.folder / _PROGRESS_NAME, state)
+        write_atomically(self._plan.folder / _PROGRESS_NAME, json.dumps(state))
 
     def _publish(self) -> None:
         plan = self._plan
@@ -328,60 +337,7 @@ class _Tokenization:
             "val_threshold": self._threshold,
             "splits": {name: {"shards": writer.finish()} for name, writer in self._writers.items()},
         }
-        write_atomically(plan.folder / MANIFEST_NAME, manifest)
+        write_atomically(plan.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
         # Left-overs of a stopped preparation, and the checkpoint that the manifest replaces.
         for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part"), *plan.folder.glob("*.new")):
             path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sample:
-    """Training text for the tokenizer, and the hash below which text is for validation."""
-
-    texts: list[str]
-    text_bytes: int
-    threshold: int
-
-
-def _survey(plan: _Plan) -> _Sample:
-    """Read a sample of the source; where it is the whole source, see that both sides get a document."""
-    max_bytes = plan.settings["max_bytes"]
-    threshold = int(plan.settings["val_frac"] * _HASH_RANGE)
-    in_order = plan.source.is_remote or max_bytes is not None
-    budget = _SAMPLE_BYTES if max_bytes is None else min(_SAMPLE_BYTES, max_bytes)
-    seen = 0
-    complete = max_bytes is None or max_bytes <= _SAMPLE_BYTES
-    pieces: list[tuple[int, str]] = []
-    for text in _sample_documents(plan.source, in_order=in_order):
-        if seen >= budget:
-            complete = complete and max_bytes is not None
-            break
-        for piece in split_document(text):
-            data = piece.encode()
-            pieces.append((_text_hash(data), piece))
-            seen += len(data)
-    if not pieces:
-        raise DataError(f"{plan.source.spec}: there is no text in it; give a source with text")
-    if complete:
-        hashes = [value for value, _ in pieces]
-        smallest, largest = min(hashes), max(hashes)
-        if smallest == largest:
-            raise DataError(
-                f"{plan.source.spec}: one document of {seen:,} bytes cannot be split into training and validation "
-                f"text; give two different documents or one of more than {MAX_DOCUMENT_BYTES:,} bytes"
-            )
-        threshold = min(max(threshold, smallest + 1), largest)
-    texts = [text for value, text in pieces if value >= threshold]
-    return _Sample(texts=texts, text_bytes=seen, threshold=threshold)
-
-
-def _sample_documents(source: Source, *, in_order: bool) -> Iterator[str]:
-    if in_order:
-        yield from source.documents()
-    else:
-        for part in sorted(source.parts, key=lambda part: _text_hash(part.name.encode())):
-            yield from part.read()
-
-
-def _text_hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

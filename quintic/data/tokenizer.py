@@ -89,8 +89,11 @@ class Tokenizer:
             raise DataError(f"not a usable tokenizer.json ({str(error).splitlines()[0]})") from error
         # Text is text: a document that spells out a special token does not get its id.
         self._backend.encode_special_tokens = True
-        self._added = {int(token["id"]): token for token in fields["added_tokens"]}
-        self._bos_id = next(index for index, token in self._added.items() if token["content"] == bos)
+        # Asked rather than read from the definition: the library numbers added tokens without gaps.
+        self._is_special = {
+            int(index): bool(token.special) for index, token in self._backend.get_added_tokens_decoder().items()
+        }
+        self._bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise DataError("its pre-tokenizer loses text; use a byte-level BPE that keeps every byte")
 
@@ -156,7 +159,7 @@ class Tokenizer:
             DataError: the file cannot be written.
         """
         try:
-            Path(path).write_text(self._definition, encoding="utf-8")
+            Path(path).write_text(self.definition, encoding="utf-8")
         except OSError as error:
             raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
 
@@ -208,11 +211,12 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change when a token or a merge does."""
-        canonical = json.dumps(json.loads(self._definition), sort_keys=True)
+        canonical = json.dumps(json.loads(self.definition), sort_keys=True)
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def _definition(self) -> str:
+    def definition(self) -> str:
+        """The content of a `tokenizer.json`: what `save` writes and the constructor takes."""
         return str(self._backend.to_str())
 
     @cached_property
@@ -222,8 +226,8 @@ class Tokenizer:
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocab.values()) + 1)
         for token, index in vocab.items():
-            if index in self._added:
-                table[index] = b"" if self._added[index].get("special") else token.encode()
+            if index in self._is_special:
+                table[index] = b"" if self._is_special[index] else token.encode()
             elif all(symbol in from_symbol for symbol in token):
                 table[index] = bytes(from_symbol[symbol] for symbol in token)
         return tuple(table)

@@ -33,7 +33,7 @@ def softcap_cross_entropy(
     """
     flat_x, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if reduction == "mean" and x.device.type == "cpu" and torch.is_grad_enabled():
-        loss: Tensor = _ChunkedMean.apply(flat_x, weight, flat_targets, softcap)
+        loss: Tensor = _ChunkedMean.apply(flat_x, weight, flat_targets, softcap)  # type: ignore[no-untyped-call]
         return loss
     if x.device.type == "cpu":
         chunk = _chunk_tokens(weight)

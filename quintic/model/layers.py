@@ -97,7 +97,8 @@ class Attention(nn.Module):
             out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
         else:
             out_BTHD = cache.attend(q_BTHD, k_BTGD, v_BTGD, window)
-        return self.out(out_BTHD.flatten(-2))
+        out_BTC: Tensor = self.out(out_BTHD.flatten(-2))
+        return out_BTC
 
 
 class MLP(nn.Module):
@@ -110,7 +111,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for (..., C)."""
-        return self.down(F.relu(self.up(x)).square())
+        out: Tensor = self.down(F.relu(self.up(x)).square())
+        return out
 
 
 class Block(nn.Module):
@@ -132,7 +134,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this block, (B, T, C)."""
         x_BTC = x_BTC + self.attention(rms_norm(x_BTC), value_embedding_BTC, rotary, mask, window, cache)
-        return x_BTC + self.mlp(rms_norm(x_BTC))
+        out_BTC: Tensor = x_BTC + self.mlp(rms_norm(x_BTC))
+        return out_BTC
 
 
 def window_sizes(pattern: str, depth: int, seq_len: int) -> Sequence[int]:

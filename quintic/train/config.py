@@ -37,7 +37,7 @@ class DataConfig:
     """Path of a tokenizer.json, or 'gpt2'; by default one is trained on the text."""
     vocab_size: int = 4096
     """Tokens in the vocabulary of a tokenizer trained here."""
-    val_frac: float = 0.02
+    val_frac: float = 0.06
     """Share of the documents held back for validation."""
     max_bytes: int | None = None
     """Stop reading after this many bytes of text (for large sources)."""
@@ -71,11 +71,11 @@ class OptimConfig:
     """Learning rate of the matrices under Muon."""
     adamw_lr: float = 0.003
     """Learning rate of the matrices under --optimizer adamw."""
-    embedding_lr: float = 0.02
+    embedding_lr: float = 0.2
     """AdamW learning rate of the token embedding, at width 256 (scaled by width^-0.5)."""
-    head_lr: float = 0.004
+    head_lr: float = 0.006
     """AdamW learning rate of the output head, at width 256 (scaled by width^-0.5)."""
-    scalar_lr: float = 0.01
+    scalar_lr: float = 0.05
     """AdamW learning rate of per-layer scalars and gates."""
     momentum: float = 0.95
     """Muon's momentum after its warm-up."""
@@ -87,7 +87,7 @@ class OptimConfig:
     """How Muon orthogonalises its updates."""
     normalize: Literal["neuron"] | None = None
     """'neuron' gives NorMuon: updates evened out per neuron."""
-    weight_decay: float = 0.1
+    weight_decay: float = 0.3
     """Decay of the matrices per unit of learning rate; falls linearly to zero over the run."""
     cautious: bool = True
     """Decay only weights that the update does not push the other way."""
@@ -111,7 +111,7 @@ class ScheduleConfig:
     """Rows of --seq-len tokens that go through the model at once; the rest of the batch is accumulated."""
     warmup_frac: float = 0.02
     """Share of the steps over which the learning rates rise from zero."""
-    warmdown_frac: float = 0.5
+    warmdown_frac: float = 0.4
     """Share of the steps over which they fall again at the end."""
     final_lr_frac: float = 0.0
     """Where they end, as a share of their peak."""

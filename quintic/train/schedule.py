@@ -1,6 +1,6 @@
 """Schedules: pure functions of the step. Step 0 is the first one; `total` is the number of steps of the run."""
 
-__all__ = ["lr_multiplier", "momentum_at", "weight_decay_multiplier"]
+__all__ = ["is_due", "lr_multiplier", "momentum_at", "weight_decay_multiplier"]
 
 
 def lr_multiplier(step: int, total: int, *, warmup_frac: float, warmdown_frac: float, final_frac: float) -> float:
@@ -27,3 +27,8 @@ def momentum_at(step: int, *, start: float, end: float, warmup_steps: int) -> fl
 def weight_decay_multiplier(step: int, total: int) -> float:
     """Return the share of the weight decay: linear from 1 at the first step to 0 after the last."""
     return 1.0 - step / total
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens `every` so many steps happens after this many; 0 is never."""
+    return every > 0 and step % every == 0

@@ -35,10 +35,10 @@ def serve() -> Iterator[Hub]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-        def do_HEAD(self) -> None:  # noqa: N802
+        def do_HEAD(self) -> None:
             self.answer(body=False)
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.answer(body=True)
 
         def answer(self, *, body: bool) -> None:

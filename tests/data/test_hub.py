@@ -1,5 +1,6 @@
 """Data sets of the Hub, with the real client against a local server."""
 
+import errno
 import gzip
 import io
 import json
@@ -10,8 +11,11 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 from hub_server import Hub, serve
+from text_samples import make_text
 
+from quintic.data import shards
 from quintic.data.hub import open_hub
+from quintic.data.shards import prepare
 from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.data.tokenizer_files import read_definition
 from quintic.errors import DataError
@@ -128,6 +132,52 @@ def test_what_the_hub_refuses_is_named(hub: Hub, tmp_path: Path) -> None:
     hub.files["me/web"] = {"a.jsonl": b""}
     hub.cards["me/web"] = {"configs": [{"config_name": "en", "data_files": "*.jsonl"}]}
     assert "hf:me/web/fr: no file to read there among 1; its configurations are en" in message("hf:me/web/fr")
+
+
+def test_a_hub_that_fails_is_as_one_that_is_away(hub: Hub, tmp_path: Path) -> None:
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
+    hub.fails = True
+    with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub .HfHubHTTPError"):
+        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    hub.fails = False
+    list(open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint).documents())
+    hub.fails = True
+    assert list(open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint).documents()) == ["kept"]
+
+
+def test_a_full_disk_is_told_from_a_lost_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["text"])}
+    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
+    with pytest.raises(DataError, match=r"a.jsonl cannot be downloaded .*No space left.*; free some space"):
+        list(source.documents())
+
+
+def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([make_text(index, 500)] * 3) for index in range(8)}
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's waits between its attempts
+    monkeypatch.setattr(shards, "_SAMPLE_BYTES", 5000)
+    monkeypatch.setattr(shards, "_BATCH_BYTES", 5000)
+    monkeypatch.setattr(
+        shards, "open_source", lambda spec, cache_dir: open_hub(spec, cache_dir=cache_dir, endpoint=hub.endpoint)
+    )
+    places: list[tuple[str, int]] = []
+
+    def lose(stage: str, done: int, total: int | None) -> None:
+        hub.fails = stage == "tokens" and done > 20_000
+
+    options = {"data_dir": tmp_path, "vocab_size": 300, "val_frac": 0.4, "shard_tokens": 2000}
+    with pytest.raises(DataError, match=r"hf:me/web: \d.jsonl cannot be downloaded .*check the network"):
+        prepare("hf:me/web", **options, progress=lose)
+    hub.fails = False
+    dataset = prepare("hf:me/web", **options, progress=lambda stage, done, _: places.append((stage, done)))
+    assert places[0][0] == "tokens"
+    assert places[0][1] > 10_000
+    dataset.verify()
+    assert dataset.split("train").num_documents + dataset.split("val").num_documents == 24
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:web", "hf:me/", "hf:a b/c"])

@@ -33,13 +33,15 @@ def naive(lengths: list[int], row: int, buffer_size: int) -> Iterator[list[tuple
         while room:
             while queue and len(buffer) < buffer_size:
                 buffer.append(queue.pop(0))
-            if room == row:
-                while queue and sum(length for _, length in buffer) < row:
-                    buffer.append(queue.pop(0))
-                if sum(length for _, length in buffer) < row:
-                    return
+            while queue and sum(length for _, length in buffer) < room:
+                buffer.append(queue.pop(0))
+            if sum(length for _, length in buffer) < room:
+                assert not pieces
+                return
             fitting = [document for document in buffer if document[1] <= room]
-            if fitting:
+            if not pieces:
+                chosen = min(buffer)
+            elif fitting:
                 chosen = min(fitting, key=lambda document: (-document[1], document[0]))
             else:
                 chosen = min(buffer, key=lambda document: (document[1], document[0]))
@@ -102,9 +104,9 @@ def test_equal_lengths_go_in_order_of_arrival() -> None:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([3, 7, 4], [[(1, 7), (0, 3)]]),  # the longest first, then what fits beside it
-        ([9, 9], [[(0, 9), (1, 1)]]),  # none fits the last place: one is cropped
-        ([12, 11], [[(1, 10)], [(0, 10)]]),  # all longer than a row: the shortest is cropped first
+        ([3, 2, 7, 4], [[(0, 3), (2, 7)]]),  # the first come opens the row, then the longest that fits
+        ([9, 8, 9], [[(0, 9), (1, 1)]]),  # none fits the last place: the shortest is cropped
+        ([12, 11], [[(0, 10)], [(1, 10)]]),  # longer than a row
     ],
 )
 def test_rule_by_example(lengths: list[int], expected: list[list[tuple[int, int]]]) -> None:

@@ -6,16 +6,18 @@ import os
 import random
 import sysconfig
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from conftest import make_text
 from hypothesis import given
 from hypothesis import strategies as st
+from text_samples import make_text
 
+from quintic.data import documents
 from quintic.data.documents import MAX_DOCUMENT_BYTES, SUPPORTED_ENDINGS, read_documents, split_document
 from quintic.data.sources import Source, open_source, slug
 from quintic.errors import DataError
@@ -43,16 +45,16 @@ def test_python_yields_the_standard_library() -> None:
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
     assert not {"site-packages", "test", "tests", "idle_test"} & {piece for name in names for piece in name.split("/")}
-    documents = list(source.documents())
-    assert documents == list(source.documents())
-    assert all(len(text.encode()) >= 200 for text in documents)
+    texts = list(source.documents())
+    assert texts == list(source.documents())
+    assert all(len(text.encode()) >= 200 for text in texts)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    kept = set(documents)
+    kept = set(texts)
     assert (stdlib / "os.py").read_text(encoding="utf-8") in kept
     assert (stdlib / "keyword.py").read_text(encoding="utf-8") in kept
     assert (stdlib / "encodings" / "cp437.py").read_text(encoding="utf-8") not in kept  # a table
-    assert any(text.startswith('The "assert" statement') for text in documents)  # a topic of pydoc
-    assert sum(len(text.encode()) for text in documents) > 5_000_000
+    assert any(text.startswith('The "assert" statement') for text in texts)  # a topic of pydoc
+    assert sum(len(text.encode()) for text in texts) > 5_000_000
 
 
 def test_python_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +125,18 @@ def test_files_of_several_frames(tmp_path: Path, ending: str, pack: Callable[[by
     path = tmp_path / f"a.txt{ending}"
     path.write_bytes(pack(b"one ") + pack(b"") + pack(b"two"))
     assert list(read_documents(path)) == ["one two"]
+
+
+def test_a_large_text_file_is_read_in_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 100_000)
+    monkeypatch.setattr(documents, "_BLOCK_BYTES", 30_000)
+    text = make_text(0, 60_000) + "漢" * 100_000
+    (tmp_path / "a.txt").write_text("\ufeff" + text, encoding="utf-8")
+    found = list(opened(tmp_path).documents())
+    assert "".join(found) == text
+    assert 6 <= len(found) == sum(len(piece.encode()) <= 100_000 for piece in found)
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff")
+    assert f"not UTF-8 at byte offset {len(text.encode())} " in message(lambda: list(opened(tmp_path).documents()))
 
 
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
@@ -213,7 +227,7 @@ def test_pieces_join_to_the_text(text: str, max_bytes: int) -> None:
     pieces = split_document(text, max_bytes)
     assert "".join(pieces) == text
     assert all(0 < len(piece.encode()) <= max_bytes for piece in pieces) or text == ""
-    for piece, following in zip(pieces, pieces[1:], strict=False):
+    for piece, following in pairwise(pieces):
         # Cut inside a line only where the line was too long, and then as late as possible.
         assert piece.endswith("\n") or len((piece + following[0]).encode()) > max_bytes
 

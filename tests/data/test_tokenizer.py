@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_text
 from hypothesis import given
 from hypothesis import strategies as st
+from text_samples import make_text
 
 import quintic.errors
 from quintic.data.tokenizer import BOS, Tokenizer, byte_alphabet
@@ -54,7 +54,7 @@ def test_specials_are_skipped_when_decoding(tokenizer: Tokenizer) -> None:
 
 def test_half_a_character_is_replaced_in_text_and_kept_in_bytes(tokenizer: Tokenizer) -> None:
     symbols = byte_alphabet()
-    half = json.loads((tokenizer._definition))["model"]["vocab"][symbols[0xE6]]
+    half = json.loads(tokenizer.definition)["model"]["vocab"][symbols[0xE6]]
     assert tokenizer.decode([half]) == "\ufffd"
     assert tokenizer.decode_bytes([half]) == b"\xe6"
 
@@ -117,7 +117,7 @@ def test_transformers_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> Non
 def test_training_is_the_same_in_another_process(tokenizer: Tokenizer) -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests/data')\n"
-        "from conftest import make_text\n"
+        "from text_samples import make_text\n"
         "from quintic.data.tokenizer import Tokenizer\n"
         "print(Tokenizer.train([make_text(seed, 2000) for seed in range(20)], 380).fingerprint())"
     )
@@ -131,7 +131,7 @@ def test_another_vocabulary_has_another_fingerprint(tokenizer: Tokenizer) -> Non
 
 def foreign(tmp_path: Path, *, specials: list[str], **changes: object) -> Path:
     """Write a tokenizer.json as another maker might."""
-    fields = json.loads(Tokenizer.train([make_text(0, 2000)], 300)._definition)
+    fields = json.loads(Tokenizer.train([make_text(0, 2000)], 300).definition)
     vocab = fields["model"]["vocab"]
     fields["model"]["vocab"] = {token: index - 1 for token, index in vocab.items() if token != BOS}
     fields["added_tokens"] = [
@@ -171,7 +171,7 @@ def test_what_changes_text_is_dropped_on_loading(tmp_path: Path) -> None:
 
 
 def test_gpt2_files_in_a_folder(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = json.loads(tokenizer._definition)["model"]
+    model = json.loads(tokenizer.definition)["model"]
     vocab = {token: index - 1 for token, index in model["vocab"].items() if token != BOS}
     vocab["<|endoftext|>"] = len(vocab)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]

@@ -1,0 +1,253 @@
+"""`Trainer`: one run's model, optimizer and data, and what can be done with them: step, evaluate, sample, save.
+
+When these things happen is decided in `loop.py`; what a step sets is in `recipe.py`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Batch, Loader, validation_rows
+from quintic.eval.generate import sample_text
+from quintic.eval.reference import reference_scores
+from quintic.eval.score import Score, bits_per_byte, score
+from quintic.model.gpt import GPT
+from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
+from quintic.train.config import Config, to_dict
+from quintic.train.hardware import Hardware, machine_facts, package_versions
+from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, total_steps
+from quintic.train.rms import RmsMeter
+from quintic.train.schedule import is_due
+
+__all__ = ["Trainer", "default_prompts"]
+
+
+def default_prompts(data: str) -> tuple[str, ...]:
+    """Return two beginnings that suit a data source."""
+    return ("def ", "import ") if data == "python" else ("The ", "In ")
+
+
+class Trainer:
+    """One run's moving parts and counters.
+
+    Args:
+        config: the run's configuration.
+        dataset: prepared text.
+        run_dir: folder for checkpoints.
+        hardware: from `choose_hardware`.
+
+    Raises:
+        QuinticError: sizes that do not fit each other or the text.
+    """
+
+    def __init__(self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware) -> None:
+        self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
+        schedule, seq_len = config.schedule, config.model.seq_len
+        sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+        self.loader = Loader(
+            dataset, "train", rows=schedule.rows, seq_len=seq_len, seed=config.run.seed, device=hardware.device
+        )
+        self.validation = validation_rows(
+            dataset, rows=schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
+        )
+        self.model: GPT = build_model(
+            sizes,
+            device=hardware.device,
+            dtype=hardware.dtype,
+            attention=hardware.attention,
+            seed=config.run.seed,
+        )
+        # The compiled module shares the weights; sampling uses the plain one, whose shapes change with every token.
+        self.compiled: Callable[..., Tensor] = torch.compile(self.model) if hardware.compile else self.model
+        self.optimizer = build_optimizer(self.model, config)
+        self.total = total_steps(config, self.model)
+        self.micro_steps = schedule.batch_tokens // (schedule.rows * seq_len)
+        self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
+        self.rms = RmsMeter(self.model)
+        self.starts_capacity = 0
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
+        self.score: Score | None = None
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put everything back to where the checkpoint was written."""
+        load_model_weights(checkpoint, self.model)
+        restore_optimizer(checkpoint, self.optimizer)
+        state = checkpoint.state()
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.spent = state["spent"]
+        self.score = None if state["score"] is None else Score(**state["score"])
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        state = {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "spent": self.spent,
+            "score": None if self.score is None else vars(self.score),
+            "loader": self.loader.state_dict(),
+            "config": to_dict(self.config),
+            "dataset": {"path": str(self.dataset.path), **self.dataset.summary()},
+            "vocab_size": self.dataset.vocab_size,
+            "bos_id": self.dataset.bos_id,
+        }
+        save_checkpoint(
+            self.run_dir,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=state,
+            keep=self.config.run.keep,
+        )
+
+    def train_step(self) -> dict[str, Any]:
+        """Make one optimizer step and return its record."""
+        settings = apply_schedule(self.optimizer, self.config, self.step, self.total)
+        start = time.perf_counter()
+        waited = 0.0
+        loss = torch.zeros((), device=self.hardware.device)
+        num_bytes = torch.zeros((), dtype=torch.int64, device=self.hardware.device)
+        for _ in range(self.micro_steps):
+            asked = time.perf_counter()
+            batch = next(self.loader)
+            waited += time.perf_counter() - asked
+            micro_loss = self.compiled(batch.inputs, batch.targets, document_starts=self._starts(batch))
+            (micro_loss / self.micro_steps).backward()
+            loss += micro_loss.detach() / self.micro_steps
+            num_bytes += self.token_bytes[batch.targets].sum()
+        self._synchronize()
+        computed = time.perf_counter()
+        measured = is_due(self.step + 1, self.config.run.rms_every)
+        grad_rms = self.rms.before() if measured else {}
+        self._synchronize()
+        before = time.perf_counter()
+        self.optimizer.step()
+        self._synchronize()
+        after = time.perf_counter()
+        update_rms = self.rms.after() if measured else {}
+        self.optimizer.zero_grad()
+
+        self.step += 1
+        batch_tokens = self.config.schedule.batch_tokens
+        self.tokens += batch_tokens
+        times = {"data": waited, "forward_backward": computed - start - waited, "optimizer": after - before}
+        elapsed = sum(times.values())
+        self.seconds += elapsed
+        for name, value in times.items():
+            self.spent[name] += value
+        nats = float(loss)
+        record = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss": nats,
+            "bpb": bits_per_byte(nats * batch_tokens, max(1, int(num_bytes))),
+            **settings,
+            "tokens_per_second": batch_tokens / elapsed,
+            "times_ms": {name: 1000 * value for name, value in times.items()},
+        }
+        return {**record, "grad_rms": grad_rms, "update_rms": update_rms} if measured else record
+
+    def evaluate(self) -> dict[str, Any]:
+        """Score the validation text and return the record."""
+        batches = (replace(batch, document_starts=self._padded(batch.document_starts)) for batch in self.validation)
+        self.score = score(self.compiled, batches, self.dataset.tokenizer.token_bytes(), self.hardware.device)
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss": self.score.loss,
+            "bpb": self.score.bpb,
+        }
+
+    def last_score(self) -> Score:
+        """Return the score of the last evaluation."""
+        assert self.score is not None
+        return self.score
+
+    def sample(self) -> list[dict[str, str]]:
+        """Return samples from the current weights."""
+        prompts = self.config.run.prompts or default_prompts(self.config.data.data)
+        return sample_text(
+            self.model,
+            self.dataset.tokenizer,
+            prompts,
+            max_tokens=self.config.run.sample_tokens,
+            seed=self.config.run.seed,
+        )
+
+    def finish(self) -> dict[str, Any]:
+        """Return the final record: score, reference scores of the same text, where the time went, samples."""
+        if self.score is None:
+            self.evaluate()
+        total = sum(self.spent.values()) or 1.0
+        return {
+            "step": self.step,
+            "loss": self.last_score().loss,
+            "bpb": self.last_score().bpb,
+            "seconds": self.seconds,
+            "baselines": reference_scores(self.dataset, self.validation),
+            "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
+            "samples": self.sample(),
+        }
+
+    def describe(self) -> list[str]:
+        """Return what will happen, in lines for people."""
+        sizes, schedule = self.model.config, self.config.schedule
+        parameters = sum(self.model.num_parameters().values())
+        summary = self.dataset.summary()
+        return [
+            f"Text: {summary['source']}, {summary['train_bytes'] / 1e6:.1f} MB to train on, "
+            f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
+            f"Model: GPT with {sizes.depth} layers of width {sizes.width}, {parameters / 1e6:.1f}M parameters "
+            f"({self.model.num_parameters()['blocks'] / 1e6:.1f}M in matrices for {self._optimizer_name()})",
+            f"Plan: {self.total:,} steps of {schedule.batch_tokens:,} tokens "
+            f"({self.total * schedule.batch_tokens / summary['train_tokens']:.1f} times through the text); "
+            f"run folder {self.run_dir}",
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the log says once about the run."""
+        parameters = self.model.num_parameters()
+        return {
+            "config": to_dict(self.config),
+            "machine": machine_facts(self.hardware),
+            "versions": package_versions(),
+            "model": {
+                "parameters": sum(parameters.values()),
+                "matrix_parameters": parameters["blocks"],
+                "flops_per_token": self.model.flops_per_token(),
+                "width": self.model.config.width,
+                "heads": self.model.config.num_heads,
+                **{f"parameters_{name}": count for name, count in parameters.items()},
+            },
+            "data": self.dataset.summary(),
+            "total_steps": self.total,
+        }
+
+    def _optimizer_name(self) -> str:
+        return {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
+
+    def _starts(self, batch: Batch) -> Tensor | None:
+        return self._padded(batch.document_starts) if self.hardware.attention == "varlen" else None
+
+    def _padded(self, starts: Tensor) -> Tensor:
+        """Pad document starts to a size that rarely changes, so that compiled code is not compiled again."""
+        if self.hardware.attention != "varlen":
+            return starts
+        while self.starts_capacity < len(starts):
+            self.starts_capacity = max(1024, 2 * self.starts_capacity)
+        padded = starts.new_full((self.starts_capacity,), int(starts[-1]))
+        padded[: len(starts)] = starts
+        return padded.to(self.hardware.device, non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self.hardware.device.type == "cuda":
+            torch.cuda.synchronize(self.hardware.device)
