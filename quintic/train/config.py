@@ -37,7 +37,7 @@ class DataConfig:
     """Path of a tokenizer.json, or 'gpt2'; by default one is trained on the text."""
     vocab_size: int = 4096
     """Tokens in the vocabulary of a tokenizer trained here."""
-    val_frac: float = 0.06
+    val_frac: float = 0.03
     """Share of the documents held back for validation."""
     max_bytes: int | None = None
     """Stop reading after this many bytes of text (for large sources)."""
@@ -75,7 +75,7 @@ class OptimConfig:
     """AdamW learning rate of the token embedding, at width 256 (scaled by width^-0.5)."""
     head_lr: float = 0.006
     """AdamW learning rate of the output head, at width 256 (scaled by width^-0.5)."""
-    scalar_lr: float = 0.05
+    scalar_lr: float = 0.03
     """AdamW learning rate of per-layer scalars and gates."""
     momentum: float = 0.95
     """Muon's momentum after its warm-up."""
@@ -88,7 +88,9 @@ class OptimConfig:
     normalize: Literal["neuron"] | None = None
     """'neuron' gives NorMuon: updates evened out per neuron."""
     weight_decay: float = 0.3
-    """Decay of the matrices per unit of learning rate; falls linearly to zero over the run."""
+    """Decay of the matrices under Muon, per unit of learning rate; falls linearly to zero over the run."""
+    adamw_weight_decay: float = 0.1
+    """The same under --optimizer adamw."""
     cautious: bool = True
     """Decay only weights that the update does not push the other way."""
     beta1: float = 0.8
@@ -101,7 +103,7 @@ class OptimConfig:
 class ScheduleConfig:
     """How long, and with which batches."""
 
-    steps: int | None = 600
+    steps: int | None = 500
     """Optimizer steps; 'None' derives them from --tokens-per-param."""
     tokens_per_param: float = 10.5
     """Training tokens per parameter of blocks and head, where --steps is 'None'."""
@@ -139,7 +141,7 @@ class RunConfig:
     """CPU threads; by default PyTorch's choice."""
     eval_every: int = 100
     """Steps between evaluations (0: only at the end)."""
-    eval_tokens: int = 65_536
+    eval_tokens: int = 131_072
     """Validation tokens per evaluation, at most."""
     sample_every: int = 0
     """Steps between text samples (0: only at the end)."""

@@ -77,8 +77,10 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
             options={"name": "residual scales", "lr": optim.scalar_lr * _RESIDUAL_SCALE_FRAC},
         ),
     ]
-    matrices = {"name": "matrices", "weight_decay": optim.weight_decay, "cautious": optim.cautious}
-    if optim.optimizer == "adamw":
+    uses_adamw = optim.optimizer == "adamw"
+    decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
+    matrices = {"name": "matrices", "weight_decay": decay, "cautious": optim.cautious}
+    if uses_adamw:
         for pattern in ("blocks.*.query.*", "blocks.*.key.*", "blocks.*.value.*", "blocks.*.out.*", "blocks.*.mlp.*"):
             rules.append(Rule(pattern, "adamw", options={**matrices, "lr": optim.adamw_lr}))
     groups = quintic.param_groups(
@@ -133,5 +135,5 @@ def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: in
     return {
         "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},
         "momentum": momentum,
-        "weight_decay": optim.weight_decay * decay,
+        "weight_decay": next(g["weight_decay"] for g in optimizer.param_groups if g["name"] == "matrices"),
     }

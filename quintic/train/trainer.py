@@ -29,8 +29,11 @@ __all__ = ["Trainer", "default_prompts"]
 
 
 def default_prompts(data: str) -> tuple[str, ...]:
-    """Return two beginnings that suit a data source."""
-    return ("def ", "import ") if data == "python" else ("The ", "In ")
+    """Return two beginnings that suit a data source.
+
+    None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
+    """
+    return ("import os\n", "class Reader:\n") if data == "python" else ("The", "In")
 
 
 class Trainer:
