@@ -7,7 +7,9 @@ about is an error that names it, and never a silent choice; `Rule` decides by na
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +23,9 @@ Algorithm = Literal["muon", "adamw"]
 
 # Last parts of module names that mean "scores over the vocabulary or over classes" across model libraries.
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score"})
+
+# A part of a module name that is an index into a stack of layers.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 # Small linear layers that choose or weigh, where a singular-value view makes no sense.
 _GATE_NAMES = frozenset({"router", "gate"})
@@ -76,13 +81,13 @@ def param_groups(
     """
     names = _first_names(model)
     uses = _module_uses(model)
-    vocabulary_sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = _heads(model)
     matched: set[str] = set()
     groups: dict[_Decision, dict[str, Any]] = {}
     for param, name in names.items():
         decision = _by_rule(name, rules, matched)
         if decision is None:
-            decision = _by_modules(name, param, uses.get(param, []), vocabulary_sizes)
+            decision = _by_modules(name, param, uses.get(param, []), heads)
         if decision is None:
             raise ValueError(
                 f"{name}: nobody decided how to optimize this parameter of shape {tuple(param.shape)}; "
@@ -134,15 +139,33 @@ def _by_rule(name: str, rules: Sequence[Rule], matched: set[str]) -> _Decision |
     return None
 
 
-def _by_modules(
-    name: str, param: Tensor, uses: list[tuple[str, nn.Module, str]], vocabulary_sizes: set[int]
-) -> _Decision | None:
+def _heads(model: nn.Module) -> set[str]:
+    """Return the names of the linear layers that score a vocabulary or classes, by their name or by their size.
+
+    By size alone a layer of a stack could be meant (a hidden layer may be as wide as the vocabulary). So among the
+    layers with as many outputs as an embedding has rows, those that recur under other numbers are left out; then a
+    name without a number wins, else the last layer does.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    named = {name for name in linears if name.rpartition(".")[2] in _HEAD_NAMES}
+    vocabulary_sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    recurring = Counter(_NUMBER.sub("*", name) for name in linears)
+    sized = [
+        name
+        for name, linear in linears.items()
+        if linear.out_features in vocabulary_sizes and (recurring[_NUMBER.sub("*", name)] == 1 or "." not in name)
+    ]
+    plain = {name for name in sized if not _NUMBER.search(name)}
+    return named | (plain or set(sized[-1:]))
+
+
+def _by_modules(name: str, param: Tensor, uses: list[tuple[str, nn.Module, str]], heads: set[str]) -> _Decision | None:
     if param.ndim < 2:
         return _Decision("adamw", Matrix())
     decisions = {
         decision
         for module_name, module, attribute in uses
-        if (decision := _by_module(module_name, module, attribute, param, vocabulary_sizes)) is not None
+        if (decision := _by_module(module_name, module, attribute, heads)) is not None
     }
     # A tied embedding and head: one AdamW use makes the tensor AdamW's, in whatever order the modules come.
     for decision in decisions:
@@ -155,17 +178,14 @@ def _by_modules(
     return None
 
 
-def _by_module(
-    module_name: str, module: nn.Module, attribute: str, param: Tensor, vocabulary_sizes: set[int]
-) -> _Decision | None:
+def _by_module(module_name: str, module: nn.Module, attribute: str, heads: set[str]) -> _Decision | None:
     adamw = _Decision("adamw", Matrix())
     if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd | nn.LayerNorm | nn.RMSNorm):
         return adamw
     if isinstance(module, nn.Linear):
         last = module_name.rpartition(".")[2]
-        is_head = last in _HEAD_NAMES or (module.out_features in vocabulary_sizes and not any(_numbered(module_name)))
         is_gate = last in _GATE_NAMES or last.endswith("_gate") or 1 in (module.out_features, module.in_features)
-        return adamw if is_head or is_gate else _Decision("muon", Matrix())
+        return adamw if module_name in heads or is_gate else _Decision("muon", Matrix())
     if isinstance(module, nn.MultiheadAttention):
         if attribute == "in_proj_weight":
             return _Decision("muon", Split((module.embed_dim,) * 3))
@@ -173,8 +193,3 @@ def _by_module(
             return _Decision("muon", Matrix())
         return adamw  # bias_k and bias_v, (1, 1, embed_dim)
     return None
-
-
-def _numbered(module_name: str) -> Iterator[bool]:
-    """Yield True for each part of the name that is an index: a layer of a stack cannot be the output head."""
-    return (part.isdigit() for part in module_name.split("."))

@@ -5,7 +5,6 @@ is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in
 is in `plan.py`.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, overload
 
@@ -18,26 +17,12 @@ from quintic.optim.orthogonalize import DEFAULT_STEPS, Method, orthogonalize
 from quintic.optim.plan import Bucket, Plan, build_plan
 from quintic.optim.state import init_state, load_state, second_moments
 from quintic.optim.update import LrScale, adamw_, apply_, lr_scale_factor, momentum_, normalize_neurons_
+from quintic.optim.validate import check_group, check_keys
 from quintic.optim.views import Matrix, View
 
 __all__ = ["Muon", "Orthogonalizer"]
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
-
-# Keys that are not options of ours but that PyTorch's schedulers, or users labelling a group, put into one.
-_FOREIGN_GROUP_KEYS = frozenset(
-    {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-)
-
-# Options of the published interface that this version accepts only at their neutral value, and what to do instead.
-_NEUTRAL_ONLY: dict[str, object] = {
-    "comms": "none",
-    "process_group": None,
-    "master": None,
-    "qk_clip": None,
-    "offload": False,
-    "on_nonfinite": "propagate",
-}
 
 
 class Muon(Optimizer):
@@ -150,19 +135,14 @@ class Muon(Optimizer):
         """
         group = dict(param_group)
         number = len(self.param_groups)
-        known = self.defaults.keys() | _FOREIGN_GROUP_KEYS
-        for key in group.keys() - known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"parameter group {number}: unknown option {key!r}{hint}")
+        check_keys(number, group, self.defaults)
         if group.get("algorithm", "muon") == "adamw" and "lr" not in group:
             group["lr"] = group.get("adamw_lr", self.defaults["adamw_lr"])
+        _add_names(number, group)
         super().add_param_group(group)
         added = self.param_groups[-1]
-        # Names make messages, plans and checkpoints readable; PyTorch only has them when the user gave them.
-        added.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(added["params"]))])
         try:
-            _validate_group(number, added)
+            check_group(number, added)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -254,7 +234,7 @@ class Muon(Optimizer):
             momenta.append(view.batches(state["momentum_buffer"])[member.batch])
             if group["normalize"] == "neuron":
                 moments.append(second_moments(state["second_momentum_buffer"], param, view)[member.batch])
-        if not weights:
+        if not weights or weights[0].numel() == 0:
             return
         directions = momentum_(momenta, gradients, mu=float(group["momentum"]), nesterov=group["nesterov"])
         counts = [weight.shape[0] for weight in weights]
@@ -316,6 +296,18 @@ class Muon(Optimizer):
             )
 
 
+def _add_names(number: int, group: dict[str, Any]) -> None:
+    """Name parameters that come without names: messages, plans and checkpoints need some, PyTorch makes none."""
+    params = group.get("params")
+    if isinstance(params, Tensor):
+        group["params"] = params = [params]
+    if params is None or isinstance(params, set):
+        return  # PyTorch's own message is right
+    group["params"] = params = list(params)
+    if not any(isinstance(param, tuple) for param in params):
+        group.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(params))])
+
+
 def _orthogonalized(directions: Tensor, group: Mapping[str, Any]) -> Tensor:
     orthogonalizer: Orthogonalizer = group["orthogonalizer"]
     if callable(orthogonalizer):
@@ -331,64 +323,3 @@ def _dense_gradient(param: Tensor, name: str) -> Tensor:
     if gradient.is_sparse:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
     return gradient
-
-
-def _validate_group(number: int, group: Mapping[str, Any]) -> None:
-    if group["algorithm"] not in ("muon", "adamw"):
-        raise ValueError(
-            f"parameter group {number} ({_first_name(group)}): unknown algorithm {group['algorithm']!r}; "
-            f"choose 'muon' or 'adamw'"
-        )
-    for key, neutral in _NEUTRAL_ONLY.items():
-        if group[key] != neutral:
-            raise ValueError(
-                f"parameter group {number}: {key}={group[key]!r} is not available in this version; "
-                f"leave {key}={neutral!r}"
-            )
-    _validate_numbers(number, group)
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError(
-            f"parameter group {number}: {len(group['params'])} params but {len(group['param_names'])} param_names"
-        )
-    for name, param in zip(group["param_names"], group["params"], strict=True):
-        if not param.is_floating_point():
-            raise TypeError(f"{name}: dtype {param.dtype} cannot be optimized; parameters must be floating point")
-        if group["algorithm"] == "muon":
-            _validate_matrix(name, param, group["view"])
-
-
-def _validate_matrix(name: str, param: Tensor, view: View) -> None:
-    if not isinstance(view, View):
-        raise ValueError(f"{name}: view={view!r} is not a view; use quintic.Matrix(), Heads(n), Split(sizes), ...")
-    if param.ndim < 2:
-        raise ValueError(
-            f"{name}: a {param.ndim}-D parameter (shape {tuple(param.shape)}) cannot be orthogonalised; put it into a "
-            f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
-        )
-    try:
-        view.batches(param)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _validate_numbers(number: int, group: Mapping[str, Any]) -> None:
-    def check(key: str, ok: bool, need: str) -> None:
-        if not ok:
-            raise ValueError(f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} must be {need}")
-
-    for key in ("lr", "weight_decay", "eps"):
-        check(key, float(group[key]) >= 0, "at least 0")
-    for key in ("momentum", "normalize_beta"):
-        check(key, 0 <= group[key] < 1, "in [0, 1)")
-    check("betas", len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)")
-    check("normalize", group["normalize"] in (None, "neuron"), "None or 'neuron'")
-    check("orthogonalizer_steps", group["orthogonalizer_steps"] >= 1, "at least 1")
-    check("max_workspace_bytes", (group["max_workspace_bytes"] or 1) > 0, "positive or None")
-    lr_scale_factor(group["lr_scale"], 1, 1)
-    if not callable(group["orthogonalizer"]):
-        orthogonalize(torch.ones(1, 1), group["orthogonalizer"])
-
-
-def _first_name(group: Mapping[str, Any]) -> str:
-    names = group.get("param_names")
-    return names[0] if names else "no parameters"

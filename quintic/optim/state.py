@@ -90,7 +90,7 @@ def _matched(number: int, group: Mapping[str, Any], saved_group: Mapping[str, An
         )
     if saved_names is None:
         return list(zip(names, group["params"], saved_group["params"], strict=True))
-    keys = dict(zip(saved_names, saved_group["params"], strict=True))
+    keys = dict(zip(saved_names, saved_group["params"], strict=False))
     missing = [name for name in names if name not in keys]
     if missing:
         raise ValueError(f"parameter group {number}: {missing[0]} is not in the saved optimizer state")

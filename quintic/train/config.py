@@ -1,11 +1,15 @@
 """The configuration of a run: every default once, with its meaning; the command line's options are made from it.
 
 Precedence is preset < saved configuration (`--config`) < options. Nothing derived is stored here: what follows from
-these numbers (width, steps, learning rates after scaling) is computed in `scaling.py` and `recipe.py`.
+these numbers (width, steps, learning rates after scaling) is computed in `recipe.py`. Numbers that no machine could
+honour are refused at construction, with the option's name.
 """
 
 import dataclasses
 import json
+import math
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +30,12 @@ __all__ = [
     "to_dict",
 ]
 
+# The 256 bytes and the document start: no trained vocabulary is smaller.
+_MIN_VOCAB = 257
+
+# What PyTorch's generators take.
+_SEEDS = 2**63
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -44,6 +54,14 @@ class DataConfig:
     data_dir: Path = Path("data")
     """Folder for prepared data."""
 
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        if self.tokenizer is None:
+            _check_at_least(_MIN_VOCAB, vocab_size=self.vocab_size)
+        _check_at_least(1, max_bytes=self.max_bytes)
+        if not 0 < self.val_frac < 1:
+            raise ConfigError(f"--val-frac {self.val_frac}: must lie strictly between 0 and 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -59,6 +77,10 @@ class ModelConfig:
     """Tokens the model sees at once."""
     window_pattern: str = "SSSL"
     """Attention windows by layer, repeated: S sees a quarter of --seq-len, L all of it; the last layer is always L."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        _check_at_least(1, depth=self.depth, head_dim=self.head_dim, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +120,23 @@ class OptimConfig:
     beta2: float = 0.95
     """AdamW's second-moment coefficient."""
 
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        _check_at_least(
+            0,
+            muon_lr=self.muon_lr,
+            adamw_lr=self.adamw_lr,
+            embedding_lr=self.embedding_lr,
+            head_lr=self.head_lr,
+            scalar_lr=self.scalar_lr,
+            momentum_warmup_steps=self.momentum_warmup_steps,
+            weight_decay=self.weight_decay,
+            adamw_weight_decay=self.adamw_weight_decay,
+        )
+        _check_below_one(
+            momentum=self.momentum, momentum_start=self.momentum_start, beta1=self.beta1, beta2=self.beta2
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -117,6 +156,16 @@ class ScheduleConfig:
     """Share of the steps over which they fall again at the end."""
     final_lr_frac: float = 0.0
     """Where they end, as a share of their peak."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        _check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
+        _check_at_least(0, tokens_per_param=self.tokens_per_param)
+        for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{_option(name)} {getattr(self, name)}: must lie between 0 and 1")
+        if self.warmup_frac + self.warmdown_frac > 1:
+            raise ConfigError("--warmup-frac and --warmdown-frac add up to more than 1: shorten one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +209,26 @@ class RunConfig:
     wandb: str | None = None
     """Also log to this Weights & Biases project (needs quintic[wandb])."""
 
+    def __post_init__(self) -> None:
+        """Reject numbers out of range, and a name that is no folder's."""
+        _check_at_least(1, threads=self.threads, eval_tokens=self.eval_tokens, keep=self.keep)
+        _check_at_least(
+            0,
+            seed=self.seed,
+            eval_every=self.eval_every,
+            sample_every=self.sample_every,
+            sample_tokens=self.sample_tokens,
+            save_every=self.save_every,
+            rms_every=self.rms_every,
+        )
+        if self.seed >= _SEEDS:
+            raise ConfigError(f"--seed {self.seed}: must be below 2^63")
+        # A leading dot hides a folder, and marks what is not finished yet.
+        if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
+            raise ConfigError(
+                f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -172,43 +241,13 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        """Reject values that no machine could honour."""
-        positive = {
-            "--vocab-size": self.data.vocab_size,
-            "--depth": self.model.depth,
-            "--head-dim": self.model.head_dim,
-            "--kv-ratio": self.model.kv_ratio,
-            "--seq-len": self.model.seq_len,
-            "--batch-tokens": self.schedule.batch_tokens,
-            "--rows": self.schedule.rows,
-            "--keep": self.run.keep,
-            "--eval-tokens": self.run.eval_tokens,
-        }
-        for option, value in positive.items():
-            if value < 1:
-                raise ConfigError(f"{option} {value}: must be at least 1")
-        fractions = {
-            "--warmup-frac": self.schedule.warmup_frac,
-            "--warmdown-frac": self.schedule.warmdown_frac,
-            "--final-lr-frac": self.schedule.final_lr_frac,
-        }
-        for option, fraction in fractions.items():
-            if not 0 <= fraction <= 1:
-                raise ConfigError(f"{option} {fraction}: must lie between 0 and 1")
-        if self.schedule.warmup_frac + self.schedule.warmdown_frac > 1:
-            raise ConfigError("--warmup-frac and --warmdown-frac add up to more than 1: shorten one of them")
-        if not 0 < self.data.val_frac < 1:
-            raise ConfigError(f"--val-frac {self.data.val_frac}: must lie strictly between 0 and 1")
-        if self.schedule.steps is not None and self.schedule.steps < 1:
-            raise ConfigError(f"--steps {self.schedule.steps}: must be at least 1")
+        """Reject a batch that is not a whole number of passes through the model."""
         micro = self.schedule.rows * self.model.seq_len
         if self.schedule.batch_tokens % micro:
             raise ConfigError(
                 f"--batch-tokens {self.schedule.batch_tokens} is not a multiple of --rows {self.schedule.rows} x "
                 f"--seq-len {self.model.seq_len} = {micro}; change one of the three"
             )
-        if self.run.run is not None and (not self.run.run or Path(self.run.run).name != self.run.run):
-            raise ConfigError(f"--run {self.run.run!r}: give a plain folder name, and its parent with --runs-dir")
 
 
 def gpu_preset() -> Config:
@@ -244,25 +283,27 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
         ConfigError: an unknown section or field, or values that do not fit.
     """
     sections: dict[str, Any] = {}
-    types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    section_types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
     for section, fields in values.items():
-        if section not in types:
-            raise ConfigError(f"{origin}: unknown section {section!r}; there are {', '.join(types)}")
-        section_type: Any = types[section]
-        defaults = section_type()
-        unknown = set(fields) - {f.name for f in dataclasses.fields(defaults)}
-        if unknown:
-            raise ConfigError(f"{origin}: unknown field {section}.{sorted(unknown)[0]}; remove it")
-        restored = {
-            name: Path(value)
-            if isinstance(getattr(defaults, name), Path)
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-            for name, value in fields.items()
-        }
-        sections[section] = section_type(**restored)
-    return Config(**sections)
+        if section not in section_types:
+            raise ConfigError(f"{origin}: unknown section {section!r}; there are {', '.join(section_types)}")
+        section_type: Any = section_types[section]
+        hints = typing.get_type_hints(section_type)
+        restored = {}
+        for name, value in fields.items():
+            if name not in hints:
+                raise ConfigError(f"{origin}: unknown field {section}.{name}; remove it")
+            if not _fits(value, hints[name]):
+                raise ConfigError(f"{origin}: {section}.{name} cannot be {json.dumps(value)}; correct or remove it")
+            restored[name] = Path(value) if hints[name] is Path else tuple(value) if isinstance(value, list) else value
+        try:
+            sections[section] = section_type(**restored)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from None
+    try:
+        return Config(**sections)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 def load_config(path: Path) -> Config:
@@ -292,3 +333,35 @@ def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
             if values[0] != values[1]:
                 changes[f"{section.name}.{f.name}"] = values
     return changes
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value read from JSON is of a field's type."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, option) for option in options)
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    # `bool` is a kind of `int` to Python, but not to a reader of the file.
+    return type(value) is (str if hint is Path else hint)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_at_least(least: int, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:
+            finite = "" if math.isfinite(value) else " and finite"
+            raise ConfigError(f"{_option(name)} {value}: must be at least {least}{finite}")
+
+
+def _check_below_one(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,9 @@ def choose_hardware(run: RunConfig) -> Hardware:
     try:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
-        raise ConfigError(f"--attention: {error}") from None
+        # The library speaks of its argument, the user of the option.
+        raise ConfigError(re.sub(r"attention='(\w+)'", r"--attention \1", str(error))) from None
     if run.threads is not None:
-        if run.threads < 1:
-            raise ConfigError(f"--threads {run.threads}: must be at least 1")
         torch.set_num_threads(run.threads)
     compiled = device.type == "cuda" if run.compile is None else run.compile
     return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled)

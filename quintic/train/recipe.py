@@ -4,6 +4,7 @@ The matrices of the blocks go to Muon (or to AdamW, for comparison); embeddings,
 AdamW learning rate of their own, because their gradients differ by orders of magnitude.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
             window_pattern=config.model.window_pattern,
         )
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        # The library speaks of its argument, the user of the option.
+        message = re.sub(r"\b([a-z_]+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
+        raise ConfigError(f"{message}; change one of the model's sizes") from None
 
 
 def build_model(

@@ -3,37 +3,66 @@
 <runs-dir>/<run>/config.json, metrics.jsonl, checkpoints/, report.html
 """
 
+import itertools
 import json
+import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 
 from quintic.errors import ConfigError
 from quintic.train.config import Config, load_config, to_dict
+from quintic.train.metrics import METRICS_FILE
 
-__all__ = ["CONFIG_FILE", "create_run", "find_run"]
+__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run"]
 
 CONFIG_FILE = "config.json"
+
+
+def check_new_run(config: Config) -> None:
+    """Find out whether a run of this name can be made, before the work that comes before it.
+
+    Raises:
+        ConfigError: it exists.
+    """
+    if config.run.run is not None and _is_taken(config.run.runs_dir / config.run.run):
+        raise _exists(config.run.runs_dir / config.run.run)
 
 
 def create_run(config: Config) -> Path:
     """Make the folder of a new run, with its configuration in it, and return it.
 
+    The folder appears in one move: it is a run, or it is not there.
+
     Raises:
         ConfigError: a run of that name exists, or the folder cannot be made.
     """
-    name = config.run.run or f"{datetime.now():%Y%m%d-%H%M%S}-d{config.model.depth}"
-    folder = config.run.runs_dir / name
+    runs_dir = config.run.runs_dir
+    if config.run.run is not None:
+        folder = runs_dir / config.run.run
+    else:
+        # Several runs may start within a second.
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-d{config.model.depth}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        folder = next(runs_dir / name for name in names if not _is_taken(runs_dir / name))
+    temporary = runs_dir / f".{folder.name}.{os.getpid()}.tmp"
     try:
-        folder.mkdir(parents=True)
-        # A config without its closing brace is never seen: the folder is only a run once this file is whole.
-        temporary = folder / f".{CONFIG_FILE}.tmp"
-        temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / CONFIG_FILE)
-    except FileExistsError:
-        raise ConfigError(f"{folder} exists: choose another --run, or continue it with --resume --run {name}") from None
+        temporary.mkdir(parents=True)
+        (temporary / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+        if _is_taken(folder):
+            raise _exists(folder)
+        temporary.rename(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def discard_unstarted(folder: Path) -> None:
+    """Remove the folder of a run that failed before it logged anything; any other folder is left alone."""
+    if not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_run(runs_dir: Path, name: str | None) -> Path:
@@ -48,7 +77,17 @@ def find_run(runs_dir: Path, name: str | None) -> Path:
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
-    configs = list(runs_dir.glob(f"*/{CONFIG_FILE}"))
+    configs = [path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if not path.parent.name.startswith(".")]
     if not configs:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
     return max(configs, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def _is_taken(folder: Path) -> bool:
+    # An empty folder is nobody's run; the new one may take its place.
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _exists(folder: Path) -> ConfigError:
+    advice = f", or continue it with --resume --run {folder.name}" if (folder / CONFIG_FILE).is_file() else ""
+    return ConfigError(f"{folder} exists: choose another --run{advice}")

@@ -1,0 +1,147 @@
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, normalize_neurons_, second_moment_shape
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_momentum_is_an_average_and_leaves_the_gradient_alone(nesterov, dtype):
+    momentum, mu = torch.zeros(4, 5), 0.9
+    expected = np.zeros((4, 5))
+    for _ in range(5):
+        gradient = torch.randn(4, 5).to(dtype)
+        before = gradient.clone()
+        (direction,) = momentum_([momentum], [gradient], mu=mu, nesterov=nesterov)
+        g = before.double().numpy()
+        expected = expected + (1 - mu) * (g - expected)
+        look_ahead = (1 - mu) * g + mu * expected if nesterov else expected
+        np.testing.assert_allclose(momentum.numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(direction.numpy(), look_ahead, rtol=1e-5, atol=1e-6)
+        assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_directions_never_alias_the_momentum(nesterov):
+    momentum = torch.zeros(3, 3)
+    (direction,) = momentum_([momentum], [torch.ones(3, 3)], mu=0.5, nesterov=nesterov)
+    direction.zero_()
+    assert torch.equal(momentum, torch.full((3, 3), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("scale", "m", "n", "expected"),
+    [
+        ("spectral", 8, 2, 2.0),
+        ("spectral", 2, 8, 1.0),
+        ("match_rms_adamw", 100, 25, 2.0),
+        ("match_rms_adamw", 25, 100, 2.0),
+        ("unit_rms", 8, 2, 2.0),
+        ("unit_rms", 2, 8, 0.5),
+        (None, 8, 2, 1.0),
+        (lambda m, n: m + n, 8, 2, 10.0),
+    ],
+)
+def test_lr_scales(scale, m, n, expected):
+    assert lr_scale_factor(scale, m, n) == pytest.approx(expected)
+
+
+def test_match_rms_gives_the_update_rms_of_adamw():
+    """An orthogonal (m, n) matrix times the factor has entries of RMS 0.2, which is AdamW's usual size."""
+    q, _ = torch.linalg.qr(torch.randn(300, 70, dtype=torch.float64))
+    assert float((q * lr_scale_factor("match_rms_adamw", 300, 70)).square().mean().sqrt()) == pytest.approx(0.2)
+
+
+def test_unknown_lr_scale_is_named():
+    with pytest.raises(ValueError, match="lr_scale='moonlight'"):
+        lr_scale_factor("moonlight", 1, 1)
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 4), (4, 6), (5, 5), (1, 4), (4, 1)])
+def test_neuron_normalisation_equals_the_reference(m, n):
+    second = torch.zeros(1, *second_moment_shape(m, n))
+    reference = None
+    for _ in range(4):
+        update = torch.randn(1, m, n)
+        before = update.clone()
+        out = normalize_neurons_(update, second, beta=0.8)
+        axis = 1 if m >= n else 0
+        u = before[0].double().numpy()
+        mean = np.mean(u**2, axis=axis, keepdims=True)
+        reference = 0.2 * mean if reference is None else reference + 0.2 * (mean - reference)
+        scaled = u / np.sqrt(reference)
+        expected = scaled * np.linalg.norm(u) / np.linalg.norm(scaled)
+        np.testing.assert_allclose(out[0].numpy(), expected, rtol=1e-4, atol=1e-6)
+        assert torch.equal(update, before)
+
+
+@given(m=st.integers(1, 9), n=st.integers(1, 9), beta=st.floats(0, 0.99))
+def test_neuron_normalisation_keeps_the_norm(m, n, beta):
+    update = torch.randn(2, m, n)
+    out = normalize_neurons_(update, torch.zeros(2, *second_moment_shape(m, n)), beta=beta)
+    torch.testing.assert_close(out.flatten(1).norm(dim=1), update.flatten(1).norm(dim=1), rtol=1e-4, atol=1e-5)
+
+
+def test_neuron_normalisation_of_zero_is_zero():
+    out = normalize_neurons_(torch.zeros(1, 3, 2), torch.zeros(1, 3, 1), beta=0.9)
+    assert torch.equal(out, torch.zeros(1, 3, 2))
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("wd", [0.0, 0.3])
+def test_apply_decays_and_steps(cautious, wd):
+    weight, update = torch.randn(50, 40), torch.randn(50, 40)
+    weight[0], update[1] = 0.0, 0.0
+    w, u = weight.double().numpy().copy(), update.double().numpy()
+    mask = (u * w >= 0) if cautious else 1.0
+    expected = w - 0.1 * wd * mask * w - 0.1 * 2.0 * u
+    apply_([weight], [update], lr=0.1, lr_scale=2.0, weight_decay=wd, cautious=cautious)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_apply_rounds_low_precision_weights_once():
+    weight = torch.randn(400).bfloat16()
+    update = torch.randn(400)
+    exact = weight.float() - 0.01 * (3.0 * update + 0.1 * weight.float())
+    apply_([weight], [update], lr=0.01, lr_scale=3.0, weight_decay=0.1, cautious=False)
+    assert torch.equal(weight, exact.bfloat16())
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_adamw_equals_the_reference(cautious):
+    weight = torch.randn(7, 3)
+    reference = oracle.AdamWTensor(weight.numpy())
+    exp_avg, exp_avg_sq, step = torch.zeros(7, 3), torch.zeros(7, 3), torch.zeros(())
+    for _ in range(6):
+        gradient = torch.randn(7, 3)
+        options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-8}
+        adamw_(weight, gradient, exp_avg, exp_avg_sq, step, weight_decay=0.2, cautious=cautious, **options)
+        expected = reference.step(gradient.numpy(), wd=0.2, cautious=cautious, **options)
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=2e-5, atol=2e-6)
+    assert float(step) == 6
+
+
+def test_adamw_keeps_float32_state_for_low_precision_weights():
+    weight = torch.ones(3).bfloat16()
+    exp_avg = torch.zeros(3)
+    adamw_(
+        weight,
+        torch.full((3,), 1e-3).bfloat16(),
+        exp_avg,
+        torch.zeros(3),
+        torch.zeros(()),
+        lr=0.5,
+        betas=(0.9, 0.99),
+        eps=0.0,
+        weight_decay=0.0,
+        cautious=False,
+    )
+    assert float(exp_avg[0]) == pytest.approx(0.1 * float(torch.tensor(1e-3).bfloat16()), rel=1e-6)
+    assert torch.equal(weight, torch.full((3,), 0.5).bfloat16())  # the first step is lr times the sign
+    assert math.isfinite(float(weight[0]))
