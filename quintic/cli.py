@@ -1,20 +1,18 @@
 """The command line: `quintic train | compare | prepare | sample | eval | report | plan`.
 
-Options are made from the dataclasses of `train/config.py` by tyro. Every mistake a user can mend ends as one line on
-standard error and exit code 2; Ctrl-C during training saves the run and exits with 130. Imports happen inside the
-commands, so that `quintic --help` answers at once.
+How options are read is in `train/options.py`. Every mistake a user can mend ends as one line on standard error and
+exit code 2; Ctrl-C during training saves the run and exits with 130. Imports happen inside the commands, so that
+`quintic --help` answers at once.
 """
 
-import contextlib
-import io
+import errno
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from quintic.errors import ConfigError, QuinticError
 
@@ -23,10 +21,12 @@ if TYPE_CHECKING:
     from quintic.model.gpt import GPT
     from quintic.train.config import Config, DataConfig
     from quintic.train.loop import Result
+    from quintic.train.options import Start
 
 __all__ = ["main"]
 
-T = TypeVar("T")
+# What the system refuses for reasons that lie with the disk and its permissions, not with this program.
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 
 _USAGE = """\
 usage: quintic COMMAND [OPTIONS]
@@ -75,11 +75,12 @@ class EvalOptions:
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     data: str | None = None
-    """Other text to score on, as in `quintic train`; by default the validation text of the run."""
+    """Other text to score on, named as in `quintic train`: the share of it that --val-frac of the run holds back; by
+    default the validation text of the run."""
     tokens: int | None = None
     """Tokens to score, at most; by default all there are."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; 'auto' takes a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,50 +134,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe went away (`| head`); the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return _fail(f"{place}{error.strerror}; free some space, or choose another --runs-dir or --data-dir")
 
 
 def _train(arguments: list[str]) -> int:
     from quintic.train.loop import Interrupted, train
-    from quintic.train.runs import CONFIG_FILE, create_run, find_run
+    from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
-    options = _train_options(arguments)
-    config = options.config
-    if options.resume:
-        run_dir = find_run(config.run.runs_dir, config.run.run)
-        config = _resumed_config(arguments, run_dir / CONFIG_FILE)
-        dataset = _prepared(config.data)
-    else:
-        # Data first: a source that cannot be used leaves no empty run behind.
-        dataset = _prepared(config.data)
-        _check_before_run(config, dataset)
+    start = _training_options(arguments, "train")
+    config, run_dir = start.config, start.resumed
+    _check_options(config)
+    if run_dir is None:
+        check_new_run(config)
+    dataset = _prepared(config.data)
+    if run_dir is None:
+        # Text first: a source that cannot be used leaves no run behind.
+        _check_text(config, dataset)
         run_dir = create_run(config)
     command = shlex.join(["quintic", "train", *arguments])
     try:
-        result = train(config, dataset, run_dir, resume=options.resume, command=command)
+        result = train(config, dataset, run_dir, resume=start.resumed is not None, command=command)
     except Interrupted as stop:
         runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
         print(f"\n{stop}; continue with: quintic train --resume --run {run_dir.name}{runs_dir}")
         return 130
+    except BaseException:
+        if start.resumed is None:
+            discard_unstarted(run_dir)
+        raise
     _print_result(result)
     return 0
 
 
 def _compare(arguments: list[str]) -> int:
     from quintic.train.compare import compare
+    from quintic.train.loop import Interrupted
 
-    options = _train_options(arguments)
-    if options.resume:
+    start = _training_options(arguments, "compare")
+    if start.resumed is not None:
         raise ConfigError("--resume: a comparison is trained from the beginning; use quintic train --resume")
-    dataset = _prepared(options.config.data)
-    _check_before_run(options.config, dataset)
-    print(compare(options.config, dataset, command=shlex.join(["quintic", "compare", *arguments])))
+    _check_options(start.config)
+    dataset = _prepared(start.config.data)
+    _check_text(start.config, dataset)
+    try:
+        print(compare(start.config, dataset, command=shlex.join(["quintic", "compare", *arguments])))
+    except Interrupted as stop:
+        print(f"\n{stop}; a comparison cannot be continued: start it again")
+        return 130
     return 0
 
 
 def _prepare(arguments: list[str]) -> int:
     from quintic.train.config import DataConfig
+    from quintic.train.options import parse
 
-    dataset = _prepared(_parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
+    dataset = _prepared(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
     summary = dataset.summary()
     for split in ("train", "val"):
         documents, tokens, size = (summary[f"{split}_{what}"] for what in ("documents", "tokens", "bytes"))
@@ -190,8 +206,9 @@ def _prepare(arguments: list[str]) -> int:
 
 def _sample(arguments: list[str]) -> int:
     from quintic.eval.generate import sample_text
+    from quintic.train.options import parse
 
-    options = _parse(SampleOptions, arguments, "sample", "Let a trained model write.")
+    options = parse(SampleOptions, arguments, "sample", "Let a trained model write.")
     if options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
     model, dataset, _ = _trained(options.runs_dir, options.run)
@@ -206,7 +223,8 @@ def _sample(arguments: list[str]) -> int:
             seed=options.seed,
         )
     except ValueError as error:
-        raise ConfigError(f"--{str(error).replace('top_k', 'top-k')}") from None
+        # The library speaks of its argument, the user of the option.
+        raise ConfigError("--" + str(error).replace("_", "-").replace("=", " ", 1)) from None
     for sample in samples:
         print(f"{sample['prompt']}{sample['text']}\n")
     return 0
@@ -218,8 +236,11 @@ def _eval(arguments: list[str]) -> int:
     from quintic.data.loader import validation_rows
     from quintic.eval.reference import reference_scores
     from quintic.eval.score import score
+    from quintic.train.options import parse
 
-    options = _parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte.")
+    options = parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte.")
+    if options.tokens is not None and options.tokens < 1:
+        raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
     model, dataset, config = _trained(options.runs_dir, options.run, options.device)
     if options.data is not None:
         tokenizer = str(dataset.path / "tokenizer.json")
@@ -235,10 +256,11 @@ def _eval(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
+    from quintic.train.options import parse
     from quintic.train.report import write_report
     from quintic.train.runs import find_run
 
-    options = _parse(ReportOptions, arguments, "report", "Write report.html of a run again.")
+    options = parse(ReportOptions, arguments, "report", "Write report.html of a run again.")
     print(write_report(find_run(options.runs_dir, options.run)))
     return 0
 
@@ -249,7 +271,8 @@ def _plan(arguments: list[str]) -> int:
     from quintic.model.gpt import GPT
     from quintic.train.recipe import build_optimizer, model_config, total_steps
 
-    config = _train_options(arguments, command="plan").config
+    start = _training_options(arguments, "plan")
+    config = start.config
     with torch.device("meta"):
         model = GPT(model_config(config, vocab_size=config.data.vocab_size, bos_id=0))
     optimizer = build_optimizer(model, config)
@@ -267,30 +290,12 @@ def _plan(arguments: list[str]) -> int:
     return 0
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
+# -- pieces shared by the commands ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """What `quintic train` starts from, besides the configuration."""
+def _training_options(arguments: list[str], command: str) -> "Start":
+    from quintic.train.options import training_options
 
-    resume: bool
-    config: "Config"
-
-
-def _train_options(arguments: list[str], command: str = "train") -> _Start:
-    """Parse the options of `train`: defaults come from `--config`, else from the preset of the device."""
-    import torch
-
-    from quintic.train.config import Config, gpu_preset, load_config
-
-    path, rest = _taken(arguments, "--config")
-    resume, rest = ("--resume" in rest), [a for a in rest if a != "--resume"]
-    if path is not None:
-        default = load_config(Path(path))
-    else:
-        device, _ = _taken(rest, "--device")
-        default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
     descriptions = {
         "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
         "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
@@ -300,90 +305,7 @@ def _train_options(arguments: list[str], command: str = "train") -> _Start:
         "Also: --resume continues the run named by --run, or the one started last; --config FILE starts from the "
         "config.json of a run. The defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
     )
-    config = _parse(Config, rest, command, f"{descriptions[command]}\n\n{extra}", default=default)
-    return _Start(resume=resume, config=config)
-
-
-def _resumed_config(arguments: list[str], path: Path) -> "Config":
-    """Return the configuration saved with a run; options that would change its course are errors."""
-    from quintic.train.config import changed_fields, load_config
-
-    saved = load_config(path)
-    _, rest = _taken([a for a in arguments if a != "--resume"], "--config")
-    asked = _parse(type(saved), rest, "train", "", default=saved)
-    # How a run is watched and stored may change on the way; what it computes may not.
-    free = {"run.run", "run.runs_dir", "run.threads", "run.keep", "run.save_every", "run.tensorboard", "run.wandb"}
-    free |= {"run.eval_every", "run.sample_every", "run.sample_tokens", "run.prompts", "run.rms_every", "data.data_dir"}
-    for name in changed_fields(saved, asked):
-        if name not in free:
-            option = "--" + name.partition(".")[2].replace("_", "-")
-            raise ConfigError(f"{option} cannot change when a run is resumed; start a new run, or leave it out")
-    return asked
-
-
-def _taken(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Return the value of an option (`--x value` or `--x=value`) and the arguments without it."""
-    rest: list[str] = []
-    value: str | None = None
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == option:
-            value = next(remaining, None)
-            if value is None:
-                raise ConfigError(f"{option}: needs a value")
-        elif argument.startswith(f"{option}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return value, rest
-
-
-def _parse(kind: type[T], arguments: list[str], command: str, description: str, default: T | None = None) -> T:
-    """Parse options with tyro, turning its boxed messages into one line.
-
-    Raises:
-        ConfigError: an option is unknown or has a value of the wrong kind.
-    """
-    import tyro
-
-    errors = io.StringIO()
-    given: dict[str, Any] = {} if default is None else {"default": default}
-    try:
-        with contextlib.redirect_stderr(errors):
-            parsed: T = tyro.cli(
-                kind,
-                prog=f"quintic {command}",
-                description=description,
-                args=arguments,
-                config=(tyro.conf.OmitArgPrefixes,),
-                **given,
-            )
-            return parsed
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise  # --help
-        raise ConfigError(_one_line(errors.getvalue(), command)) from None
-
-
-def _one_line(box: str, command: str) -> str:
-    """Return what a boxed message of tyro says, in one line."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│╭╮╰╯ ") for line in plain.splitlines()]
-    lines = [line for line in lines if line and not line.endswith("─")]
-    message: list[str] = []
-    for line in plain.splitlines()[1:]:
-        text = line.strip("│ ")
-        if not text or text.startswith(("─", "╰")):
-            break
-        message.append(text)
-    hint = ""
-    if "Perhaps you meant:" in lines:
-        hint = f"; did you mean {lines[lines.index('Perhaps you meant:') + 1].split()[0].rstrip(',')}?"
-    text = " ".join(message) or "the options cannot be read"
-    return f"{text.rstrip('.')}{hint} (quintic {command} --help lists the options)"
-
-
-# -- pieces shared by the commands ------------------------------------------------------------------------------------
+    return training_options(arguments, command=command, description=f"{descriptions[command]}\n\n{extra}")
 
 
 def _prepared(data: "DataConfig") -> "Dataset":
@@ -408,20 +330,29 @@ def _prepared(data: "DataConfig") -> "Dataset":
     )
 
 
-def _check_before_run(config: "Config", dataset: "Dataset") -> None:
-    """Find what would stop a run before its folder is made."""
-    from quintic.data.loader import Loader, validation_rows
+def _check_options(config: "Config") -> None:
+    """Find what would stop a run whatever its text is, before any text is prepared."""
     from quintic.train.hardware import choose_hardware
+    from quintic.train.loop import check_trackers
     from quintic.train.recipe import model_config
 
     choose_hardware(config.run)
-    model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+    check_trackers(config.run)
+    model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
+
+
+def _check_text(config: "Config", dataset: "Dataset") -> None:
+    """Find whether there is text for a batch before the run's folder is made."""
+    from quintic.data.loader import Loader, validation_rows
+
     rows, seq_len = config.schedule.rows, config.model.seq_len
     Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
     validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
 
 
-def _trained(runs_dir: Path, run: str | None, device: str = "auto") -> "tuple[GPT, Dataset, Config]":
+def _trained(
+    runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> "tuple[GPT, Dataset, Config]":
     """Return the model of a run with the weights of its newest good checkpoint, its data and its configuration."""
     import dataclasses
 
@@ -432,16 +363,12 @@ def _trained(runs_dir: Path, run: str | None, device: str = "auto") -> "tuple[GP
     from quintic.train.recipe import build_model, model_config
     from quintic.train.runs import CONFIG_FILE, find_run
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {device}: choose auto, cpu or cuda")
     run_dir = find_run(runs_dir, run)
     config = load_config(run_dir / CONFIG_FILE)
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
     saved = checkpoint.state()
-    # Not the attention of the training run: that may need another device.
-    hardware = choose_hardware(
-        dataclasses.replace(config.run, device="cpu" if device == "cpu" else "auto", attention="auto", dtype="auto")
-    )
+    # The precision of the training run, so that scores agree; not its attention, which may need another device.
+    hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
     sizes = model_config(config, vocab_size=saved["vocab_size"], bos_id=saved["bos_id"])
     model = build_model(
         sizes, device=hardware.device, dtype=hardware.dtype, attention=hardware.attention, seed=config.run.seed

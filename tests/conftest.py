@@ -2,6 +2,9 @@
 
 import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # xdist's workers share the cores; PyTorch's own threads would only fight over them. Set before torch is
 # imported, so that the processes a test starts inherit it.
@@ -12,6 +15,9 @@ if IS_WORKER:
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from quintic.data.dataset import Dataset
 
 if IS_WORKER:
     torch.set_num_threads(1)
@@ -33,6 +39,32 @@ def fixed_seed() -> int:
         return value
     numpy.random.seed(value)
     return value
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    """Give PyTorch its number of threads back after a test that sets it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of generated text, some 200 KB."""
+    from tiny_runs import write_text_folder
+
+    return write_text_folder(tmp_path_factory.mktemp("tiny") / "text")
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tiny_text: Path) -> "Dataset":
+    """`tiny_text`, prepared as the options of `tiny_runs` ask for."""
+    from tiny_runs import VAL_FRAC, VOCAB_SIZE
+
+    from quintic.data.shards import prepare
+
+    return prepare(str(tiny_text), data_dir=tiny_text.parent / "data", vocab_size=VOCAB_SIZE, val_frac=VAL_FRAC)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

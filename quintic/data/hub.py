@@ -121,7 +121,7 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
         partial.write_text(json.dumps(listing), encoding="utf-8")
         partial.replace(kept)
     except OSError as error:
-        raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another data folder") from error
+        raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another --data-dir") from error
     return listing
 
 
@@ -201,5 +201,5 @@ def _advice(error: Exception) -> str:
     if isinstance(error, HFValidationError):
         return "write hf:owner/name"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "free some space, or use another data folder"
+        return "free some space, or use another --data-dir"
     return "check the network, or give local files"

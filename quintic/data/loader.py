@@ -308,7 +308,8 @@ def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None
 
 def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int, needed: int) -> DataError:
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
+    advice = "raise --val-frac or give more text" if split == "val" else "give more text"
     return DataError(
         f"too little text for one batch: the {split} split has {tokens:,} tokens, {rows} rows of {seq_len + 1}{ranks} "
-        f"need about {needed:,}; use --seq-len/--batch smaller or more text"
+        f"need about {needed:,}; lower --seq-len or --rows, or {advice}"
     )

@@ -90,16 +90,16 @@ def prepare(
             full (then what was written is removed) or cannot be written.
     """
     if not 0 < val_frac < 1:
-        raise DataError(f"val_frac is {val_frac}; it must be between 0 and 1")
+        raise DataError(f"--val-frac {val_frac}: must lie strictly between 0 and 1")
     if tokenizer is None and vocab_size < 257:
-        raise DataError(f"vocab_size {vocab_size} is too small; 256 bytes and <|bos|> need 257 or more")
+        raise DataError(f"--vocab-size {vocab_size} is too small; 256 bytes and <|bos|> need 257 or more")
     for name, value in (("max_bytes", max_bytes), ("shard_tokens", shard_tokens)):
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}; it must be at least 1")
     data_dir = Path(data_dir)
     source = open_source(spec, cache_dir=data_dir / "cache")
     if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
-        raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with max_bytes")
+        raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with --max-bytes")
     given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None
     settings = {
         "vocab_size": vocab_size if given is None else None,
@@ -130,7 +130,7 @@ def prepare(
 def _command(
     spec: str, data_dir: Path, vocab_size: int, tokenizer: str | None, val_frac: float, max_bytes: int | None
 ) -> str:
-    words = ["quintic", "prepare", spec, "--data-dir", str(data_dir)]
+    words = ["quintic", "prepare", "--data", spec, "--data-dir", str(data_dir)]
     words += ["--tokenizer", tokenizer] if tokenizer is not None else ["--vocab-size", str(vocab_size)]
     words += ["--val-frac", str(val_frac)]
     words += ["--max-bytes", str(max_bytes)] if max_bytes is not None else []
@@ -158,7 +158,7 @@ def _prepare_locked(plan: _Plan) -> Dataset:
             return finished
     except OSError as error:
         place = error.filename if error.filename is not None else folder
-        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another data folder") from error
+        raise DataError(f"{place}: cannot be written ({error.strerror or error}); use another --data-dir") from error
 
 
 def _prepare(plan: _Plan) -> None:
@@ -189,7 +189,7 @@ def _prepare(plan: _Plan) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise DataError(
             f"{folder.parent}: no space left on the disk after {used:,} bytes of tokens, {needed}; what was written "
-            "is removed, free some space or use another data folder"
+            "is removed, free some space or use another --data-dir"
         ) from error
     finally:
         job.abandon()
@@ -322,7 +322,7 @@ class _Tokenization:
                 other = "raise" if name == "val" else "lower"
                 raise DataError(
                     f"{plan.source.spec}: no document fell on the {name} side ({self.text_bytes:,} bytes of text); "
-                    f"{other} val_frac ({plan.settings['val_frac']}) or give more text"
+                    f"{other} --val-frac ({plan.settings['val_frac']}) or give more text"
                 )
         manifest = {
             "version": FORMAT_VERSION,

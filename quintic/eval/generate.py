@@ -1,5 +1,7 @@
 """Sampling: text from a trained model, one token at a time with a key/value cache."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,14 +32,17 @@ def generate(
         seed: of the draws; drawn on the CPU, so that devices agree.
 
     Raises:
-        ValueError: an empty prompt, a negative temperature or a top_k below 1.
+        ValueError: an empty prompt, a negative or infinite temperature, a top_k below 1, or a seed that PyTorch does not
+            take.
     """
     if not prompt:
         raise ValueError("the prompt has no tokens; start with the document token")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: must be at least 0")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     cache = model.new_cache(1, len(prompt) + max_tokens)

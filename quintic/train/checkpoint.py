@@ -8,11 +8,16 @@
 
 Everything is written into a folder with a temporary name, flushed to disk, and renamed: a folder named step-* was
 complete when it was written. `newest_checkpoint` verifies the hashes and falls back to the next older one.
+
+A run that fell back comes by the damaged steps again. Until it has written such a step anew, the damaged folder stays
+(somebody may be able to mend it), and it never counts among the checkpoints that are kept: otherwise it would push out
+the good ones, which are older.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -39,6 +44,7 @@ __all__ = [
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
+_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +56,14 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Return what was saved as `state`."""
-        state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
         return state
 
 
 def save_checkpoint(
     run_dir: Path, *, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], keep: int
 ) -> Path:
-    """Write the checkpoint of a step, then delete all but the newest `keep`.
+    """Write the checkpoint of a step, then delete all but the newest `keep` up to this step.
 
     Args:
         run_dir: the run's folder.
@@ -83,18 +89,20 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         temporary.mkdir()
-        save_file(_saveable(model.state_dict()), temporary / "model.safetensors")
-        save_file(_saveable(optimizer_tensors), temporary / "optimizer.safetensors")
+        save_file(_saveable(model.state_dict()), temporary / _WEIGHTS)
+        save_file(_saveable(optimizer_tensors), temporary / _OPTIMIZER)
         text = json.dumps({**state, "step": step, "optimizer_groups": optimizer_groups})
-        (temporary / "state.json").write_text(text, encoding="utf-8")
+        (temporary / _STATE).write_text(text, encoding="utf-8")
         manifest = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in temporary.iterdir():
             _flush(path)
         if final.exists():  # a run that was resumed from an older step comes by again
-            shutil.rmtree(final)
+            _remove(final)
         os.replace(temporary, final)
         _flush(folder)
+        for old in [path for path in checkpoints(run_dir) if _step(path) <= step][keep:]:
+            _remove(old)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # safetensors reports a full disk with an exception class of its own.
@@ -102,12 +110,12 @@ def save_checkpoint(
             needed = sum(
                 t.numel() * t.element_size() for t in [*model.state_dict().values(), *optimizer_tensors.values()]
             )
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
             raise CheckpointError(
-                f"{final}: cannot be written ({error}); free {needed / 2**20:.0f} MiB or choose another --runs-dir"
+                f"{final}: cannot be written ({reason}); free {math.ceil(needed / 2**20)} MiB, then continue the run "
+                "with --resume, or choose another --runs-dir"
             ) from None
         raise
-    for old in checkpoints(run_dir)[keep:]:
-        shutil.rmtree(old)
     return final
 
 
@@ -116,8 +124,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
     folder = run_dir / _FOLDER
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Checkpoint:
@@ -130,8 +137,8 @@ def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Check
     for path in checkpoints(run_dir):
         damage = _damage(path)
         if not damage:
-            return Checkpoint(path=path, step=int(path.name.removeprefix("step-")))
-        message(f"{path}: {damage}; trying the checkpoint before it")
+            return Checkpoint(path=path, step=_step(path))
+        message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start the run anew")
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start the run anew, without --resume")
@@ -146,7 +153,7 @@ def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     from safetensors.torch import load_file
 
     try:
-        model.load_state_dict(load_file(checkpoint.path / "model.safetensors"))
+        model.load_state_dict(load_file(checkpoint.path / _WEIGHTS))
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {lines[-1]}") from None
@@ -163,8 +170,10 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     groups = checkpoint.state()["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
-    for full_name, tensor in load_file(checkpoint.path / "optimizer.safetensors").items():
+    for full_name, tensor in load_file(checkpoint.path / _OPTIMIZER).items():
         name, _, key = full_name.rpartition("/")
+        if name not in ids:
+            raise CheckpointError(f"{checkpoint.path}: does not fit itself: state of an unknown parameter {name!r}")
         state.setdefault(ids[name], {})[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -198,6 +207,9 @@ def _damage(path: Path) -> str:
     """Return what is wrong with a checkpoint folder, or an empty string."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        missing = {_WEIGHTS, _OPTIMIZER, _STATE} - set(manifest)
+        if missing:
+            return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():
             file = path / name
             if not file.is_file():
@@ -221,6 +233,17 @@ def _flush(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint: it is gone at once, so that a kill half-way does not leave a damaged one."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -8,7 +8,7 @@ from quintic.data.dataset import Dataset
 from quintic.train.comparison import write_comparison
 from quintic.train.config import Config
 from quintic.train.loop import train
-from quintic.train.runs import create_run
+from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
 __all__ = ["compare"]
 
@@ -26,17 +26,24 @@ def compare(config: Config, dataset: Dataset, *, command: str) -> str:
         QuinticError: as `train`.
     """
     name = config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    runs = {}
     variants: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
+    configs = {}
     for optimizer, label in variants:
-        variant = dataclasses.replace(
+        configs[label] = dataclasses.replace(
             config,
             optim=dataclasses.replace(config.optim, optimizer=optimizer),
             run=dataclasses.replace(config.run, run=f"{name}-{optimizer}"),
         )
+        check_new_run(configs[label])  # both before the first is trained
+    runs = {}
+    for label, variant in configs.items():
         print(f"\n=== {label} ===", flush=True)
         runs[label] = create_run(variant)
-        train(variant, dataset, runs[label], resume=False, command=command)
+        try:
+            train(variant, dataset, runs[label], resume=False, command=command)
+        except BaseException:
+            discard_unstarted(runs[label])
+            raise
     report = config.run.runs_dir / f"{name}.html"
     found = write_comparison(runs, report, title="Muon and AdamW on the same model")
     return f"\n{found['candidates']['Muon']['sentence']}\nreport: {report}"

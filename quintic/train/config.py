@@ -133,9 +133,7 @@ class OptimConfig:
             weight_decay=self.weight_decay,
             adamw_weight_decay=self.adamw_weight_decay,
         )
-        _check_below_one(
-            momentum=self.momentum, momentum_start=self.momentum_start, beta1=self.beta1, beta2=self.beta2
-        )
+        _check_below_one(momentum=self.momentum, momentum_start=self.momentum_start, beta1=self.beta1, beta2=self.beta2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +257,13 @@ def gpu_preset() -> Config:
         data=DataConfig(vocab_size=32_768, val_frac=0.01),
         model=ModelConfig(depth=12, head_dim=128, seq_len=2048),
         optim=OptimConfig(
-            muon_lr=0.02, adamw_lr=0.002, embedding_lr=0.5, head_lr=0.007, scalar_lr=0.1, momentum_warmup_steps=300
+            muon_lr=0.02,
+            adamw_lr=0.002,
+            embedding_lr=0.5,
+            head_lr=0.007,
+            scalar_lr=0.1,
+            weight_decay=0.2,
+            momentum_warmup_steps=300,
         ),
         schedule=ScheduleConfig(steps=None, batch_tokens=2**19, rows=32, warmup_frac=0.0),
         run=RunConfig(eval_every=250, eval_tokens=2**21, save_every=1000),

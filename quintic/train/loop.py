@@ -6,6 +6,7 @@ the next step depends on (weights, optimizer, data position, step) is in the che
 """
 
 import contextlib
+import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import QuinticError
+from quintic.errors import ConfigError, QuinticError
 from quintic.eval.score import Score
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
@@ -26,7 +27,7 @@ from quintic.train.report import write_report
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
-__all__ = ["Interrupted", "Result", "train"]
+__all__ = ["Interrupted", "Result", "check_trackers", "train"]
 
 
 class Interrupted(QuinticError):
@@ -92,9 +93,11 @@ def train(
                 progress.evaluation(log.write("eval", **run.evaluate()))
             if not last and is_due(run.step, config.run.sample_every):
                 log.write("sample", step=run.step, samples=run.sample())
-            if last or stop_requested() or is_due(run.step, config.run.save_every):
+            # Asked once: a request that comes during the save is honoured after the next step.
+            stop = stop_requested() and not last
+            if last or stop or is_due(run.step, config.run.save_every):
                 run.save()
-            if stop_requested() and not last:
+            if stop:
                 write_report(run_dir)
                 raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
         final = run.finish()
@@ -107,6 +110,20 @@ def train(
         baselines=final["baselines"],
         seconds=run.seconds,
     )
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Find out whether the asked-for trackers are installed, before anything is written.
+
+    Raises:
+        ConfigError: the package of one is not.
+    """
+    for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"--{package} needs the package {package}, which is not installed; run: pip install "
+                f"'quintic[{package}]'"
+            )
 
 
 def _find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> Checkpoint | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
+from quintic.errors import CheckpointError
 from quintic.eval.generate import sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, score
@@ -79,10 +80,19 @@ class Trainer:
         self.score: Score | None = None
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put everything back to where the checkpoint was written."""
+        """Put everything back to where the checkpoint was written.
+
+        Raises:
+            CheckpointError: it belongs to another model or to other text.
+        """
+        state = checkpoint.state()
+        if state["dataset"]["key"] != self.dataset.key:
+            raise CheckpointError(
+                f"{checkpoint.path}: was trained on other text ({state['dataset']['path']}) than --data "
+                f"{self.config.data.data} gives now ({self.dataset.path}); restore that text, or start a new run"
+            )
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
-        state = checkpoint.state()
         self.loader.load_state_dict(state["loader"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.spent = state["spent"]

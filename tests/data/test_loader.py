@@ -260,7 +260,7 @@ def test_the_number_of_rows_may_change_on_resuming(dataset: Dataset) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_too_little_text_for_a_batch(dataset: Dataset, prefetch: int) -> None:
     expected = r"too little text for one batch: the train split has [\d,]+ tokens, 5000 rows of 101 need about 505,000"
-    with pytest.raises(DataError, match=expected + "; use --seq-len/--batch smaller or more text"):
+    with pytest.raises(DataError, match=expected + "; lower --seq-len or --rows, or give more text"):
         load(dataset, rows=5000, seq_len=100, prefetch=prefetch)
     with pytest.raises(DataError, match=r"rows of 101 on 4 ranks need about"):
         load(dataset, rows=1000, seq_len=100, world_size=4)
@@ -354,7 +354,10 @@ def test_validation_is_limited(dataset: Dataset) -> None:
 
 
 def test_too_little_validation_text(dataset: Dataset) -> None:
-    with pytest.raises(DataError, match=r"too little text for one batch: the val split has .* use --seq-len/--batch"):
+    with pytest.raises(
+        DataError,
+        match=r"too little text for one batch: the val split has .* or raise --val-frac",
+    ):
         validation_rows(dataset, rows=1000, seq_len=1000)
     with pytest.raises(DataError, match="rank is 2"):
         validation_rows(dataset, rows=1, seq_len=8, rank=2, world_size=2)

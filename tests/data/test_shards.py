@@ -214,7 +214,7 @@ def test_a_large_source_with_an_empty_side_says_so(tmp_path: Path, monkeypatch: 
     source = str(folder_of(tmp_path / "text", [f"document number {index}" for index in range(50)]))
     text = message(lambda: prepare(source, data_dir=tmp_path / "data", vocab_size=300, val_frac=1e-9))
     assert "no document fell on the val side" in text
-    assert "raise val_frac (1e-09) or give more text" in text
+    assert "raise --val-frac (1e-09) or give more text" in text
     assert list((tmp_path / "data").glob("text-*")) == []
 
 

@@ -1,0 +1,128 @@
+"""Generation: the cache changes nothing, the draws follow the probabilities, the seed decides."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quintic.data.dataset import Dataset
+from quintic.eval.generate import generate, sample_text
+from quintic.model.gpt import GPT, GPTConfig
+
+VOCAB, BOS = 61, 0
+
+
+def model_of(pattern: str = "SL", *, kv_heads: int = 1, vocab_size: int = VOCAB, bos_id: int = BOS) -> GPT:
+    """A model with random weights everywhere, so that nothing is hidden behind a zero."""
+    sizes = GPTConfig(
+        vocab_size=vocab_size,
+        depth=3,
+        width=32,
+        head_dim=16,
+        num_kv_heads=kv_heads,
+        seq_len=16,
+        bos_id=bos_id,
+        window_pattern=pattern,
+    )
+    model = GPT(sizes)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * (0.5 if param.ndim == 2 else 1))
+    return model.eval()
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
+    """The likeliest continuation, with everything computed anew for each token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        token = int(model(torch.tensor([tokens]))[0, -1].argmax())
+        if token == model.config.bos_id:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
+@pytest.mark.parametrize(("pattern", "kv_heads"), [("S", 2), ("L", 2), ("SL", 1)])
+def test_the_cache_changes_nothing(pattern: str, kv_heads: int, length: int) -> None:
+    # Windows of 4 and 16 positions; prompts shorter and longer than both.
+    model = model_of(pattern, kv_heads=kv_heads)
+    prompt = [BOS, *torch.randint(1, VOCAB, (length - 1,)).tolist()]
+    expected = greedy(model, prompt, 24)
+    assert generate(model, prompt, max_tokens=24, temperature=0) == expected
+    assert len(set(expected)) > 3  # not the same token for ever
+
+
+def test_generation_ends_where_the_model_starts_a_document() -> None:
+    model = model_of()
+    free = generate(model, [5, 6, 7], max_tokens=30, temperature=0)
+    assert len(free) == 30
+    other = model_of(bos_id=free[10])
+    # The same weights; only what counts as the start of a document differs.
+    expected = greedy(other, [5, 6, 7], 30)
+    assert len(expected) < 30
+    assert generate(other, [5, 6, 7], max_tokens=30, temperature=0) == expected
+
+
+def test_seeds_decide() -> None:
+    model = model_of()
+    first, again, other = (generate(model, [BOS], max_tokens=40, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    torch.manual_seed(99)  # PyTorch's own generator has no say
+    state = torch.random.get_rng_state()
+    assert generate(model, [BOS], max_tokens=40, temperature=1.0, seed=1) == first
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    model = model_of()
+    with torch.no_grad():
+        logits = model(torch.tensor([[BOS, 3]]))[0, -1].double()
+    for temperature, top_k in ((1.0, None), (2.0, 5), (0.5, 1000)):
+        kept = logits / temperature
+        if top_k is not None and top_k < VOCAB:
+            kept = kept.masked_fill(kept < kept.topk(top_k).values[-1], float("-inf"))
+        expected = kept.softmax(0)
+        counts = torch.zeros(VOCAB, dtype=torch.float64)
+        for seed in range(1500):
+            made = generate(model, [BOS, 3], max_tokens=1, temperature=temperature, top_k=top_k, seed=seed)
+            counts[made[0] if made else BOS] += 1
+        # Five standard deviations of a share measured 1,500 times.
+        assert (counts / 1500 - expected).abs().max() < 5 * (0.25 / 1500) ** 0.5
+        assert (counts[expected == 0] == 0).all()
+
+
+def test_top_1_is_greedy() -> None:
+    model = model_of()
+    assert generate(model, [BOS], max_tokens=20, top_k=1, seed=3) == generate(model, [BOS], max_tokens=20, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "the prompt has no tokens"),
+        ([1], {"temperature": -0.1}, "temperature=-0.1: must be at least 0"),
+        ([1], {"temperature": float("nan")}, "temperature=nan: must be at least 0"),
+        ([1], {"temperature": float("inf")}, "temperature=inf: must be at least 0 and finite"),
+        ([1], {"top_k": 0}, "top_k=0: must be at least 1"),
+        ([1], {"seed": -1}, "seed=-1: must be at least 0"),
+        ([1], {"seed": 2**64}, r"must be at least 0 and below 2\^63"),
+    ],
+)
+def test_what_cannot_be_asked_for(prompt: list[int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model_of(), prompt, max_tokens=1, **options)
+
+
+def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
+    tokenizer = tiny_dataset.tokenizer
+    model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
+    samples = sample_text(model, tokenizer, ("def model", "", "résumé"), max_tokens=12, temperature=1.0, seed=4)
+    assert [sample["prompt"] for sample in samples] == ["def model", "", "résumé"]
+    for number, sample in enumerate(samples):
+        start = [tokenizer.bos_id, *tokenizer.encode(sample["prompt"])]
+        made = generate(model, start, max_tokens=12, temperature=1.0, seed=4 + number)
+        assert sample["text"] == tokenizer.decode(made)
+    assert samples[1]["text"]

@@ -1,0 +1,57 @@
+"""The comparison: two runs that differ in the optimizer of the matrices alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_config
+
+from quintic.data.dataset import Dataset
+from quintic.errors import ConfigError
+from quintic.train import compare as module
+from quintic.train.compare import compare
+from quintic.train.config import changed_fields, load_config
+from quintic.train.loop import train
+from quintic.train.metrics import RunHistory
+
+
+def test_both_runs_start_alike_and_see_the_same_text(
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="quintic compare")
+    adamw, muon = (load_config(tmp_path / f"c-{kind}" / "config.json") for kind in ("adamw", "muon"))
+    assert changed_fields(adamw, muon).keys() == {"optim.optimizer", "run.run"}
+    histories = [RunHistory.load(tmp_path / f"c-{kind}") for kind in ("adamw", "muon")]
+    # The same weights and batch: the losses of the first step agree to the last bit, later ones do not.
+    first, last = ([history.train[index]["loss"] for history in histories] for index in (0, -1))
+    assert first[0] == first[1]
+    assert last[0] != last[1]
+    assert found.endswith(f"report: {tmp_path / 'c.html'}")
+    page = (tmp_path / "c.html").read_text(encoding="utf-8")
+    assert "AdamW" in page
+    assert "Muon" in page
+    printed = capsys.readouterr().out
+    assert printed.index("=== AdamW ===") < printed.index("=== Muon ===")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_both_names_are_checked_before_the_first_run(kind: str, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / f"c-{kind}").mkdir()
+    (tmp_path / f"c-{kind}" / "config.json").touch()
+    with pytest.raises(ConfigError, match=f"c-{kind} exists: choose another --run"):
+        compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="")
+    assert [path.name for path in tmp_path.iterdir()] == [f"c-{kind}"]
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Any, *args: Any, **options: Any) -> Any:
+        if config.optim.optimizer == "muon":
+            raise ConfigError("no")
+        return train(config, *args, **options)
+
+    monkeypatch.setattr(module, "train", fail)
+    with pytest.raises(ConfigError, match="no"):
+        compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="")
+    assert [path.name for path in tmp_path.iterdir()] == ["c-adamw"]

@@ -1,0 +1,101 @@
+"""What a run computes on: the rules, with the facts of other machines put in."""
+
+import json
+
+import pytest
+import torch
+
+from quintic.errors import ConfigError
+from quintic.train import hardware
+from quintic.train.config import RunConfig
+from quintic.train.hardware import choose_hardware, machine_facts, package_versions
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_on_a_cpu(has_bfloat16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    chosen = choose_hardware(RunConfig())
+    assert (chosen.device.type, chosen.dtype, chosen.attention, chosen.compile) == ("cpu", dtype, "sdpa", False)
+    assert str(dtype).removeprefix("torch.") in str(chosen)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choose_hardware(RunConfig())
+    assert (chosen.device.type, chosen.dtype, chosen.compile) == ("cuda", torch.bfloat16, True)
+    assert str(chosen).startswith("NVIDIA Test, bfloat16, compiled, attention by ")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    old = choose_hardware(RunConfig())
+    assert (old.dtype, old.attention) == (torch.float32, "sdpa")  # varlen attention needs half precision
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_asked_for_wins() -> None:
+    chosen = choose_hardware(RunConfig(device="cpu", dtype="bfloat16", compile=True))
+    assert (chosen.device.type, chosen.dtype, chosen.compile) == ("cpu", torch.bfloat16, True)
+    chosen = choose_hardware(RunConfig(device="cuda", dtype="float32", compile=False, attention="flex"))
+    assert (chosen.device.type, chosen.dtype, chosen.attention) == ("cuda", torch.float32, "flex")
+    assert not chosen.compile
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_the_machine_lacks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="^--device cuda: PyTorch finds no CUDA GPU here; use --device cpu$"):
+        choose_hardware(RunConfig(device="cuda"))
+    for name in ("flex", "varlen"):
+        with pytest.raises(ConfigError, match=f"^--attention {name} needs a CUDA device"):
+            choose_hardware(RunConfig(attention=name))
+
+
+@pytest.mark.usefixtures("no_gpu", "same_threads")
+def test_the_number_of_threads() -> None:
+    choose_hardware(RunConfig(threads=1))
+    assert torch.get_num_threads() == 1
+    choose_hardware(RunConfig())  # PyTorch's choice is not touched
+    assert torch.get_num_threads() == 1
+    choose_hardware(RunConfig(threads=2))
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("flags\t: fpu avx512_bf16 sse", True),
+        ("flags\t: amx_bf16", True),
+        ("flags\t: fpu avx2", False),
+        (None, False),
+    ],
+)
+def test_bfloat16_is_read_from_the_flags_of_the_processor(
+    cpuinfo: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(self: object, encoding: str) -> str:
+        if cpuinfo is None:
+            raise FileNotFoundError
+        return cpuinfo
+
+    monkeypatch.setattr(hardware.Path, "read_text", read_text)
+    assert hardware._cpu_has_bfloat16() is expected
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_facts_can_be_logged() -> None:
+    facts = machine_facts(choose_hardware(RunConfig(dtype="float32")))
+    assert json.loads(json.dumps(facts)) == facts
+    assert (facts["device"], facts["dtype"], facts["attention"], facts["compiled"]) == ("CPU", "float32", "sdpa", False)
+    assert facts["cores"] >= 1
+    assert facts["cpu"]
+    assert package_versions()["torch"] == torch.__version__

@@ -1,0 +1,298 @@
+"""A run that is stopped, killed or interrupted, and resumed, ends exactly like one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import course, final_weights, start, tiny_config, tiny_options
+
+from quintic.cli import main
+from quintic.data.dataset import Dataset
+from quintic.errors import CheckpointError, ConfigError
+from quintic.train.checkpoint import checkpoints
+from quintic.train.config import Config
+from quintic.train.loop import train
+from quintic.train.metrics import METRICS_FILE, read_metrics
+from quintic.train.runs import create_run
+from quintic.train.trainer import Trainer
+
+STEPS = 6
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:
+    run_dir = create_run(config) if resume is None else resume
+    say = (lambda line: None) if said is None else said.append
+    train(config, dataset, run_dir, resume=resume is not None, command="test", say=say)
+    return run_dir
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> pytest.MonkeyPatch:
+    """Let something happen at the end of a step, once."""
+    make_step = Trainer.train_step
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        record = make_step(self)
+        if self.step == step:
+            act()
+        return record
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    return monkeypatch
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    return run(tiny_config(tiny_dataset, tmp_path_factory.mktemp("whole"), run="run"), tiny_dataset)
+
+
+def test_two_runs_with_the_same_seed_are_the_same(whole: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    again = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
+    assert final_weights(again) == final_weights(whole)
+    assert course(again) == course(whole)
+    other = run(tiny_config(tiny_dataset, tmp_path, seed=1), tiny_dataset)
+    assert final_weights(other) != final_weights(whole)
+
+
+@pytest.mark.parametrize("killed_after", range(1, STEPS + 1))
+def test_a_run_killed_after_any_step_resumes_exactly(
+    killed_after: int, whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        after_step(patch, killed_after, kill)
+        run(config, tiny_dataset)
+    saved = (killed_after - 1) // 2 * 2  # every second step; the kill comes before the save
+    assert [path.name for path in checkpoints(tmp_path / "run")][:1] == [f"step-{saved:06d}"][: bool(saved)]
+    run_dir = run(config, tiny_dataset, resume=tmp_path / "run")
+    assert final_weights(run_dir) == final_weights(whole)
+    assert course(run_dir) == course(whole)
+    steps = [record["step"] for record in read_metrics(run_dir / METRICS_FILE) if record["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalize": "neuron"},
+        {"optimizer": "adamw", "cautious": False},
+        {"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_kind_of_optimizer_state_is_resumed(
+    changes: dict[str, Any], tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tiny_config(tiny_dataset, tmp_path, run="whole", **changes), tiny_dataset)
+    config = tiny_config(tiny_dataset, tmp_path, run="killed", **changes)
+    for step in (3, 5):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            after_step(patch, step, kill)
+            run(config, tiny_dataset, resume=tmp_path / "killed" if step > 3 else None)
+    killed = run(config, tiny_dataset, resume=tmp_path / "killed")
+    assert final_weights(killed) == final_weights(whole)
+    assert course(killed) == course(whole)
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(whole: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    run_dir = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
+    before = final_weights(run_dir), course(run_dir)
+    run(tiny_config(tiny_dataset, tmp_path), tiny_dataset, resume=run_dir)
+    assert (final_weights(run_dir), course(run_dir)) == before
+    assert before[1] == course(whole)
+
+
+def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run", keep=2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        after_step(patch, 5, kill)
+        run(config, tiny_dataset)
+    damaged = tmp_path / "run" / "checkpoints" / "step-000004" / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    said: list[str] = []
+    # A save at step 3, below the damaged one, must survive: another kill is to fall back on it.
+    every_step = tiny_config(tiny_dataset, tmp_path, run="run", keep=1, save_every=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        after_step(patch, 4, kill)
+        run(every_step, tiny_dataset, resume=tmp_path / "run", said=said)
+    assert any("optimizer.safetensors has" in line and "using the checkpoint before it" in line for line in said)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000004", "step-000003"]
+    said.clear()
+    run(config, tiny_dataset, resume=tmp_path / "run", said=said)
+    assert "Continuing run after step 3" in said
+    assert final_weights(tmp_path / "run") == final_weights(whole)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000006", "step-000004"]
+
+
+def test_other_text_is_refused(tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
+    monkeypatch.setitem(tiny_dataset.manifest, "key", "0123")
+    with pytest.raises(CheckpointError, match=r"was trained on other text .* restore that text, or start a new run"):
+        run(tiny_config(tiny_dataset, tmp_path), tiny_dataset, resume=run_dir)
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_saves_the_step_and_says_how_to_go_on(
+    number: signal.Signals,
+    whole: Path,
+    tiny_dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handler = signal.getsignal(number)
+    options = tiny_options(tiny_dataset, tmp_path / "my runs", run="run")
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda: signal.raise_signal(number))
+        assert main(["train", *options]) == 130
+    assert signal.getsignal(number) is handler
+    printed = capsys.readouterr()
+    assert "stopped after step 3 of 6, which is saved" in printed.out
+    assert printed.out.rstrip().endswith(f"quintic train --resume --run run --runs-dir '{tmp_path / 'my runs'}'")
+    run_dir = tmp_path / "my runs" / "run"
+    assert checkpoints(run_dir)[0].name == "step-000003"
+    assert "not finished" in (run_dir / "report.html").read_text(encoding="utf-8")
+    assert main(["train", "--resume", "--runs-dir", str(tmp_path / "my runs")]) == 0
+    assert final_weights(run_dir) == final_weights(whole)
+    assert course(run_dir) == course(whole)
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    after_step(monkeypatch, 3, twice)
+    assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
+    assert capsys.readouterr().err == "\nquintic: stopped\n"
+    assert checkpoints(tmp_path / "run")[0].name == "step-000002"
+
+
+def test_a_signal_during_a_save_is_honoured_after_the_next_step(
+    whole: Path,
+    tiny_dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save = Trainer.save
+
+    def interrupted(self: Trainer) -> None:
+        save(self)
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", interrupted)
+        assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
+    # It says that a step is saved; that step must be the one on disk.
+    assert "stopped after step 3 of 6, which is saved" in capsys.readouterr().out
+    assert checkpoints(tmp_path / "run")[0].name == "step-000003"
+    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
+    assert final_weights(tmp_path / "run") == final_weights(whole)
+
+
+def test_ctrl_c_in_the_last_step_lets_the_run_finish(
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_step(monkeypatch, STEPS, lambda: signal.raise_signal(signal.SIGINT))
+    assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 0
+    assert course(tmp_path / "run") == course(whole)
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+LONG = {"steps": 60, "save_every": 7, "eval_every": 20, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def long_run(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
+    """A run of 60 steps in a process of its own, and its dataset."""
+    folder = tmp_path_factory.mktemp("long")
+    process = start(["train", *tiny_options(tiny_dataset, folder, run="long", **LONG)], folder)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    return folder / "long", tiny_dataset
+
+
+def wait_for_step(process: "subprocess.Popen[str]", run_dir: Path, step: int) -> None:
+    """Wait until a run has logged a step, or has ended."""
+    deadline = time.monotonic() + 60
+    path = run_dir / METRICS_FILE
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"step {step} was not logged within a minute"
+        if path.exists():
+            steps = [json.loads(line).get("step", 0) for line in path.read_text("utf-8").splitlines(True) if "\n" in line]
+            if max(steps, default=0) >= step:
+                return
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_a_random_moment_resumes_exactly(long_run: tuple[Path, Dataset], tmp_path: Path) -> None:
+    whole, dataset = long_run
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    process = start(["train", *tiny_options(dataset, tmp_path, run="killed", **LONG)], tmp_path)
+    run_dir = tmp_path / "killed"
+    resume = ["train", "--resume", "--run", "killed", "--runs-dir", str(tmp_path), "--threads", "1"]
+    for _ in range(rng.choice((1, 2))):
+        step = rng.randint(1, LONG["steps"])
+        print(f"killed at step {step} or a moment later")
+        wait_for_step(process, run_dir, step)
+        time.sleep(rng.random() * 0.03)  # somewhere in a step, a save or an evaluation
+        process.kill()
+        process.communicate()
+        process = start(resume, tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert final_weights(run_dir) == final_weights(whole)
+    assert course(run_dir) == course(whole)
+    assert list((run_dir / "checkpoints").glob(".*")) == []
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Dataset], tmp_path: Path) -> None:
+    whole, dataset = long_run
+    process = start(["train", *tiny_options(dataset, tmp_path, run="run", **LONG)], tmp_path)
+    wait_for_step(process, tmp_path / "run", 5)
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+    assert f"continue with: quintic train --resume --run run --runs-dir {tmp_path}" in output
+    saved = checkpoints(tmp_path / "run")[0].name
+    assert int(saved.removeprefix("step-")) == course(tmp_path / "run")[-1]["step"]
+    # Resumed in this process, on the one thread that the run was started with: more would add in another order.
+    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path), "--keep", "1"]) == 0
+    assert final_weights(tmp_path / "run") == final_weights(whole)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000060"]
+
+
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
+    from quintic.train.options import training_options
+
+    with pytest.raises(ConfigError, match="holds no run yet; start one with: quintic train"):
+        training_options(["--resume", "--runs-dir", str(tmp_path)], command="train", description="")

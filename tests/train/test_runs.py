@@ -1,0 +1,111 @@
+"""Run folders: made in one move, found again, and never overwritten."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from quintic.errors import ConfigError
+from quintic.train import runs
+from quintic.train.config import Config, ModelConfig, RunConfig, load_config
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run
+
+
+def config(runs_dir: Path, run: str | None = None, depth: int = 4) -> Config:
+    return Config(model=ModelConfig(depth=depth), run=RunConfig(runs_dir=runs_dir, run=run))
+
+
+def test_a_new_run_holds_its_configuration_and_nothing_else(tmp_path: Path) -> None:
+    wanted = config(tmp_path / "deep" / "runs", "first", depth=3)
+    folder = create_run(wanted)
+    assert folder == tmp_path / "deep" / "runs" / "first"
+    assert list(folder.iterdir()) == [folder / CONFIG_FILE]
+    assert load_config(folder / CONFIG_FILE) == wanted
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_unnamed_runs_of_one_second_get_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> "Clock":
+            return cls(2026, 5, 4, 3, 2, 1)
+
+    monkeypatch.setattr(runs, "datetime", Clock)
+    names = [create_run(config(tmp_path)).name for _ in range(3)]
+    assert names == ["20260504-030201-d4", "20260504-030201-d4-2", "20260504-030201-d4-3"]
+
+
+def test_an_existing_run_is_not_touched(tmp_path: Path) -> None:
+    folder = create_run(config(tmp_path, "a"))
+    before = (folder / CONFIG_FILE).read_bytes()
+    for make in (check_new_run, create_run):
+        with pytest.raises(ConfigError, match="a exists: choose another --run, or continue it with --resume --run a"):
+            make(config(tmp_path, "a", depth=9))
+    assert (folder / CONFIG_FILE).read_bytes() == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.md").touch()
+    (tmp_path / "file").touch()
+    for name in ("thesis", "file"):
+        with pytest.raises(ConfigError, match=f"{name} exists: choose another --run$"):
+            create_run(config(tmp_path, name))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "thesis"]
+
+
+def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    check_new_run(config(tmp_path, "a"))
+    assert (create_run(config(tmp_path, "a")) / CONFIG_FILE).is_file()
+
+
+@pytest.mark.parametrize("name", ["write_text", "rename"])
+def test_a_full_disk_leaves_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, name, fail)
+    with pytest.raises(ConfigError, match=r"a: cannot be made \(No space left on device\); choose another --runs-dir"):
+        create_run(config(tmp_path, "a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigError, match=r"cannot be made \(Not a directory\); choose another --runs-dir"):
+        create_run(config(tmp_path / "runs", "a"))
+
+
+def test_the_run_started_last_is_found(tmp_path: Path) -> None:
+    for age, name in enumerate(("b", "c", "a")):
+        folder = create_run(config(tmp_path, name))
+        os.utime(folder / CONFIG_FILE, ns=(0, 10**9 * (10 - age)))
+    half_made = tmp_path / ".d.123.tmp"
+    half_made.mkdir()
+    (half_made / CONFIG_FILE).touch()
+    (tmp_path / "notes").mkdir()
+    assert find_run(tmp_path, None) == tmp_path / "b"
+    assert find_run(tmp_path, "a") == tmp_path / "a"
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="runs holds no run yet; start one with: quintic train"):
+        find_run(tmp_path / "runs", None)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
+        find_run(tmp_path, "notes")
+    (tmp_path / "notes" / CONFIG_FILE).write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as a configuration"):
+        find_run(tmp_path, "notes")
+
+
+def test_only_a_run_that_logged_nothing_is_discarded(tmp_path: Path) -> None:
+    for name in ("started", "unstarted"):
+        create_run(config(tmp_path, name))
+    (tmp_path / "started" / "metrics.jsonl").touch()
+    for name in ("started", "unstarted"):
+        discard_unstarted(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["started"]

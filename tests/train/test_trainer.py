@@ -1,0 +1,165 @@
+"""One step, one evaluation, one record: what they compute and what they say."""
+
+import importlib.util
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import tiny_config
+
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Loader, validation_rows
+from quintic.errors import ConfigError, DataError
+from quintic.eval.reference import reference_scores
+from quintic.eval.score import score
+from quintic.train.config import RunConfig
+from quintic.train.hardware import Hardware, choose_hardware
+from quintic.train.loop import check_trackers, train
+from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
+from quintic.train.runs import create_run
+from quintic.train.trainer import Trainer, default_prompts
+
+CPU = torch.device("cpu")
+
+
+def make(dataset: Dataset, run_dir: Path, **changes: Any) -> Trainer:
+    config = tiny_config(dataset, run_dir, **changes)
+    return Trainer(config, dataset, run_dir, choose_hardware(config.run))
+
+
+def test_a_step_is_the_mean_over_its_passes(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    """The gradient and the records of two passes of 4 rows are those of 8 rows at once."""
+    trainer = make(tiny_dataset, tmp_path, rows=4, batch_tokens=256, rms_every=1)
+    assert trainer.micro_steps == 2
+    with Loader(tiny_dataset, "train", rows=4, seq_len=32, seed=trainer.config.run.seed) as loader:
+        batches = list(islice(loader, 2))
+    inputs = torch.cat([batch.inputs for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    loss = trainer.model(inputs, targets)
+    loss.backward()
+    expected = {name: param.grad.clone() for name, param in trainer.model.named_parameters()}
+    trainer.model.zero_grad()
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer: Any, *args: Any) -> None:
+        seen.update({name: param.grad.clone() for name, param in trainer.model.named_parameters()})
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    with trainer.loader:
+        record = trainer.train_step()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6)
+    assert record["loss"] == pytest.approx(float(loss), rel=1e-6)
+    num_bytes = int(tiny_dataset.tokenizer.token_bytes()[targets.numpy()].sum())
+    assert record["bpb"] == pytest.approx(float(loss) * targets.numel() / math.log(2) / num_bytes, rel=1e-6)
+    assert (record["step"], record["tokens"]) == (1, 256)
+    assert record["seconds"] == pytest.approx(sum(record["times_ms"].values()) / 1000)
+    assert record["tokens_per_second"] == pytest.approx(256 / record["seconds"])
+    assert record["lr"]["matrices"] == trainer.optimizer.param_groups[0]["lr"] or record["lr"]["matrices"] > 0
+    head = seen["head.weight"].double()
+    assert record["grad_rms"]["head"] == pytest.approx(float(head.square().mean().sqrt()), rel=1e-5)
+    assert all(value > 0 for value in record["update_rms"].values())
+    assert all(param.grad is None for param in trainer.model.parameters())
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    trainer = make(tiny_dataset, tmp_path)
+    with trainer.loader:
+        assert trainer.train_step()["loss"] == pytest.approx(math.log(tiny_dataset.vocab_size), rel=1e-3)
+
+
+def test_training_learns(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    trainer = make(tiny_dataset, tmp_path, steps=30, muon_lr=0.03)
+    before = trainer.evaluate()["bpb"]
+    with trainer.loader:
+        for _ in range(30):
+            trainer.train_step()
+    assert trainer.evaluate()["bpb"] < 0.75 * before
+
+
+def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    trainer = make(tiny_dataset, tmp_path, eval_tokens=640)
+    record = trainer.evaluate()
+    batches = validation_rows(tiny_dataset, rows=4, seq_len=32, max_tokens=640)
+    assert len(batches) == 5
+    expected = score(trainer.model, batches, tiny_dataset.tokenizer.token_bytes(), CPU)
+    assert (record["loss"], record["bpb"]) == (expected.loss, expected.bpb)
+    assert trainer.last_score() == expected
+    final = trainer.finish()
+    assert final["baselines"] == reference_scores(tiny_dataset, batches)
+    assert final["baselines"]["bytes"] == expected.num_bytes
+    assert (final["bpb"], final["step"]) == (expected.bpb, 0)
+    assert [sample["prompt"] for sample in final["samples"]] == ["The", "In"]
+
+
+def test_prompts_suit_the_data() -> None:
+    assert default_prompts("python") == ("import os\n", "class Reader:\n")
+    assert not any(prompt.endswith(" ") for data in ("python", "text") for prompt in default_prompts(data))
+
+
+def test_document_starts_are_padded_to_sizes_that_rarely_change(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path)
+    varlen = Hardware(device=CPU, dtype=torch.float32, attention="varlen", compile=False)
+    trainer = Trainer(config, tiny_dataset, tmp_path, varlen)
+    starts = torch.tensor([0, 5, 128], dtype=torch.int32)
+    padded = trainer._padded(starts)
+    assert padded.tolist() == [0, 5] + [128] * 1022
+    assert padded.dtype == torch.int32
+    many = torch.arange(3000, dtype=torch.int32)
+    assert trainer._padded(many).tolist() == [*range(3000), *[2999] * (4096 - 3000)]
+    assert len(trainer._padded(starts)) == 4096  # it does not shrink again
+
+
+def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="run", sample_every=3, eval_every=4, prompts=("def",))
+    run_dir = create_run(config)
+    said: list[str] = []
+    result = train(config, tiny_dataset, run_dir, resume=False, command="quintic train", say=said.append)
+    records = read_metrics(run_dir / METRICS_FILE)
+    assert [(record["kind"], record.get("step")) for record in records] == [
+        ("run", None), ("train", 1), ("train", 2), ("train", 3), ("sample", 3), ("train", 4), ("eval", 4),
+        ("train", 5), ("train", 6), ("eval", 6), ("final", 6),
+    ]  # fmt: skip
+    history = RunHistory.load(run_dir)
+    assert history.run["command"] == "quintic train"
+    assert history.run["config"]["model"]["depth"] == 1
+    assert history.run["total_steps"] == 6
+    assert history.run["data"]["key"] == tiny_dataset.key
+    parts = {name: value for name, value in history.run["model"].items() if name.startswith("parameters_")}
+    assert sum(parts.values()) == history.run["model"]["parameters"]
+    assert [("grad_rms" in record) for record in history.train] == [False, False, True] * 2
+    assert history.train[-1]["tokens"] == 6 * 256
+    assert history.final["bpb"] == result.score.bpb == history.evals[-1]["bpb"]
+    assert sum(history.final["breakdown"].values()) == pytest.approx(1)
+    assert result.report == run_dir / "report.html"
+    assert f"{result.score.bpb:.3f}" in result.report.read_text(encoding="utf-8")
+    assert result.samples[0]["prompt"] == "def"
+    assert any("Plan: 6 steps of 256 tokens" in line for line in said)
+
+
+def test_too_little_text_is_an_error_before_training(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"too little text .* lower --seq-len or --rows, or give more text"):
+        make(tiny_dataset, tmp_path, rows=10_000, batch_tokens=320_000)
+    with pytest.raises(DataError, match=r"the val split .* raise --val-frac or give more text"):
+        make(tiny_dataset, tmp_path, rows=600, batch_tokens=19_200)
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_tracker_is_found_before_the_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    run = RunConfig(tensorboard=package == "tensorboard", wandb="project" if package == "wandb" else None)
+    with pytest.raises(ConfigError, match=rf"^--{package} needs the package .* pip install 'quintic\[{package}\]'"):
+        check_trackers(run)
+    check_trackers(RunConfig())
+
+
+def test_tensorboard_gets_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = tiny_config(tiny_dataset, tmp_path, run="run", tensorboard=True)
+    train(config, tiny_dataset, create_run(config), resume=False, command="", say=lambda line: None)
+    events = list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(events) == 1
+    assert b"eval/bpb" in events[0].read_bytes()
