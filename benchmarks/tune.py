@@ -11,7 +11,9 @@ import argparse
 import itertools
 import json
 import os
+import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,10 +45,21 @@ def main() -> int:
                 print(f"{result['bpb']:.4f}  {result['setting']}", flush=True)
     wanted = {_key(options.base, setting) for setting in settings}
     results = [result for key, result in _read(options.out).items() if key in wanted]
-    print("\nbest first:")
-    for result in sorted(results, key=lambda result: result["bpb"]):
-        print(f"{result['bpb']:.4f}  {result['setting']}")
+    print("\nbest mean first:")
+    print(_table(results))
     return 0
+
+
+def _table(results: list[dict[str, object]]) -> str:
+    """Group results that differ by their seed alone; mean, least and most bits per byte."""
+    groups: dict[str, list[float]] = {}
+    for result in results:
+        groups.setdefault(re.sub(r"--seed \S+ ?", "", result["setting"]).strip(), []).append(result["bpb"])
+    lines = ["| setting | seeds | mean bits per byte | least | most |", "|---|---|---|---|---|"]
+    for setting, values in sorted(groups.items(), key=lambda item: statistics.mean(item[1])):
+        row = f"{statistics.mean(values):.4f} | {min(values):.4f} | {max(values):.4f}"
+        lines.append(f"| `{setting}` | {len(values)} | {row} |")
+    return "\n".join(lines)
 
 
 def _product(grids: list[list[str]]) -> "itertools.chain[list[str]]":

@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -46,55 +45,15 @@ commands:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Let a trained model write."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    prompts: tuple[str, ...] = ("",)
-    """Beginnings to continue; the empty one starts a new document."""
-    tokens: int = 200
-    """Tokens to write per prompt."""
-    temperature: float = 0.8
-    """0 always takes the likeliest token; higher is more varied."""
-    top_k: int | None = 50
-    """Choose among this many likeliest tokens; 'None' among all."""
-    seed: int = 0
-    """Seed of the choices."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """Score a trained model in bits per byte."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    data: str | None = None
-    """Other text to score on, named as in `quintic train`: the share of it that --val-frac of the run holds back; by
-    default the validation text of the run."""
-    tokens: int | None = None
-    """Tokens to score, at most; by default all there are."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; 'auto' takes a GPU if there is one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Write report.html of a run again."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
+# Its number everywhere; Windows has no such signal, but the same exit code serves there.
+_SIGPIPE = 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 2 for input to be mended, 130 after Ctrl-C."""
+    """Run the command line and return the exit code: 0, 2 for input to be mended, 130 after Ctrl-C.
+
+    141 says, as for other programs, that the reader of the output went away.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
@@ -122,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"unknown command {arguments[0]!r}: {hint}")
     try:
         _check_single_process()
-        return command(arguments[1:])
+        try:
+            code = command(arguments[1:])
+        except SystemExit as stop:  # after --help
+            code = int(stop.code or 0)
+        sys.stdout.flush()  # here, where a reader that went away is an exception like any other
+        return code
     except QuinticError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
@@ -133,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of a pipe went away (`| head`); the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + _SIGPIPE
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
@@ -206,11 +170,13 @@ def _prepare(arguments: list[str]) -> int:
 
 def _sample(arguments: list[str]) -> int:
     from quintic.eval.generate import sample_text
-    from quintic.train.options import parse
+    from quintic.train.config import check_prompts
+    from quintic.train.options import SampleOptions, parse
 
     options = parse(SampleOptions, arguments, "sample", "Let a trained model write.")
     if options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
+    check_prompts(options.prompts)
     model, dataset, _ = _trained(options.runs_dir, options.run)
     try:
         samples = sample_text(
@@ -234,29 +200,33 @@ def _eval(arguments: list[str]) -> int:
     import dataclasses
 
     from quintic.data.loader import validation_rows
+    from quintic.data.shards import SplitName
     from quintic.eval.reference import reference_scores
     from quintic.eval.score import score
-    from quintic.train.options import parse
+    from quintic.train.options import EvalOptions, parse
 
     options = parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte.")
     if options.tokens is not None and options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
-    model, dataset, config = _trained(options.runs_dir, options.run, options.device)
+    model, trained_on, config = _trained(options.runs_dir, options.run, options.device)
+    dataset = trained_on
+    splits: tuple[SplitName, ...] = ("val",)
     if options.data is not None:
-        tokenizer = str(dataset.path / "tokenizer.json")
+        tokenizer = str(trained_on.path / "tokenizer.json")
         dataset = _prepared(dataclasses.replace(config.data, data=options.data, tokenizer=tokenizer))
+        splits = ("train", "val")
     batches = validation_rows(
-        dataset, rows=config.schedule.rows, seq_len=config.model.seq_len, max_tokens=options.tokens
+        dataset, rows=config.schedule.rows, seq_len=config.model.seq_len, max_tokens=options.tokens, splits=splits
     )
     result = score(model, batches, dataset.tokenizer.token_bytes(), model.head.weight.device)
-    reference = reference_scores(dataset, batches)
+    reference = reference_scores(trained_on, batches)
     print(f"{result.bpb:.4f} bits per byte ({result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of text")
     print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
     return 0
 
 
 def _report(arguments: list[str]) -> int:
-    from quintic.train.options import parse
+    from quintic.train.options import ReportOptions, parse
     from quintic.train.report import write_report
     from quintic.train.runs import find_run
 

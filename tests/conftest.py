@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,34 @@ def tiny_dataset(tiny_text: Path) -> "Dataset":
     from quintic.data.shards import prepare
 
     return prepare(str(tiny_text), data_dir=tiny_text.parent / "data", vocab_size=VOCAB_SIZE, val_frac=VAL_FRAC)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, on a machine without GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_dataset: "Dataset", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, the only one in its parent; not to be changed."""
+    from tiny_runs import tiny_options
+
+    from quintic.cli import main
+
+    runs_dir = tmp_path_factory.mktemp("trained")
+    threads = torch.get_num_threads()
+    assert main(["train", *tiny_options(tiny_dataset, runs_dir, run="run", threads=1)]) == 0
+    torch.set_num_threads(threads)
+    return runs_dir / "run"
+
+
+@pytest.fixture
+def mine(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to do harm to."""
+    return Path(shutil.copytree(trained, tmp_path / "mine" / "run"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

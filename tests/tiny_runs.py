@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import quintic.errors
+from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
@@ -21,7 +24,20 @@ VOCAB_SIZE, VAL_FRAC = 300, 0.15
 def write_text_folder(folder: Path, *, documents: int = 80, lines: int = 70) -> Path:
     """Write lines that look like Python; returns the folder."""
     rng = random.Random(0)
-    names = "model weight step loss batch token epoch rows cache optimizer state gradient momentum résumé".split()
+    names = [
+        "model",
+        "weight",
+        "step",
+        "loss",
+        "batch",
+        "token",
+        "epoch",
+        "rows",
+        "cache",
+        "state",
+        "gradient",
+        "résumé",
+    ]
     folder.mkdir(parents=True)
     for number in range(documents):
         made = []
@@ -43,8 +59,11 @@ def tiny_config(dataset: Dataset, runs_dir: Path, **changes: Any) -> Config:
             val_frac=VAL_FRAC,
         ),
         model=ModelConfig(depth=1, head_dim=32, seq_len=32),
-        optim=OptimConfig(momentum_warmup_steps=4),
-        schedule=ScheduleConfig(steps=6, batch_tokens=256, rows=4),
+        # Spelled out: the tests do not depend on how the defaults are tuned.
+        optim=OptimConfig(
+            muon_lr=0.02, adamw_lr=0.003, embedding_lr=0.2, head_lr=0.006, scalar_lr=0.03, momentum_warmup_steps=4
+        ),
+        schedule=ScheduleConfig(steps=6, batch_tokens=256, rows=4, warmup_frac=0.02, warmdown_frac=0.4),
         run=RunConfig(
             runs_dir=runs_dir,
             device="cpu",
@@ -74,9 +93,10 @@ def tiny_options(dataset: Dataset, runs_dir: Path, **changes: Any) -> list[str]:
         value: Any = getattr(config, section.name)
         for f in dataclasses.fields(value):
             wanted = getattr(value, f.name)
-            if wanted != getattr(getattr(defaults, section.name), f.name):
+            default = getattr(getattr(defaults, section.name), f.name)
+            if wanted != default:
                 option = "--" + f.name.replace("_", "-")
-                if isinstance(wanted, bool):
+                if isinstance(default, bool):
                     options.append(option if wanted else option.replace("--", "--no-", 1))
                 elif isinstance(wanted, tuple):
                     options += [option, *wanted]
@@ -105,3 +125,16 @@ def course(run_dir: Path) -> list[dict[str, Any]]:
     records = read_metrics(run_dir / METRICS_FILE)
     kept = [record for record in records if record["kind"] not in ("run", "resume")]
     return [{name: value for name, value in record.items() if name not in clock} for record in kept]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail; returns its one line without the prefix."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("quintic: error: ")
+    assert errors.endswith("\n")
+    assert errors.count("\n") == 1
+    assert "Error parsing" not in errors
+    assert "Traceback" not in errors
+    return errors.removeprefix("quintic: error: ").rstrip()

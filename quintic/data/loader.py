@@ -14,7 +14,8 @@ fills a row is dropped.
 Read next: `quintic.data.rows`, where pieces and order are made.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -229,6 +230,7 @@ def validation_rows(
     max_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
+    splits: Sequence[SplitName] = ("val",),
 ) -> list[Batch]:
     """Return one pass over the validation split in stored order, packed as for training.
 
@@ -244,6 +246,7 @@ def validation_rows(
             when None.
         rank: this process among those that share the work.
         world_size: number of those processes.
+        splits: what to go over, one after the other; both for text that nothing was trained on.
 
     Returns:
         At least one batch, on the CPU.
@@ -252,7 +255,25 @@ def validation_rows(
         DataError: a number is out of range, or there is too little text for one batch on every rank.
     """
     _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
-    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1, split_long=True)
+    tables = [PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1, split_long=True) for split in splits]
+    wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
+    all_rows = itertools.chain.from_iterable(_rows_in_order(table) for table in tables)
+    blocks: list[Int64s] = []
+    while wanted is None or len(blocks) < wanted:
+        found = list(itertools.islice(all_rows, rows))
+        if len(found) < rows:
+            break
+        blocks.append(np.concatenate(found))
+    count = len(blocks) // world_size * world_size
+    if count == 0:
+        needed = rows * (seq_len + 1) * world_size
+        num_tokens = sum(table.num_tokens for table in tables)
+        raise _too_little_text(" + ".join(splits), num_tokens, rows, seq_len, world_size, needed)
+    return [_to_batch(block, dataset.bos_id, epoch=0) for block in blocks[rank:count:world_size]]
+
+
+def _rows_in_order(table: PieceTable) -> Iterator[Int64s]:
+    """Yield the packed rows of one pass, each (1, seq_len + 1)."""
     stream = RowStream(
         table,
         rank=0,
@@ -262,18 +283,8 @@ def validation_rows(
         buffer_documents=_VALIDATION_BUFFER,
         max_epochs=1,
     )
-    wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
-    blocks: list[Int64s] = []
-    while wanted is None or len(blocks) < wanted:
-        found = stream.next_rows(rows)
-        if found is None:
-            break
-        blocks.append(found[0])
-    count = len(blocks) // world_size * world_size
-    if count == 0:
-        needed = rows * (seq_len + 1) * world_size
-        raise _too_little_text("val", table.num_tokens, rows, seq_len, world_size, needed)
-    return [_to_batch(block, dataset.bos_id, epoch=0) for block in blocks[rank:count:world_size]]
+    while (found := stream.next_rows(1)) is not None:
+        yield found[0]
 
 
 def _next_batch(stream: RowStream, rows: int, bos_id: int, device: torch.device) -> tuple[Batch, RowPosition]:

@@ -32,8 +32,7 @@ def generate(
         seed: of the draws; drawn on the CPU, so that devices agree.
 
     Raises:
-        ValueError: an empty prompt, a negative or infinite temperature, a top_k below 1, or a seed that PyTorch does not
-            take.
+        ValueError: an empty prompt, a temperature, `top_k` or seed out of range.
     """
     if not prompt:
         raise ValueError("the prompt has no tokens; start with the document token")

@@ -15,6 +15,10 @@ _MAX_TRAIN_BYTES = 32 * 10**6
 def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, float]:
     """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
 
+    Args:
+        dataset: what the model was trained on; the bigram model is trained on the same.
+        batches: made with the tokenizer of `dataset`.
+
     Returns:
         `xz_bpb`, `bigram_bpb` and `bytes`.
     """

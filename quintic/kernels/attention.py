@@ -11,6 +11,7 @@ A batch row holds several documents one after the other; a token sees the tokens
 heads, D head dimension.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -122,7 +123,8 @@ def attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask
         out_BHTD = _flex_attention()(
             q_BHTD, k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2), block_mask=mask.per_window[window], enable_gqa=True
         )
-        return out_BHTD.transpose(1, 2)
+        flex_BTHD: Tensor = out_BHTD.transpose(1, 2)
+        return flex_BTHD
     if groups > 1:
         k_BTGD, v_BTGD = (kv.repeat_interleave(groups, dim=2) for kv in (k_BTGD, v_BTGD))
     out_BHTD = F.scaled_dot_product_attention(
@@ -161,12 +163,26 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return varlen_attn
 
 
-def _flex_attention() -> Callable[..., Tensor]:
+def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention
+    # Uncompiled it would write all scores to memory. A model that is being compiled takes it in as it is.
+    if torch.compiler.is_compiling():
+        plain: Callable[..., Any] = flex_attention
+        return plain
+    return _compiled_flex_attention()
 
 
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled
+
+
+# Not compiled: fused into an evaluation graph, the mask was read out of bounds (torch 2.11 on an H200, 2026-11).
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _block_mask(document_BT: Tensor, window: int) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 

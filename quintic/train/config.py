@@ -10,6 +10,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "changed_fields",
+    "check_prompts",
     "from_dict",
     "gpu_preset",
     "load_config",
@@ -89,14 +91,16 @@ class OptimConfig:
 
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the weight matrices; embeddings, head and scalars use AdamW either way."""
-    muon_lr: float = 0.02
+    muon_lr: float = 0.03
     """Learning rate of the matrices under Muon."""
     adamw_lr: float = 0.003
     """Learning rate of the matrices under --optimizer adamw."""
-    embedding_lr: float = 0.2
+    embedding_lr: float = 0.4
     """AdamW learning rate of the token embedding, at width 256 (scaled by width^-0.5)."""
     head_lr: float = 0.006
     """AdamW learning rate of the output head, at width 256 (scaled by width^-0.5)."""
+    adamw_head_lr: float = 0.01
+    """The same under --optimizer adamw."""
     scalar_lr: float = 0.03
     """AdamW learning rate of per-layer scalars and gates."""
     momentum: float = 0.95
@@ -128,6 +132,7 @@ class OptimConfig:
             adamw_lr=self.adamw_lr,
             embedding_lr=self.embedding_lr,
             head_lr=self.head_lr,
+            adamw_head_lr=self.adamw_head_lr,
             scalar_lr=self.scalar_lr,
             momentum_warmup_steps=self.momentum_warmup_steps,
             weight_decay=self.weight_decay,
@@ -221,6 +226,7 @@ class RunConfig:
         )
         if self.seed >= _SEEDS:
             raise ConfigError(f"--seed {self.seed}: must be below 2^63")
+        check_prompts(self.prompts)
         # A leading dot hides a folder, and marks what is not finished yet.
         if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
             raise ConfigError(
@@ -261,6 +267,7 @@ def gpu_preset() -> Config:
             adamw_lr=0.002,
             embedding_lr=0.5,
             head_lr=0.007,
+            adamw_head_lr=0.007,
             scalar_lr=0.1,
             weight_decay=0.2,
             momentum_warmup_steps=300,
@@ -337,6 +344,19 @@ def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
             if values[0] != values[1]:
                 changes[f"{section.name}.{f.name}"] = values
     return changes
+
+
+def check_prompts(prompts: Iterable[str]) -> None:
+    """Refuse prompts that no tokenizer can read: bytes of the command line that are not UTF-8.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -16,12 +16,19 @@ from types import FrameType
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import ConfigError, QuinticError
+from quintic.errors import QuinticError
 from quintic.eval.score import Score
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.hardware import choose_hardware
-from quintic.train.metrics import METRICS_FILE, MetricsLog, TensorBoardTracker, Tracker, WandbTracker
+from quintic.train.metrics import (
+    METRICS_FILE,
+    MetricsLog,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    missing_package,
+)
 from quintic.train.progress import Progress
 from quintic.train.report import write_report
 from quintic.train.schedule import is_due
@@ -120,10 +127,7 @@ def check_trackers(run: RunConfig) -> None:
     """
     for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"--{package} needs the package {package}, which is not installed; run: pip install "
-                f"'quintic[{package}]'"
-            )
+            raise missing_package(package)
 
 
 def _find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> Checkpoint | None:

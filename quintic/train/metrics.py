@@ -35,6 +35,7 @@ __all__ = [
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
+    "missing_package",
     "read_metrics",
 ]
 
@@ -271,7 +272,7 @@ class TensorBoardTracker:
         try:
             from torch.utils import tensorboard
         except ImportError as error:
-            raise _missing_package("tensorboard") from error
+            raise missing_package("tensorboard") from error
         writer: Any = tensorboard.SummaryWriter
         self._writer = writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
@@ -312,7 +313,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise _missing_package("wandb") from error
+            raise missing_package("wandb") from error
         resume = None if run_id is None else "allow"
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
 
@@ -347,5 +348,6 @@ def _as_code(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
 
 
-def _missing_package(name: str) -> ConfigError:
+def missing_package(name: str) -> ConfigError:
+    """Return the error for a tracker whose package is not installed; the option has the package's name."""
     return ConfigError(f"--{name} needs the package {name}, which is not installed; run: pip install 'quintic[{name}]'")

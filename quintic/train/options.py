@@ -1,5 +1,6 @@
 """Options of the command line: made from dataclasses, with one-line messages for what cannot be read.
 
+The options of training are the fields of `config.Config`, those of the commands that use a trained model stand here.
 tyro turns the fields and their docstrings into options and `--help`. What a user typed is looked over here first,
 because tyro's own messages are boxes of many lines that speak of Python types.
 """
@@ -20,7 +21,7 @@ from quintic.errors import ConfigError, QuinticError
 from quintic.train.config import Config, changed_fields, gpu_preset, load_config
 from quintic.train.runs import CONFIG_FILE, find_run
 
-__all__ = ["Start", "parse", "training_options"]
+__all__ = ["EvalOptions", "ReportOptions", "SampleOptions", "Start", "parse", "training_options"]
 
 T = TypeVar("T")
 
@@ -32,6 +33,52 @@ _FREE_WHEN_RESUMED = frozenset(
         "run.wandb",
     }
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Let a trained model write."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    prompts: tuple[str, ...] = ("",)
+    """Beginnings to continue; the empty one starts a new document."""
+    tokens: int = 200
+    """Tokens to write per prompt."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token; higher is more varied."""
+    top_k: int | None = 50
+    """Choose among this many likeliest tokens; 'None' among all."""
+    seed: int = 0
+    """Seed of the choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Score a trained model in bits per byte."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    data: str | None = None
+    """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
+    tokens: int | None = None
+    """Tokens to score, at most; by default all there are."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; 'auto' takes a GPU if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write report.html of a run again."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +158,7 @@ def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
     for name, (old, _) in changed_fields(saved, asked).items():
         if name not in _FREE_WHEN_RESUMED:
             option = "--" + name.partition(".")[2].replace("_", "-")
-            raise ConfigError(
-                f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew"
-            )
+            raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
     return asked
 
 

@@ -66,6 +66,10 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
     """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks."""
     optim = config.optim
     scale = (model.config.width / _LR_WIDTH) ** -0.5
+    # What was tuned for each of the two optimizers; everything else is common to both.
+    uses_adamw = optim.optimizer == "adamw"
+    decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
+    head_lr = optim.adamw_head_lr if uses_adamw else optim.head_lr
     rules = [
         Rule("embedding.weight", "adamw", options={"name": "embedding", "lr": optim.embedding_lr * scale}),
         Rule(
@@ -73,15 +77,13 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
             "adamw",
             options={"name": "value embeddings", "lr": optim.embedding_lr * scale * _VALUE_EMBEDDING_FRAC},
         ),
-        Rule("head.weight", "adamw", options={"name": "head", "lr": optim.head_lr * scale}),
+        Rule("head.weight", "adamw", options={"name": "head", "lr": head_lr * scale}),
         Rule(
             "residual_scales",
             "adamw",
             options={"name": "residual scales", "lr": optim.scalar_lr * _RESIDUAL_SCALE_FRAC},
         ),
     ]
-    uses_adamw = optim.optimizer == "adamw"
-    decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
     matrices = {"name": "matrices", "weight_decay": decay, "cautious": optim.cautious}
     if uses_adamw:
         for pattern in ("blocks.*.query.*", "blocks.*.key.*", "blocks.*.value.*", "blocks.*.out.*", "blocks.*.mlp.*"):

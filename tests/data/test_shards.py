@@ -180,9 +180,9 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"val_frac": 0.0}, "val_frac is 0.0; it must be between 0 and 1"),
-        ({"val_frac": 1.5}, "val_frac is 1.5"),
-        ({"vocab_size": 256}, "vocab_size 256 is too small"),
+        ({"val_frac": 0.0}, "--val-frac 0.0: must lie strictly between 0 and 1"),
+        ({"val_frac": 1.5}, "--val-frac 1.5"),
+        ({"vocab_size": 256}, "--vocab-size 256 is too small"),
         ({"max_bytes": 0}, "max_bytes is 0; it must be at least 1"),
         ({"shard_tokens": -1}, "shard_tokens is -1"),
         ({"tokenizer": "no/such.json"}, "no/such.json: no such tokenizer"),
@@ -249,7 +249,7 @@ def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pyte
     source = shards.Source(name="huge", spec="hf:me/huge", parts=(huge,), is_remote=True)
     monkeypatch.setattr(shards, "open_source", lambda spec, cache_dir: source)
     text = message(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
-    assert text == "hf:me/huge: a download of 10000 GB; limit the text with max_bytes"
+    assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
 
 
 @pytest.mark.parametrize("name", ["train_00000.bin", "train_00001.idx", "val_00000.bin"])
@@ -264,7 +264,7 @@ def test_damaged_files_are_named_with_the_command(tmp_path: Path, name: str) -> 
         file.truncate(size - 8)
     text = message(lambda: Dataset.open(dataset.path))
     assert text.startswith(
-        f"{path}: damaged, {size - 8} bytes instead of {size}; run again: quintic prepare '{source}'"
+        f"{path}: damaged, {size - 8} bytes instead of {size}; run again: quintic prepare --data '{source}'"
     )
     assert "--vocab-size 300 --val-frac 0.3" in text
     path.unlink()

@@ -76,6 +76,7 @@ def test_varlen_needs_the_starts():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about its own ways
 @pytest.mark.parametrize("name", ["varlen", "flex"])
 @pytest.mark.parametrize("window", [16, 100, 256])
 @pytest.mark.parametrize("kv_heads", [1, 4])

@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_batches_are_the_documented_matrices(view, shape, matrices):
     tensor = torch.randn(shape)
     batches = view.batches(tensor)
@@ -31,7 +31,7 @@ def test_batches_are_the_documented_matrices(view, shape, matrices):
     assert view.shapes(tensor.shape) == tuple(tuple(batch.shape) for batch in batches)
 
 
-@pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_batches_share_memory_and_cover_every_entry_once(view, shape, matrices):
     tensor = torch.zeros(shape)
     for batch in view.batches(tensor):

@@ -105,7 +105,10 @@ def test_the_presets_can_be_saved() -> None:
         ('{"data": {"data_dir": 3}}', "data.data_dir cannot be 3"),
         ('{"run": {"tensorboard": 1}}', "run.tensorboard cannot be 1"),
         ('{"model": {"depth": 0}}', "--depth 0: must be at least 1"),
-        ('{"schedule": {"rows": 3}}', "--batch-tokens 4096 is not a multiple of --rows 3 x --seq-len 256 = 768"),
+        (
+            '{"schedule": {"rows": 3, "batch_tokens": 4096}, "model": {"seq_len": 256}}',
+            "--batch-tokens 4096 is not a multiple of --rows 3 x --seq-len 256 = 768",
+        ),
     ],
 )
 def test_a_file_that_is_no_configuration_is_named(content: str, message: str, tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_a_file_that_is_no_configuration_is_named(content: str, message: str, tm
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file; give the config.json of a run"):
+    with pytest.raises(ConfigError, match=r"no such file; give the config\.json of a run"):
         load_config(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="cannot be read as a configuration"):
         load_config(tmp_path)
@@ -131,7 +134,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         *[(DataConfig, "val_frac", value, "must lie strictly between 0 and 1") for value in (0, 1, -1, float("nan"))],
         (DataConfig, "max_bytes", 0, "must be at least 1"),
         *[(ModelConfig, f, 0, "must be at least 1") for f in ("depth", "head_dim", "kv_ratio", "seq_len")],
-        *[(OptimConfig, f.name, -0.1, "must be at least 0") for f in dataclasses.fields(OptimConfig) if f.type is float],
+        *[
+            (OptimConfig, f.name, -0.1, "must be at least 0")
+            for f in dataclasses.fields(OptimConfig)
+            if f.type is float
+        ],
         (OptimConfig, "muon_lr", float("inf"), "must be at least 0 and finite"),
         (OptimConfig, "head_lr", float("nan"), "must be at least 0 and finite"),
         *[(OptimConfig, f, 1.0, "below 1") for f in ("momentum", "momentum_start", "beta1", "beta2")],
@@ -165,5 +172,6 @@ def test_warm_up_and_warm_down_must_fit_into_the_run() -> None:
 
 
 def test_changed_fields_are_named_with_both_values() -> None:
+    old = Config(model=ModelConfig(depth=4), run=RunConfig(keep=2))
     new = Config(model=ModelConfig(depth=3), run=RunConfig(keep=5))
-    assert changed_fields(Config(), new) == {"model.depth": (4, 3), "run.keep": (2, 5)}
+    assert changed_fields(old, new) == {"model.depth": (4, 3), "run.keep": (2, 5)}

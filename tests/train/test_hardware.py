@@ -53,7 +53,7 @@ def test_what_is_asked_for_wins() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_what_the_machine_lacks_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="^--device cuda: PyTorch finds no CUDA GPU here; use --device cpu$"):
+    with pytest.raises(ConfigError, match=r"^--device cuda: PyTorch finds no CUDA GPU here; use --device cpu$"):
         choose_hardware(RunConfig(device="cuda"))
     for name in ("flex", "varlen"):
         with pytest.raises(ConfigError, match=f"^--attention {name} needs a CUDA device"):

@@ -131,7 +131,9 @@ def test_a_real_terminal_gets_the_live_display(monkeypatch: pytest.MonkeyPatch) 
         with Progress(10, output=terminal) as progress:
             progress.train(record(5))
         terminal.flush()
-        text = os.read(leader, 1 << 16).decode()
+        text = ""
+        while "\x1b[?25h" not in text:  # the cursor is shown again at the end; a read may return less than there is
+            text += os.read(leader, 1 << 16).decode()
     os.close(leader)
     assert "\x1b[?25l" in text
     assert "\x1b[?25h" in text

@@ -85,7 +85,8 @@ def test_learning_rates_of_the_tables_fall_with_the_root_of_the_width(depth: int
 
 def test_only_the_matrices_decay() -> None:
     for kind, expected in (("muon", 0.3), ("adamw", 0.1)):
-        found = groups(build_optimizer(build(config()), config(optimizer=kind)))
+        wanted = config(optimizer=kind, weight_decay=0.3, adamw_weight_decay=0.1)
+        found = groups(build_optimizer(build(wanted), wanted))
         decays = {name: group["weight_decay"] for name, group in found.items()}
         assert decays == {name: expected if name == "matrices" else 0.0 for name in decays}
 
@@ -160,7 +161,7 @@ def test_the_same_seed_gives_the_same_model() -> None:
     ("sizes", "message"),
     [
         ({"head_dim": 7}, "--head-dim 7: rotary positions need an even number"),
-        ({"kv_ratio": 3}, "--kv-ratio 3 does not divide the 4 query heads of depth 4"),
+        ({"kv_ratio": 3, "depth": 4, "head_dim": 64}, "--kv-ratio 3 does not divide the 4 query heads of depth 4"),
         ({"window_pattern": "SX"}, "--window-pattern 'SX': use the letters S"),
         ({"window_pattern": ""}, "--window-pattern '': use the letters S"),
     ],

@@ -37,7 +37,7 @@ def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: l
     return run_dir
 
 
-def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> pytest.MonkeyPatch:
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Let something happen at the end of a step, once."""
     make_step = Trainer.train_step
 
@@ -48,11 +48,18 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], Non
         return record
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    return monkeypatch
 
 
-def kill() -> None:
-    raise Killed
+def killed_run(step: int, config: Config, dataset: Dataset, **options: Any) -> None:
+    """Start or resume a run, and kill it at the end of a step."""
+
+    def kill() -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        after_step(patch, step, kill)
+        with pytest.raises(Killed):
+            run(config, dataset, **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +78,10 @@ def test_two_runs_with_the_same_seed_are_the_same(whole: Path, tiny_dataset: Dat
 
 @pytest.mark.parametrize("killed_after", range(1, STEPS + 1))
 def test_a_run_killed_after_any_step_resumes_exactly(
-    killed_after: int, whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed_after: int, whole: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        after_step(patch, killed_after, kill)
-        run(config, tiny_dataset)
+    killed_run(killed_after, config, tiny_dataset)
     saved = (killed_after - 1) // 2 * 2  # every second step; the kill comes before the save
     assert [path.name for path in checkpoints(tmp_path / "run")][:1] == [f"step-{saved:06d}"][: bool(saved)]
     run_dir = run(config, tiny_dataset, resume=tmp_path / "run")
@@ -96,14 +101,12 @@ def test_a_run_killed_after_any_step_resumes_exactly(
     ids=lambda changes: next(iter(changes)),
 )
 def test_every_kind_of_optimizer_state_is_resumed(
-    changes: dict[str, Any], tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
     whole = run(tiny_config(tiny_dataset, tmp_path, run="whole", **changes), tiny_dataset)
     config = tiny_config(tiny_dataset, tmp_path, run="killed", **changes)
     for step in (3, 5):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            after_step(patch, step, kill)
-            run(config, tiny_dataset, resume=tmp_path / "killed" if step > 3 else None)
+        killed_run(step, config, tiny_dataset, resume=tmp_path / "killed" if step > 3 else None)
     killed = run(config, tiny_dataset, resume=tmp_path / "killed")
     assert final_weights(killed) == final_weights(whole)
     assert course(killed) == course(whole)
@@ -118,20 +121,16 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole: Path, tiny_dataset
 
 
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(
-    whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", keep=2)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        after_step(patch, 5, kill)
-        run(config, tiny_dataset)
+    killed_run(5, config, tiny_dataset)
     damaged = tmp_path / "run" / "checkpoints" / "step-000004" / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     said: list[str] = []
     # A save at step 3, below the damaged one, must survive: another kill is to fall back on it.
     every_step = tiny_config(tiny_dataset, tmp_path, run="run", keep=1, save_every=1)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        after_step(patch, 4, kill)
-        run(every_step, tiny_dataset, resume=tmp_path / "run", said=said)
+    killed_run(4, every_step, tiny_dataset, resume=tmp_path / "run", said=said)
     assert any("optimizer.safetensors has" in line and "using the checkpoint before it" in line for line in said)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000004", "step-000003"]
     said.clear()
@@ -244,7 +243,9 @@ def wait_for_step(process: "subprocess.Popen[str]", run_dir: Path, step: int) ->
     while process.poll() is None:
         assert time.monotonic() < deadline, f"step {step} was not logged within a minute"
         if path.exists():
-            steps = [json.loads(line).get("step", 0) for line in path.read_text("utf-8").splitlines(True) if "\n" in line]
+            steps = [
+                json.loads(line).get("step", 0) for line in path.read_text("utf-8").splitlines(True) if "\n" in line
+            ]
             if max(steps, default=0) >= step:
                 return
         time.sleep(0.002)

@@ -52,9 +52,7 @@ def test_gradients_and_changes_by_hand() -> None:
         model["smear_gate"].weight -= 0.5  # three of four entries, the fourth is the bias
     changes = meter.after()
     assert changes["embedding"] == pytest.approx(2 / 5**0.5, rel=1e-6)
-    assert changes["scalars and gates"] == pytest.approx(
-        0.5 * (3 / 4) ** 0.5, rel=1e-6
-    )
+    assert changes["scalars and gates"] == pytest.approx(0.5 * (3 / 4) ** 0.5, rel=1e-6)
     assert changes["head"] == 0.0
 
 

@@ -1,0 +1,339 @@
+"""The command line: its help, what it prints, and what its options come to."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import ROOT, error_of, start, tiny_config, tiny_options
+
+from quintic.cli import main
+from quintic.data.dataset import Dataset
+from quintic.data.loader import validation_rows
+from quintic.eval.reference import reference_scores
+from quintic.train.checkpoint import checkpoints
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, load_config
+from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
+from quintic.train.options import EvalOptions, ReportOptions, SampleOptions
+
+TRAINING = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
+COMMANDS: dict[str, list[Any]] = {
+    "train": TRAINING,
+    "compare": TRAINING,
+    "plan": TRAINING,
+    "prepare": [DataConfig],
+    "sample": [SampleOptions],
+    "eval": [EvalOptions],
+    "report": [ReportOptions],
+}
+
+pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in (([], 2), (["--help"], 0), (["-h"], 0)):
+        assert main(arguments) == code
+        listed = re.findall(r"^  (\w+)  +\w", capsys.readouterr().out, re.MULTILINE)
+        assert set(listed) == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    text = " ".join(re.sub(r"[│─╭╮╰╯]", " ", printed).split())
+    description, text = text.split("show this help message and exit")
+    for section in COMMANDS[command]:
+        for f in dataclasses.fields(section):
+            option = "--" + f.name.replace("_", "-")
+            entry = re.search(rf" {option}[ ,].*?\(default: ([^)]*)\)", text)
+            assert entry, option
+            default = f.default
+            if isinstance(default, tuple):
+                shown = " ".join(repr(item) if item == "" else str(item) for item in default)
+                assert entry[1].strip() in (shown, "")
+            else:
+                assert entry[1].strip() == str(default), option
+    if section in TRAINING and command != "prepare":
+        assert "--resume continues the run" in description
+        assert "--config FILE" in description
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "quintic 1.2.3\n"
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, trained: Path, elsewhere: Path) -> None:
+    saved = trained / "config.json"
+    options = ["--config", str(saved), "--steps", "7", "--run=other", "--runs-dir", str(elsewhere)]
+    assert main(["train", *options]) == 0
+    expected = tiny_config(tiny_dataset, trained.parent, run="run", threads=1)
+    assert load_config(saved) == expected
+    again = load_config(elsewhere / "other" / "config.json")
+    assert again == Config(
+        data=expected.data,
+        model=expected.model,
+        optim=expected.optim,
+        schedule=dataclasses.replace(expected.schedule, steps=7),
+        run=dataclasses.replace(expected.run, run="other", runs_dir=elsewhere),
+    )
+    assert checkpoints(elsewhere / "other")[0].name == "step-000007"
+
+
+def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, tiny_dataset: Dataset) -> None:
+    from quintic.train.options import training_options
+
+    wanted = tiny_config(
+        tiny_dataset, Path("r"), run="x", tokenizer="t.json", max_bytes=10**9, kv_ratio=2, window_pattern="L",
+        optimizer="adamw", muon_lr=0.01, adamw_lr=0.01, embedding_lr=0.01, head_lr=0.01, adamw_head_lr=0.02,
+        scalar_lr=0.01, momentum=0.5,
+        momentum_start=0.4, orthogonalizer="svd", normalize="neuron", weight_decay=0.01, adamw_weight_decay=0.01,
+        cautious=False, beta1=0.1, beta2=0.2, steps=None, tokens_per_param=1.5, warmup_frac=0.1, warmdown_frac=0.2,
+        final_lr_frac=0.3, seed=3, attention="sdpa", compile=False, threads=3, sample_every=9, prompts=("a b", "c"),
+        keep=9, tensorboard=True, wandb="w",
+    )  # fmt: skip
+    default = Config()
+    for section in dataclasses.fields(Config):
+        for f in dataclasses.fields(getattr(wanted, section.name)):
+            name = f.name
+            assert getattr(getattr(wanted, section.name), name) != getattr(getattr(default, section.name), name), name
+    options = tiny_options(
+        tiny_dataset, Path("r"), **{
+            f.name: getattr(getattr(wanted, section.name), f.name)
+            for section in dataclasses.fields(Config)
+            for f in dataclasses.fields(getattr(wanted, section.name))
+            if f.name != "runs_dir"
+        }
+    )  # fmt: skip
+    start = training_options(options, command="train", description="")
+    assert start.config == wanted
+    assert start.resumed is None
+
+
+def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintic.train.config import gpu_preset
+    from quintic.train.options import training_options
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for arguments, expected in (([], gpu_preset()), (["--device=cpu"], Config(run=RunConfig(device="cpu")))):
+        assert training_options(arguments, command="train", description="").config == expected
+
+
+# -- what the commands print ------------------------------------------------------------------------------------------
+
+
+def test_train_prints_the_result(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    assert main(["train", *tiny_options(tiny_dataset, elsewhere / "runs", run="run", prompts=("def model",))]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    final = RunHistory.load(elsewhere / "runs" / "run").final
+    assert f"validation: {final['bpb']:.4f} bits per byte" in printed.out
+    assert f"xz -9 needs {final['baselines']['xz_bpb']:.3f} for the same text" in printed.out
+    assert f"byte-bigram model {final['baselines']['bigram_bpb']:.3f}" in printed.out
+    assert f"report:     {elsewhere / 'runs' / 'run' / 'report.html'}" in printed.out
+    assert "--- sample ---" in printed.out
+    assert "\ndef model" in printed.out
+
+
+def test_eval_repeats_the_score_of_the_run(
+    tiny_dataset: Dataset, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = RunHistory.load(trained).final
+    assert main(["eval", "--runs-dir", str(trained.parent), "--tokens", "512"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    baselines = final["baselines"]
+    assert first == (
+        f"{final['bpb']:.4f} bits per byte ({final['loss']:.4f} nats per token) over {baselines['bytes']:,} bytes of "
+        "text"
+    )
+    assert second == (
+        f"for comparison: xz -9 {baselines['xz_bpb']:.4f}, byte-bigram model {baselines['bigram_bpb']:.4f}"
+    )
+    assert main(["eval", "--run", "run", "--runs-dir", str(trained.parent)]) == 0
+    everything = validation_rows(tiny_dataset, rows=4, seq_len=32)
+    num_bytes = int(reference_scores(tiny_dataset, everything)["bytes"])
+    assert num_bytes > baselines["bytes"]
+    assert f"over {num_bytes:,} bytes of text" in capsys.readouterr().out
+
+
+def test_eval_on_other_text(trained: Path, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    lines = [f"Number {number} of the lines that no model has seen, {number**3}.\n" for number in range(4000)]
+    folder = elsewhere / "other"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("".join(lines[number * 100 : number * 100 + 100]))
+    config = load_config(trained / "config.json")
+    data_dir = config.data.data_dir
+    before = {path.name for path in data_dir.iterdir()}
+    try:
+        assert main(["eval", "--runs-dir", str(trained.parent), "--data", str(folder)]) == 0
+        output = capsys.readouterr().out
+        made = next(path for path in data_dir.iterdir() if path.name.startswith("other-"))
+        # Tokens of the run's own vocabulary: the model knows no others.
+        old = Dataset.open(json.loads((checkpoints(trained)[0] / "state.json").read_text())["dataset"]["path"])
+        assert Dataset.open(made).tokenizer.fingerprint() == old.tokenizer.fingerprint()
+        bpb = float(output.splitlines()[-2].split()[0])
+        assert bpb > RunHistory.load(trained).final["bpb"]
+    finally:
+        for path in data_dir.iterdir():
+            if path.name not in before:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_sample_continues_prompts(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["sample", "--runs-dir", str(trained.parent), "--prompts", "def model", "return", "--tokens", "20"]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("def model")
+    assert "\nreturn" in printed
+    assert main([*options, "--seed", "0"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main([*options, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != printed
+    greedy = [*options, "--temperature", "0"]
+    outputs = []
+    for seed in ("0", "5"):
+        assert main([*greedy, "--seed", seed]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--temperature -1", "--temperature -1.0: must be at least 0"),
+        ("--top-k 0", "--top-k 0: must be at least 1"),
+        ("--seed -1", "--seed -1: must be at least 0"),
+        ("--prompts a\udcff", "--prompts 'a\\udcff': not UTF-8"),
+    ],
+)
+def test_sample_options_out_of_range(
+    option: str, message: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sample", "--runs-dir", str(trained.parent), *option.split()]
+    assert error_of(capsys, *arguments).startswith(message)
+
+
+def test_a_trained_model_is_used_without_the_gpu_it_was_trained_on(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = mine / "config.json"
+    content = json.loads(path.read_text())
+    content["run"] |= {"device": "cuda", "attention": "varlen"}
+    path.write_text(json.dumps(content))
+    assert main(["eval", "--runs-dir", str(mine.parent), "--tokens", "512"]) == 0
+    assert f"{RunHistory.load(mine).final['bpb']:.4f} bits" in capsys.readouterr().out
+    message = error_of(capsys, "eval", "--runs-dir", str(mine.parent), "--device", "cuda")
+    assert message == "--device cuda: PyTorch finds no CUDA GPU here; use --device cpu"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoints(mine)[0] / "model.safetensors").unlink()
+    assert main(["sample", "--runs-dir", str(mine.parent), "--tokens", "3"]) == 0
+    assert "step-000006: model.safetensors is missing; using the checkpoint before it" in capsys.readouterr().err
+
+
+def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = mine / "report.html"
+    before = report.read_text(encoding="utf-8")
+    report.unlink()
+    assert main(["report", "--runs-dir", str(mine.parent)]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    assert report.read_text(encoding="utf-8") == before
+
+
+def test_plan_lists_groups_and_costs(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    options = tiny_options(tiny_dataset, elsewhere / "runs", depth=2)
+    assert main(["plan", *options]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    # Width 128: queries, keys, values and outputs of 128 x 128, and an MLP of 2 x 128 x 512, in each of two layers.
+    matrices = 2 * (4 * 128 * 128 + 2 * 128 * 512)
+    assert re.search(rf"^matrices +muon +lr 0\.02 +{matrices:,} parameters  blocks\.0", output, re.MULTILINE)
+    assert re.search(rf"^embedding +adamw +lr 0\.28284 +{300 * 128:,} parameters", output, re.MULTILINE)
+    parameters = sum(int(found.replace(",", "")) for found in re.findall(r" ([\d,]+) parameters  ", output))
+    assert lines[-1].startswith(f"{parameters:,} parameters; 6 steps of 256 tokens, ")
+    assert float(lines[-1].split()[-3]) > 6 * 6 * 256 * matrices
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_prepare_says_what_there_is(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    options = tiny_options(tiny_dataset, Path("unused"))
+    position = options.index("--depth")
+    assert main(["prepare", *options[:position]]) == 0
+    output = capsys.readouterr().out
+    for name in ("train", "val"):
+        split = tiny_dataset.split(name)
+        assert re.search(rf"{name} +{split.num_documents} documents +{split.num_tokens:,} tokens", output)
+    assert output.endswith(f"ready: {tiny_dataset.path}\n")
+
+
+def test_compare_prints_what_it_found(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c", steps=3)]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith(f"report: {elsewhere / 'runs' / 'c.html'}\n")
+    assert "Muon" in output.splitlines()[-2]
+
+
+def test_ctrl_c_stops_a_comparison(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    from quintic.train.loop import Interrupted
+
+    def stop(*args: Any, **options: Any) -> None:
+        raise Interrupted("stopped after step 2 of 3, which is saved")
+
+    monkeypatch.setattr("quintic.train.compare.train", stop)
+    assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c")]) == 130
+    printed = capsys.readouterr()
+    assert "stopped after step 2 of 3, which is saved; a comparison cannot be continued" in printed.out
+    assert printed.err == ""
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_the_command(elsewhere: Path) -> None:
+    process = start(["train", "--depth", "0"], elsewhere)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (2, "", "quintic: error: --depth 0: must be at least 1\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(trained: Path, elsewhere: Path) -> None:
+    sample = f"{sys.executable} -m quintic sample --runs-dir {trained.parent} --tokens 5 | true"
+    wide_help = f"{sys.executable} -m quintic train --help | true"
+    result = subprocess.run(
+        ["bash", "-c", f"{sample}; echo ${{PIPESTATUS[0]}}; {wide_help}; echo ${{PIPESTATUS[0]}}"],
+        cwd=elsewhere,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    # 128 + SIGPIPE, as the shell reports it for other programs.
+    assert (result.stdout, result.stderr) == ("141\n141\n", "")
+
+
+def test_the_log_holds_the_command(trained: Path) -> None:
+    command = read_metrics(trained / METRICS_FILE)[0]["command"]
+    assert command.startswith("quintic train --data ")
+    assert f"--run run --runs-dir {trained.parent} " in command

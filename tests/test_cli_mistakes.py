@@ -1,0 +1,256 @@
+"""Mistakes at the command line: one line on standard error, exit code 2, and nothing left behind."""
+
+import errno
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import error_of, tiny_options
+
+from quintic import cli
+from quintic.cli import main
+from quintic.data.dataset import Dataset
+from quintic.train.checkpoint import checkpoints
+from quintic.train.metrics import MetricsLog, RunHistory
+
+pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("tarin", "unknown command 'tarin': did you mean 'train'?"),
+        ("xyz", "unknown command 'xyz': choose one of train, compare, prepare, sample, eval, report, plan"),
+        ("train --depht 3", "unknown option --depht: did you mean --depth?"),
+        ("train --depht=3", "unknown option --depht: did you mean --depth?"),
+        ("train --zzz", "unknown option --zzz: quintic train --help lists the options"),
+        ("train --depth", "--depth needs a value: a whole number"),
+        ("train --depth --steps 3", "--depth needs a value: a whole number"),
+        ("train --depth three", "--depth three: give a whole number"),
+        ("train --depth 2.5", "--depth 2.5: give a whole number"),
+        ("train --depth 2 3", "--depth takes one value, but '3' follows it; quote a value that has spaces"),
+        ("train --steps few", "--steps few: give a whole number or None"),
+        ("train --muon-lr fast", "--muon-lr fast: give a number"),
+        ("train --optimizer sgd", "--optimizer sgd: give muon or adamw"),
+        ("train --device tpu", "--device tpu: give auto or cpu or cuda"),
+        ("train --normalize row", "--normalize row: give neuron or None"),
+        ("train --compile maybe", "--compile maybe: give True or False or None"),
+        ("train --tensorboard yes", "--tensorboard takes no value, but 'yes' follows it"),
+        ("train 12", "'12' is not an option; options begin with -- (see quintic train --help)"),
+        ("train -d 3", "'-d' is not an option; options begin with -- (see quintic train --help)"),
+        ("train --depth 0", "--depth 0: must be at least 1"),
+        ("train --depth -1", "--depth -1: must be at least 1"),
+        ("train --muon-lr -0.1", "--muon-lr -0.1: must be at least 0"),
+        ("train --muon-lr nan", "--muon-lr nan: must be at least 0 and finite"),
+        ("train --momentum 1", "--momentum 1.0: must be at least 0 and below 1"),
+        ("train --head-dim 7", "--head-dim 7: rotary positions need an even number; change one of the model's sizes"),
+        (
+            "train --rows 16 --seq-len 256 --batch-tokens 100",
+            "--batch-tokens 100 is not a multiple of --rows 16 x --seq-len 256 = 4096; change one of the three",
+        ),
+        (
+            "train --depth 4 --head-dim 64 --kv-ratio 3",
+            "--kv-ratio 3 does not divide the 4 query heads of depth 4; change one of the model's sizes",
+        ),
+        ("train --window-pattern XX", "--window-pattern 'XX': use the letters S (quarter window) and L (full window)"),
+        ("train --vocab-size 100", "--vocab-size 100: must be at least 257"),
+        ("prepare --vocab-size 100", "--vocab-size 100: must be at least 257"),
+        ("prepare --val-frac 1", "--val-frac 1.0: must lie strictly between 0 and 1"),
+        ("train --threads 0", "--threads 0: must be at least 1"),
+        ("train --run a/b", "--run 'a/b': give a plain folder name"),
+        ("train --device cuda", "--device cuda: PyTorch finds no CUDA GPU here; use --device cpu"),
+        ("train --attention varlen", "--attention varlen needs a CUDA device"),
+        ("train --resume", "runs holds no run yet; start one with: quintic train"),
+        ("train --resume --run x", "runs/x is not a run: it has no config.json; check --run and --runs-dir"),
+        ("train --resume --config x.json", "--config: a resumed run keeps its own configuration; leave it out"),
+        ("compare --resume", "runs holds no run yet"),
+        ("train --config", "--config needs a value"),
+        ("train --config x.json", "x.json: no such file; give the config.json of a run"),
+        ("train --data nowhere", "'nowhere': no such file or folder; a text source is a path, 'python' or 'hf:"),
+        ("prepare --data nowhere", "'nowhere': no such file or folder"),
+        ("prepare --depth 3", "unknown option --depth"),
+        ("sample --temperature hot", "--temperature hot: give a number"),
+        ("sample --tokens 0", "--tokens 0: must be at least 1"),
+        ("sample", "runs holds no run yet"),
+        ("eval --device tpu", "--device tpu: give auto or cpu or cuda"),
+        ("eval --tokens 0", "--tokens 0: must be at least 1"),
+        ("report --run x", "runs/x is not a run"),
+        ("report --rum x", "unknown option --rum: did you mean --run?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    assert error_of(capsys, *arguments.split()).startswith(message)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_corpus_that_cannot_be_used(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    (elsewhere / "empty").mkdir()
+    assert "empty: no file with a supported ending; supported are .txt" in error_of(capsys, "train", "--data", "empty")
+    (elsewhere / "latin.txt").write_bytes("Motörhead, 1975\n".encode("latin-1") * 1000)
+    message = error_of(capsys, "train", "--data", "latin.txt")
+    assert "latin.txt: not UTF-8 at byte offset 3 (byte 0xf6); convert the file to UTF-8" in message
+    (elsewhere / "blank.txt").write_text("")
+    assert "blank.txt" in error_of(capsys, "train", "--data", "blank.txt")
+    assert not (elsewhere / "runs").exists()
+    # What was begun is removed; locks are not data.
+    assert not [path for path in (elsewhere / "data").iterdir() if path.is_dir()]
+
+
+def test_too_little_text_names_the_options(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    options = tiny_options(tiny_dataset, elsewhere / "runs", rows=600, batch_tokens=19_200)
+    message = error_of(capsys, "train", *options)
+    assert message.startswith("too little text for one batch: the val split has ")
+    assert message.endswith("lower --seq-len or --rows, or raise --val-frac or give more text")
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_run_that_exists_is_left_alone(
+    command: str, tiny_dataset: Dataset, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    if command == "compare":
+        mine.rename(mine.with_name("run-muon"))
+        before = {mine.with_name("run-muon") / path.relative_to(mine): data for path, data in before.items()}
+    message = error_of(capsys, command, *tiny_options(tiny_dataset, mine.parent, run="run"))
+    assert "exists: choose another --run" in message
+    assert {path: path.read_bytes() for path in mine.parent.rglob("*") if path.is_file()} == before
+
+
+def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    (elsewhere / "file").touch()
+    message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "file", run="run"))
+    assert message == f"{elsewhere}/file/run: cannot be made (Not a directory); choose another --runs-dir"
+
+
+def test_a_disk_that_fills_up_during_the_run(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    write = MetricsLog.write
+
+    def full(self: MetricsLog, kind: str, **fields: Any) -> dict[str, Any]:
+        if fields.get("step") == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, kind, **fields)
+
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="run")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", full)
+        message = error_of(capsys, "train", *options)
+    assert message == "No space left on device; free some space, or choose another --runs-dir or --data-dir"
+    assert main(["train", "--resume"]) == 0  # when there is space again
+
+
+def test_a_disk_that_is_full_for_a_checkpoint(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "runs", run="run"))
+    assert re.fullmatch(
+        r".*step-000002: cannot be written \(No space left on device\); free \d+ MiB, then continue the run with "
+        r"--resume, or choose another --runs-dir",
+        message,
+    )
+    assert checkpoints(elsewhere / "runs" / "run") == []
+
+
+def test_a_missing_tracker_leaves_no_run(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "runs", wandb="project"))
+    assert message == "--wandb needs the package wandb, which is not installed; run: pip install 'quintic[wandb]'"
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_tracker_that_cannot_start_leaves_no_run(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise cli.ConfigError("no account")
+
+    monkeypatch.setattr("quintic.train.loop._trackers", refuse)
+    assert error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "runs")) == "no account"
+    assert list((elsewhere / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1) or start anew"),
+        ("--rows 8", "--rows cannot change when a run is resumed"),
+        ("--seed=3", "--seed cannot change when a run is resumed"),
+        ("--batch-tokens 100", "--batch-tokens 100 is not a multiple of --rows 4 x --seq-len 32 = 128"),
+        ("--depht 2", "unknown option --depht: did you mean --depth?"),
+    ],
+)
+def test_a_resumed_run_computes_what_it_began(
+    changed: str, message: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    arguments = ["--resume", "--run", "run", "--runs_dir", str(mine.parent), *changed.split()]
+    assert error_of(capsys, "train", *arguments).startswith(message)
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
+
+
+def test_a_resumed_run_may_be_watched_differently(mine: Path) -> None:
+    options = ["--keep", "3", "--save-every=1", "--prompts", "a", "b", "--eval-every", "0", "--threads", "1"]
+    assert main(["train", "--resume", "--runs-dir", str(mine.parent), *options]) == 0
+    assert [sample["prompt"] for sample in RunHistory.load(mine).samples] == ["a", "b"]
+
+
+def test_resuming_with_every_checkpoint_damaged(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in checkpoints(mine):
+        (path / "state.json").write_text("{}")
+    for command in ("train --resume", "sample", "eval"):
+        # What is damaged is told as well, but not on the line of the error.
+        assert main([*command.split(), "--runs-dir", str(mine.parent)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.splitlines()[-1].endswith("every checkpoint is damaged; start the run anew")
+        assert "state.json has 2 bytes instead of" in printed.err + printed.out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("garbage", "config.json: cannot be read as a configuration"),
+        ('{"model": {"dpeth": 2}}', "config.json: unknown field model.dpeth; remove it"),
+        ('{"model": {"depth": "2"}}', 'config.json: model.depth cannot be "2"; correct or remove it'),
+    ],
+)
+def test_a_configuration_that_cannot_be_used(
+    content: str, message: str, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    (elsewhere / "config.json").write_text(content)
+    assert error_of(capsys, "train", "--config", "config.json").startswith(message)
+    assert [path.name for path in elsewhere.iterdir()] == ["config.json"]
+
+
+def test_several_processes_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in error_of(capsys, "train")
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert "'tyro' is missing: install the harness with pip install 'quintic[train]'" in error_of(capsys, "report")
+
+
+def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(cli, "_check_single_process", fail)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main(["report"])
