@@ -282,12 +282,17 @@ def _prepared(data: "DataConfig") -> "Dataset":
     from quintic.data.shards import prepare
 
     shown = ""
+    words = {
+        "survey": "reading the text",
+        "tokenizer": "making a tokenizer from it",
+        "tokens": "turning it into tokens",
+    }
 
     def progress(stage: str, done: int, total: int | None) -> None:
         nonlocal shown
-        if stage != shown:
-            print(f"Preparing data: {stage} ...", flush=True)
-            shown = stage
+        if stage != shown and stage in words:
+            print(f"Preparing data: {words[stage]} ...", flush=True)
+        shown = stage
 
     return prepare(
         data.data,
