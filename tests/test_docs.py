@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,9 @@ class Documented(nn.Module):
 
 def python_blocks():
     for page in PAGES:
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)):
-            yield pytest.param(code, id=f"{page.name}-{number}")
-        for number, code in enumerate(
-            re.findall(r"   ```python\n(.*?)   ```", page.read_text("utf-8"), flags=re.DOTALL)
-        ):
-            yield pytest.param(re.sub(r"^   ", "", code, flags=re.MULTILINE), id=f"{page.name}-indented-{number}")
+        found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for number, code in enumerate(found):
+            yield pytest.param(textwrap.dedent(code), id=f"{page.name}-{number}")
 
 
 @pytest.mark.parametrize("code", python_blocks())
