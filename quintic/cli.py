@@ -271,10 +271,7 @@ def _training_options(arguments: list[str], command: str) -> "Start":
         "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
         "plan": "Show what the optimizer does to each kind of weight, without training.",
     }
-    extra = (
-        "Also: --resume continues the run named by --run, or the one started last; --config FILE starts from the "
-        "config.json of a run. The defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
-    )
+    extra = "The defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
     return training_options(arguments, command=command, description=f"{descriptions[command]}\n\n{extra}")
 
 

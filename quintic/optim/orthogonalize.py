@@ -9,8 +9,8 @@ Sources: Muon's Newton-Schulz triple, K. Jordan et al. 2024, https://kellerjorda
 Polar Express, N. Amsel et al. 2025, https://arxiv.org/abs/2505.16932, algorithm 1 and section 4.
 """
 
+import decimal
 import functools
-import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -44,6 +44,10 @@ _CUSHION = 2e-2
 
 # Below this relative width of [lower, upper] the optimal polynomial equals its limit to the last bit.
 _CONVERGED = 5e-6
+
+# Digits of the exchange algorithm, and the relative change of the error at which it has converged.
+_REMEZ_DIGITS = 80
+_REMEZ_TOLERANCE = decimal.Decimal("1e-12")
 
 
 def newton_schulz_coefficients(steps: int = DEFAULT_STEPS) -> Coefficients:
@@ -207,22 +211,36 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
     """Return the odd quintic with the least largest distance from 1 on [lower, upper], by Remez exchange.
 
     The best p equioscillates: 1 - p is +e, -e, +e, -e at lower, q, r, upper, where q < r are the extrema of p inside.
+    In decimal arithmetic, because the columns s, s^3, s^5 of a narrow interval are all but dependent.
     """
     if lower / upper >= 1 - _CONVERGED:
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
-    q, r = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
-    error = math.inf
-    while True:
-        points = torch.tensor([lower, q, r, upper], dtype=torch.float64)
-        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-        system = torch.stack([points, points**3, points**5, signs], dim=1)
-        a, b, c, new_error = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64)).tolist()
-        # p'(s) = a + 3 b s^2 + 5 c s^4 vanishes at the two inner extrema.
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
-        if abs(error - new_error) <= 1e-15:
-            return a, b, c
-        error = new_error
+    with decimal.localcontext(prec=_REMEZ_DIGITS):
+        low, high = decimal.Decimal(lower), decimal.Decimal(upper)
+        q, r = (3 * low + high) / 4, (low + 3 * high) / 4
+        error = decimal.Decimal("Infinity")
+        while True:
+            a, b, c, new_error = _solve([[s, s**3, s**5, sign] for s, sign in ((low, 1), (q, -1), (r, 1), (high, -1))])
+            # p'(s) = a + 3 b s^2 + 5 c s^4 vanishes at the two inner extrema.
+            root = (9 * b * b - 20 * a * c).sqrt()
+            q, r = ((-3 * b - root) / (10 * c)).sqrt(), ((-3 * b + root) / (10 * c)).sqrt()
+            if abs(error - new_error) <= abs(new_error) * _REMEZ_TOLERANCE:
+                return float(a), float(b), float(c)
+            error = new_error
+
+
+def _solve(rows: list[list[decimal.Decimal | int]]) -> list[decimal.Decimal]:
+    """Return x of the square system `rows` x = 1, by elimination with row exchanges."""
+    system = [[decimal.Decimal(value) for value in row] + [decimal.Decimal(1)] for row in rows]
+    for column in range(len(system)):
+        pivot = max(range(column, len(system)), key=lambda row: abs(system[row][column]))
+        system[column], system[pivot] = system[pivot], system[column]
+        head = system[column]
+        system[column] = head = [value / head[column] for value in head]
+        for index, row in enumerate(system):
+            if index != column:
+                system[index] = [value - row[column] * top for value, top in zip(row, head, strict=True)]
+    return [row[-1] for row in system]
 
 
 def _normalized(x: Tensor, margin: float) -> Tensor:

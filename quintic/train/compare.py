@@ -12,12 +12,17 @@ from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
 __all__ = ["compare"]
 
+# Steps between the evaluations of a comparison, at most.
+_EVAL_EVERY = 25
+
 
 def compare(config: Config, dataset: Dataset, *, command: str) -> str:
     """Train with AdamW, then with Muon, and write `compare.html` beside the two runs.
 
     Both runs have the same initial weights, the same batches in the same order and the same schedules; each has the
-    learning rate of the matrices that was tuned for it (`--adamw-lr`, `--muon-lr`).
+    learning rates of matrices and head, and the weight decay, that were tuned for it (`--muon-lr`, `--head-lr`,
+    `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
+    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss.
 
     Returns:
         What the comparison found and where the report is, as text.
@@ -32,7 +37,11 @@ def compare(config: Config, dataset: Dataset, *, command: str) -> str:
         configs[label] = dataclasses.replace(
             config,
             optim=dataclasses.replace(config.optim, optimizer=optimizer),
-            run=dataclasses.replace(config.run, run=f"{name}-{optimizer}"),
+            run=dataclasses.replace(
+                config.run,
+                run=f"{name}-{optimizer}",
+                eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
+            ),
         )
         check_new_run(configs[label])  # both before the first is trained
     runs = {}

@@ -82,6 +82,23 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """What to start from."""
+
+    resume: bool = False
+    """Continue the run named by --run, or the one started last, with its own options."""
+    config: Path | None = None
+    """Take the defaults of all other options from this file, the config.json of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainOptions(Config):
+    """All options of training, as `--help` lists them; these two are read before the others."""
+
+    start: StartOptions = dataclasses.field(default_factory=StartOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Start:
     """What a training command starts from."""
 
@@ -116,7 +133,9 @@ def training_options(arguments: list[str], *, command: str, description: str) ->
     else:
         device, _ = _taken(rest, "--device")
         default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
-    return Start(config=parse(Config, rest, command, description, default=default), resumed=None)
+    kind = _TrainOptions if asks_help and command == "train" else Config
+    sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
+    return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None)
 
 
 def parse(kind: type[T], arguments: list[str], command: str, description: str, default: T | None = None) -> T:

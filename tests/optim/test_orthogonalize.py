@@ -5,7 +5,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import quintic
@@ -31,6 +31,8 @@ def test_coefficients_equal_the_published_five():
     np.testing.assert_allclose(polar_express_coefficients(5), oracle.PUBLISHED_POLAR_EXPRESS, rtol=1e-11)
 
 
+@example(steps=4, lower=0.5, safety=0.01171875, cushion=0.0)  # an interval of 1e-4: singular in double precision
+@example(steps=8, lower=0.004521353881140751, safety=0.0, cushion=0.48474271104682093)
 @given(
     steps=st.integers(1, 9),
     lower=st.floats(1e-6, 0.9),
