@@ -82,20 +82,30 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartOptions:
+class FileOptions:
     """What to start from."""
 
-    resume: bool = False
-    """Continue the run named by --run, or the one started last, with its own options."""
     config: Path | None = None
     """Take the defaults of all other options from this file, the config.json of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainOptions(Config):
-    """All options of training, as `--help` lists them; these two are read before the others."""
+class StartOptions(FileOptions):
+    """What to start from."""
 
+    resume: bool = False
+    """Continue the run named by --run, or the one started last, with its own options."""
+
+
+# What `--help` lists besides the configuration; these options are read before the others.
+@dataclass(frozen=True, kw_only=True)
+class _TrainOptions(Config):
     start: StartOptions = dataclasses.field(default_factory=StartOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OtherOptions(Config):
+    start: FileOptions = dataclasses.field(default_factory=FileOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +143,9 @@ def training_options(arguments: list[str], *, command: str, description: str) ->
     else:
         device, _ = _taken(rest, "--device")
         default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
-    kind = _TrainOptions if asks_help and command == "train" else Config
+    kind: type[Config] = Config
+    if asks_help:
+        kind = _TrainOptions if command == "train" else _OtherOptions
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
     return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None)
 
