@@ -322,4 +322,7 @@ def _dense_gradient(param: Tensor, name: str) -> Tensor:
     assert gradient is not None
     if gradient.is_sparse:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
-    return gradient
+    if gradient.stride() == param.stride():
+        return gradient
+    # Views may be impossible without a copy, and PyTorch's fused kernel reads memory in order, whatever the strides.
+    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)

@@ -208,6 +208,24 @@ def test_every_matrix_is_orthogonalised_every_step():
     assert sorted(calls) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("group", "shape", "gradient"),
+    [
+        ({"algorithm": "adamw"}, (4, 3), torch.randn(3, 4).T),
+        ({}, (4, 3), torch.randn(3, 4).T),
+        ({"view": Flatten()}, (4, 2, 3, 3), torch.randn(4, 3, 3, 2).permute(0, 3, 1, 2)),
+    ],
+)
+def test_the_strides_of_the_gradient_do_not_matter(group, shape, gradient):
+    """PyTorch's fused AdamW pairs entries by their place in memory."""
+    first = parameter(*shape)
+    second = nn.Parameter(first.detach().clone())
+    first.grad, second.grad = gradient, gradient.contiguous()
+    for param in (first, second):
+        Muon([{"params": [param], **group}], lr=0.1, adamw_lr=0.1).step()
+    assert torch.equal(first, second)
+
+
 def test_workspace_bound_splits_buckets_and_changes_nothing():
     free = [parameter(16, 16) for _ in range(5)]
     bound = [nn.Parameter(p.detach().clone()) for p in free]
