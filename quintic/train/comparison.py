@@ -231,12 +231,26 @@ def _learning(histories: Mapping[str, RunHistory], target: float, baseline: str)
     return section("How they learnt", axis_tabs(draw, records, name="learning"))
 
 
+def _peak_rates(history: RunHistory) -> dict[str, str]:
+    """The largest learning rate of each group of weights, and the largest weight decay, of a run."""
+    peaks: dict[str, float] = {}
+    for record in history.train:
+        rates = {f"peak learning rate, {name}": rate for name, rate in (record.get("lr") or {}).items()}
+        for key, value in {**rates, "peak weight decay": record.get("weight_decay")}.items():
+            if isinstance(value, int | float):
+                peaks[key] = max(value, peaks.get(key, value))
+    return {key: f"{value:.4g}" for key, value in peaks.items()}
+
+
 def _differences(histories: Mapping[str, RunHistory]) -> str:
     """The settings in which the runs differ."""
     settings = {
         name: dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
         for name, history in histories.items()
     }
+    # An option may hold one value for each optimizer: what a run really used stands in its training records.
+    for name, history in histories.items():
+        settings[name].update(_peak_rates(history))
     keys = dict.fromkeys(key for entries in settings.values() for key in entries)
     rows = []
     for key in keys:

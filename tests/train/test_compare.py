@@ -1,5 +1,6 @@
 """The comparison: two runs that differ in the optimizer of the matrices alone."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def test_both_runs_start_alike_and_see_the_same_text(
     page = (tmp_path / "c.html").read_text(encoding="utf-8")
     assert "AdamW" in page
     assert "Muon" in page
+    # One option per optimizer: the page tells what each run really used.
+    rates = [max(record["lr"]["matrices"] for record in history.train) for history in histories]
+    row = re.search(r"peak learning rate, matrices</td>\s*<td[^>]*>([^<]*)</td>\s*<td[^>]*>([^<]*)</td>", page)
+    assert row is not None
+    assert [float(row[1]), float(row[2])] == pytest.approx(rates, rel=1e-3)
     printed = capsys.readouterr().out
     assert printed.index("=== AdamW ===") < printed.index("=== Muon ===")
 
