@@ -338,15 +338,15 @@ def _trained(
     run_dir = find_run(runs_dir, run)
     config = load_config(run_dir / CONFIG_FILE)
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
-    saved = checkpoint.state()
+    dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
     # The precision of the training run, so that scores agree; not its attention, which may need another device.
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
-    sizes = model_config(config, vocab_size=saved["vocab_size"], bos_id=saved["bos_id"])
+    sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
     model = build_model(
         sizes, device=hardware.device, dtype=hardware.dtype, attention=hardware.attention, seed=config.run.seed
     )
     load_model_weights(checkpoint, model)
-    return model.eval(), Dataset.open(Path(saved["dataset"]["path"])), config
+    return model.eval(), dataset, config
 
 
 def _print_result(result: "Result") -> None:

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.orthogonalize import DEFAULT_STEPS, Method, orthogonalize
 from quintic.optim.plan import Bucket, Plan, build_plan
-from quintic.optim.state import init_state, load_state, second_moments
+from quintic.optim.state import CODE_KEYS, init_state, load_state, second_moments
 from quintic.optim.update import LrScale, adamw_, apply_, lr_scale_factor, momentum_, normalize_neurons_
 from quintic.optim.validate import check_group, check_keys
 from quintic.optim.views import Matrix, View
@@ -193,8 +193,7 @@ class Muon(Optimizer):
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded)."""
         result = super().state_dict()
         for group in result["param_groups"]:
-            group["view"] = str(group["view"])
-            for key in ("orthogonalizer", "lr_scale", "compute_dtype"):
+            for key in ("view", *CODE_KEYS):
                 group[key] = str(group[key])
         return result
 
@@ -209,10 +208,7 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        # Code and dtypes are the constructor's business: what was saved of them is text.
-        kept = {"orthogonalizer", "lr_scale", "compute_dtype"}
-        groups = [{k: v for k, v in group.items() if k not in kept} for group in state_dict["param_groups"]]
-        load_state(self, {"state": state_dict["state"], "param_groups": groups})
+        load_state(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

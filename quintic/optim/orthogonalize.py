@@ -243,24 +243,20 @@ def _solve(rows: list[list[decimal.Decimal | int]]) -> list[decimal.Decimal]:
     return [row[-1] for row in system]
 
 
-def _normalized(x: Tensor, margin: float) -> Tensor:
-    """Return float32 `x` over (1 + margin) times its Frobenius norm, for any scale of `x`; zero stays zero."""
-    x32 = x.float()
-    if x32.numel() == 0:
-        return x32
+def _normalized(x: Tensor, margin: float, *, double: bool = False) -> Tensor:
+    """Return `x` over (1 + margin) times its Frobenius norm, in float32 or float64, for any scale; zero stays zero."""
+    work = x.double() if double else x.float()
+    if work.numel() == 0:
+        return work
     # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
-    peak = x32.abs().amax(dim=(-2, -1), keepdim=True)
-    x32 = x32 / torch.where(peak > 0, peak, torch.ones_like(peak))
-    norm = torch.linalg.vector_norm(x32, dim=(-2, -1), keepdim=True) * (1 + margin)
-    return x32 / torch.where(norm > 0, norm, torch.ones_like(norm))
+    peak = work.abs().amax(dim=(-2, -1), keepdim=True)
+    work = work / torch.where(peak > 0, peak, torch.ones_like(peak))
+    norm = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True) * (1 + margin)
+    return work / torch.where(norm > 0, norm, torch.ones_like(norm))
 
 
 def _compose(x: Tensor, coefficients: Coefficients, *, margin: float, compute_dtype: torch.dtype) -> Tensor:
-    if compute_dtype == torch.float64:
-        norm = torch.linalg.vector_norm(x.double(), dim=(-2, -1), keepdim=True) * (1 + margin)
-        out = x.double() / torch.where(norm > 0, norm, torch.ones_like(norm))
-    else:
-        out = _normalized(x, margin).to(compute_dtype)
+    out = _normalized(x, margin, double=compute_dtype == torch.float64).to(compute_dtype)
     batch_shape, (m, n) = out.shape[:-2], out.shape[-2:]
     if out.numel() == 0:
         return out

@@ -23,9 +23,12 @@ from torch.optim import Optimizer
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
 
-__all__ = ["init_state", "load_state", "second_moments"]
+__all__ = ["CODE_KEYS", "init_state", "load_state", "second_moments"]
 
-# What a group is, as opposed to how it is stepped: loading must not change these.
+CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype")
+"""Options that may be functions, or are no plain values: saved as text for people, and not restored."""
+
+# What a group is, as opposed to how it is stepped, and what is code: loading must not change these.
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 
 
@@ -76,7 +79,7 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         target.copy_(source)
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for key, value in saved_group.items():
-            if key not in _IDENTITY_KEYS:
+            if key not in _IDENTITY_KEYS and key not in CODE_KEYS:
                 group[key] = deepcopy(value)
 
 
@@ -90,7 +93,7 @@ def _matched(number: int, group: Mapping[str, Any], saved_group: Mapping[str, An
         )
     if saved_names is None:
         return list(zip(names, group["params"], saved_group["params"], strict=True))
-    keys = dict(zip(saved_names, saved_group["params"], strict=False))
+    keys = dict(zip(saved_names, saved_group["params"], strict=True))
     missing = [name for name in names if name not in keys]
     if missing:
         raise ValueError(f"parameter group {number}: {missing[0]} is not in the saved optimizer state")

@@ -107,9 +107,7 @@ class Trainer:
             "score": None if self.score is None else vars(self.score),
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
-            "dataset": {"path": str(self.dataset.path), **self.dataset.summary()},
-            "vocab_size": self.dataset.vocab_size,
-            "bos_id": self.dataset.bos_id,
+            "dataset": self.dataset.summary(),
         }
         save_checkpoint(
             self.run_dir,
