@@ -1,15 +1,18 @@
 """Views: which matrices a parameter is made of.
 
 Muon orthogonalises matrices; a parameter often stores several of them in one tensor (the heads of an attention
-projection, a fused QKV, a stack of experts). A view maps the tensor to batches `(b, m, n)` that share its memory, so
-that writing to a batch writes to the parameter. Views know nothing of optimizers, devices or ranks.
+projection, a fused QKV, a stack of experts). A view maps the tensor to blocks `(b, g, r, n)` that share its memory,
+so that writing to a block writes to the parameter: b matrices, each of g groups of r rows, m = g r, and n columns.
+Only interleaved layouts need more than one group; everywhere else g = 1 and a block is a plain batch `(b, m, n)`.
+Views know nothing of optimizers, devices or ranks.
 
 `transposed=True` says that the tensor stores each matrix as (in_features, out_features) and not as PyTorch's
-(out_features, in_features), for example GPT-2's Conv1D: the batch is then the transpose, so that the learning-rate
+(out_features, in_features), for example GPT-2's Conv1D: the blocks are then transposed, so that the learning-rate
 scale sees m outputs and n inputs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,17 +25,30 @@ class View(ABC):
     """A description of the matrices inside a tensor; equal descriptions compare equal."""
 
     @abstractmethod
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, m, n)` tensor per matrix shape, together covering `tensor` and sharing its memory.
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return one `(b, g, r, n)` tensor per kind of matrix, together covering `tensor` and sharing its memory.
 
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
 
-    def shapes(self, shape: torch.Size) -> tuple[tuple[int, int, int], ...]:
+    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory unless the matrices are interleaved.
+
+        Raises:
+            ValueError: the view does not fit the shape of `tensor`.
+        """
+        return tuple(block.flatten(1, 2) for block in self.blocks(tensor))
+
+    def write_(self, tensor: Tensor, batches: Sequence[Tensor]) -> None:
+        """Write `(b, m, n)` batches, as `batches` returns them, into `tensor`: the inverse of `batches`."""
+        for block, batch in zip(self.blocks(tensor), batches, strict=True):
+            block.copy_(batch.view(block.shape))
+
+    def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """Return the `(b, m, n)` shapes for a tensor of `shape`, without touching data."""
-        batches = self.batches(torch.empty(shape, device="meta"))
-        return tuple((batch.shape[0], batch.shape[1], batch.shape[2]) for batch in batches)
+        blocks = self.blocks(torch.empty(tuple(shape), device="meta"))
+        return tuple((b, g * r, n) for b, g, r, n in (block.shape for block in blocks))
 
 
 @dataclass(frozen=True)
@@ -41,52 +57,107 @@ class Matrix(View):
 
     transposed: bool = False
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return `(tensor,)` as (1, m, n)."""
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensor as (1, 1, m, n)."""
         _check_ndim(self, tensor, 2)
-        return (_oriented(tensor.unsqueeze(0), self.transposed),)
+        return (_oriented(tensor, self.transposed)[None, None],)
 
 
 @dataclass(frozen=True)
 class Heads(View):
-    """`num_heads` equal blocks of rows (output features), one matrix each: per-head query, key or value."""
+    """`num_heads` equal blocks of features, one matrix each: Muon per attention head.
+
+    Args:
+        num_heads: blocks; query, key and value projections have theirs along the output features.
+        transposed: the tensor is (in_features, out_features).
+        dim: 0 for blocks of output features, 1 for blocks of input features (attention's output projection).
+    """
 
     num_heads: int
     transposed: bool = False
+    dim: int = 0
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the heads as one (num_heads, rows / num_heads, columns) batch."""
+    def __post_init__(self) -> None:
+        """Check the dimension."""
+        if self.dim not in (0, 1):
+            raise ValueError(f"{self}: dim is 0 (output features) or 1 (input features)")
+
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the heads as (num_heads, 1, m / num_heads, n), or (num_heads, 1, m, n / num_heads) for dim 1."""
         _check_ndim(self, tensor, 2)
-        features = tensor.mT if self.transposed else tensor
-        if self.num_heads < 1 or features.shape[0] % self.num_heads:
+        matrix = _oriented(tensor, self.transposed)
+        if self.num_heads < 1 or matrix.shape[self.dim] % self.num_heads:
             raise ValueError(
-                f"{self} does not divide the {features.shape[0]} output features of shape {tuple(tensor.shape)}; "
-                f"use Split or a number of heads that divides them"
+                f"{self} does not divide the {matrix.shape[self.dim]} {('output', 'input')[self.dim]} features of "
+                f"shape {tuple(tensor.shape)}; use Split or a number of heads that divides them"
             )
-        return (features.unflatten(0, (self.num_heads, -1)),)
+        head_size = matrix.shape[self.dim] // self.num_heads
+        heads = matrix.unflatten(self.dim, (self.num_heads, head_size)).movedim(self.dim, 0)
+        return (heads.unsqueeze(1),)
 
 
 @dataclass(frozen=True)
 class Split(View):
-    """Consecutive blocks of output features of the given sizes, one matrix each: fused QKV, fused gate and up."""
+    """Several matrices stored side by side along the output features: fused QKV, fused gate and up.
+
+    | layout of the output features             | view                                                              |
+    |-------------------------------------------|-------------------------------------------------------------------|
+    | all queries, all keys, all values         | `Split((h d, kv d, kv d))`                                        |
+    | per head: query, key, value               | `Split((d, d, d), groups=h)`                                      |
+    | per key/value head: its queries, key, value | `Split((h / kv d, d, d), groups=kv)`                            |
+    | the same with an output gate              | `Split((h / kv d, h / kv d, d, d), groups=kv)`                    |
+    | gate and up alternating feature by feature | `Split((1, 1), groups=features)`                                 |
+
+    A 3-D tensor is a stack of experts, each split alike.
+
+    Args:
+        sizes: output features of each part within one group.
+        transposed: the tensor is (..., in_features, out_features).
+        groups: how many times the pattern of parts repeats; the rows of one part, from all groups, are one matrix.
+        heads: for each part, into how many matrices it is divided further (Muon per head); None for one each.
+    """
 
     sizes: tuple[int, ...]
     transposed: bool = False
+    groups: int = 1
+    heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Accept any sequence of sizes, so that `Split([256, 256])` is hashable too."""
         object.__setattr__(self, "sizes", tuple(self.sizes))
+        if self.heads is None:
+            return
+        object.__setattr__(self, "heads", tuple(self.heads))
+        if len(self.heads) != len(self.sizes) or any(
+            heads < 1 or heads % self.groups or (size * self.groups) % heads
+            for heads, size in zip(self.heads, self.sizes, strict=True)
+        ):
+            raise ValueError(f"{self}: heads needs, per part, a multiple of groups that divides the part's features")
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one (1, size, columns) batch per block."""
-        _check_ndim(self, tensor, 2)
-        features = tensor.mT if self.transposed else tensor
-        if not self.sizes or min(self.sizes) < 1 or sum(self.sizes) != features.shape[0]:
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return one (1, groups, size, n) block per part, or per head of a group if `heads` is set."""
+        if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and self.heads is not None):
+            need = "2-D parameters" if self.heads is not None else "2-D parameters and 3-D stacks of experts"
+            raise ValueError(f"{self} is for {need}, got shape {tuple(tensor.shape)}")
+        features = _oriented(tensor, self.transposed)
+        features = features if tensor.ndim == 3 else features.unsqueeze(0)
+        rows, total = features.shape[1], sum(self.sizes) * self.groups
+        if not self.sizes or min(self.sizes) < 1 or self.groups < 1 or total != rows:
             raise ValueError(
-                f"{self}: the sizes must be positive and add up to the {features.shape[0]} output features "
-                f"of shape {tuple(tensor.shape)}, they add up to {sum(self.sizes)}"
+                f"{self}: the sizes must be positive and add up, over all groups, to the {rows} output features "
+                f"of shape {tuple(tensor.shape)}, they add up to {total}"
             )
-        return tuple(block.unsqueeze(0) for block in features.split(list(self.sizes)))
+        parts = features.unflatten(1, (self.groups, sum(self.sizes))).split(list(self.sizes), dim=2)
+        if self.heads is None:
+            return tuple(parts)
+        blocks: list[Tensor] = []
+        for part, heads in zip(parts, self.heads, strict=True):
+            by_head = part.squeeze(0).unflatten(1, (heads // self.groups, -1))  # (groups, heads of a group, rows, n)
+            if self.groups == 1:
+                blocks.append(by_head.movedim(1, 0))
+            else:
+                blocks += [by_head[:, index : index + 1] for index in range(heads // self.groups)]
+        return tuple(blocks)
 
 
 @dataclass(frozen=True)
@@ -95,10 +166,10 @@ class Experts(View):
 
     transposed: bool = False
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the stack itself."""
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the stack as (experts, 1, m, n)."""
         _check_ndim(self, tensor, 3)
-        return (_oriented(tensor, self.transposed),)
+        return (_oriented(tensor, self.transposed).unsqueeze(1),)
 
 
 @dataclass(frozen=True)
@@ -108,12 +179,13 @@ class Rows(View):
     num_rows: int
     transposed: bool = False
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the bank as (rows / num_rows, num_rows, columns)."""
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the bank as (rows / num_rows, 1, num_rows, columns)."""
         _check_ndim(self, tensor, 2)
         if self.num_rows < 1 or tensor.shape[0] % self.num_rows:
             raise ValueError(f"{self} does not divide the {tensor.shape[0]} rows of shape {tuple(tensor.shape)}")
-        return (_oriented(tensor.unflatten(0, (-1, self.num_rows)), self.transposed),)
+        bank = tensor.unflatten(0, (tensor.shape[0] // self.num_rows, self.num_rows))
+        return (_oriented(bank, self.transposed).unsqueeze(1),)
 
 
 @dataclass(frozen=True)
@@ -122,18 +194,18 @@ class Flatten(View):
 
     transposed: bool = False
 
-    def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the flattened filter bank as (1, out_channels, rest)."""
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the flattened filter bank as (1, 1, out_channels, rest)."""
         if tensor.ndim < 3:
             raise ValueError(f"{self} is for convolutions (3 or more dimensions), got shape {tuple(tensor.shape)}")
         try:
-            flat = tensor.view(tensor.shape[0], -1)
+            flat = tensor.view(tensor.shape[0], tensor.shape[1:].numel())
         except RuntimeError as error:
             raise ValueError(
                 f"{self}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be flattened "
                 f"without a copy; make the parameter contiguous"
             ) from error
-        return (_oriented(flat.unsqueeze(0), self.transposed),)
+        return (_oriented(flat, self.transposed)[None, None],)
 
 
 def _check_ndim(view: View, tensor: Tensor, ndim: int) -> None:
@@ -141,5 +213,5 @@ def _check_ndim(view: View, tensor: Tensor, ndim: int) -> None:
         raise ValueError(f"{view} is for {ndim}-D parameters, got shape {tuple(tensor.shape)}")
 
 
-def _oriented(batch: Tensor, transposed: bool) -> Tensor:
-    return batch.mT if transposed else batch
+def _oriented(tensor: Tensor, transposed: bool) -> Tensor:
+    return tensor.mT if transposed else tensor

@@ -10,6 +10,27 @@ CASES = [
     (Heads(2, transposed=True), (6, 4), lambda w: [[w[:, 0:2].T, w[:, 2:4].T]]),
     (Split((1, 2, 3)), (6, 4), lambda w: [[w[0:1]], [w[1:3]], [w[3:6]]]),
     (Split([2, 2], transposed=True), (6, 4), lambda w: [[w[:, 0:2].T], [w[:, 2:4].T]]),
+    (Heads(2, dim=1), (3, 4), lambda w: [[w[:, 0:2], w[:, 2:4]]]),
+    (Heads(3, transposed=True, dim=1), (6, 4), lambda w: [[w[0:2].T, w[2:4].T, w[4:6].T]]),
+    # queries, keys and values of each of two heads
+    (Split((2, 2, 2), groups=2), (12, 5), lambda w: [[w[[0, 1, 6, 7]]], [w[[2, 3, 8, 9]]], [w[[4, 5, 10, 11]]]]),
+    # two key/value heads, each with two queries, a gate as wide, a key, a value
+    (
+        Split((4, 4, 2, 2), groups=2),
+        (24, 3),
+        lambda w: [[torch.cat([w[a : a + k], w[12 + a : 12 + a + k]])] for a, k in ((0, 4), (4, 4), (8, 2), (10, 2))],
+    ),
+    (Split((1, 1), groups=3), (6, 4), lambda w: [[w[0::2]], [w[1::2]]]),
+    (Split((1, 1), groups=3, transposed=True), (4, 6), lambda w: [[w[:, 0::2].T], [w[:, 1::2].T]]),
+    (Split((4, 2), heads=(2, 1)), (6, 4), lambda w: [[w[0:2], w[2:4]], [w[4:6]]]),
+    (
+        Split((4, 2), groups=2, heads=(4, 2)),
+        (12, 3),
+        lambda w: [[w[0:2], w[6:8]], [w[2:4], w[8:10]], [w[4:6], w[10:12]]],
+    ),
+    (Split((2, 2)), (3, 4, 5), lambda w: [list(w[:, :2]), list(w[:, 2:])]),
+    (Split((2, 3), transposed=True), (2, 4, 5), lambda w: [[e[:, :2].T for e in w], [e[:, 2:].T for e in w]]),
+    (Split((1, 1), groups=2), (3, 4, 5), lambda w: [list(w[:, 0::2]), list(w[:, 1::2])]),
     (Experts(), (3, 2, 5), lambda w: [list(w)]),
     (Experts(transposed=True), (3, 2, 5), lambda w: [[e.T for e in w]]),
     (Rows(2), (6, 4), lambda w: [[w[0:2], w[2:4], w[4:6]]]),
@@ -32,11 +53,18 @@ def test_batches_are_the_documented_matrices(view, shape, matrices):
 
 
 @pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_batches_share_memory_and_cover_every_entry_once(view, shape, matrices):
+def test_blocks_share_memory_and_cover_every_entry_once(view, shape, matrices):
     tensor = torch.zeros(shape)
-    for batch in view.batches(tensor):
-        batch.add_(1)
+    for block in view.blocks(tensor):
+        block.add_(1)
     assert torch.equal(tensor, torch.ones(shape))
+
+
+@pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+def test_writing_batches_back_is_the_inverse_of_taking_them(view, shape, matrices):
+    tensor, copy = torch.randn(shape), torch.zeros(shape)
+    view.write_(copy, [batch.clone() for batch in view.batches(tensor)])
+    assert torch.equal(copy, tensor)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +74,13 @@ def test_batches_share_memory_and_cover_every_entry_once(view, shape, matrices):
         (Heads(4), (6, 4), r"Heads\(num_heads=4.*6 output features.*\(6, 4\)"),
         (Heads(0), (6, 4), "Heads"),
         (Heads(4, transposed=True), (4, 6), "6 output features"),
-        (Split((2, 2)), (6, 4), "add up to the 6 output features.*add up to 4"),
+        (Split((2, 2)), (6, 4), "add up.*6 output features.*add up to 4"),
         (Split((7, -1)), (6, 4), "positive"),
         (Split(()), (6, 4), "Split"),
+        (Split((2, 2), groups=2), (6, 4), "over all groups.*6 output features.*add up to 8"),
+        (Split((2, 2)), (4,), "2-D"),
+        (Split((4, 2), heads=(2, 1)), (2, 6, 4), "2-D parameters, got"),
+        (Heads(3, dim=1), (6, 4), r"4 input features.*\(6, 4\)"),
         (Experts(), (6, 4), "3-D"),
         (Rows(4), (6, 4), r"Rows\(num_rows=4.*6 rows"),
         (Flatten(), (6, 4), "3 or more dimensions"),
@@ -57,6 +89,17 @@ def test_batches_share_memory_and_cover_every_entry_once(view, shape, matrices):
 def test_a_view_that_does_not_fit_says_so(view, shape, message):
     with pytest.raises(ValueError, match=message):
         view.batches(torch.empty(shape))
+
+
+@pytest.mark.parametrize("arguments", [{"heads": (2,)}, {"heads": (3, 1)}, {"heads": (1, 1), "groups": 2}])
+def test_heads_of_parts_must_divide_them(arguments):
+    with pytest.raises(ValueError, match="heads needs"):
+        Split((4, 2), **arguments)
+
+
+def test_heads_have_two_dimensions_to_choose_from():
+    with pytest.raises(ValueError, match="dim is 0"):
+        Heads(2, dim=2)
 
 
 def test_flatten_refuses_what_would_need_a_copy():
