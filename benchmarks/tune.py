@@ -38,7 +38,7 @@ def main() -> int:
     print(f"{len(settings)} settings, {len(settings) - len(todo)} done before", flush=True)
     deadline = _now() + options.time_limit
     with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a", encoding="utf-8") as out:
-        for result in pool.map(lambda setting: _run(options.base, setting, deadline), todo):
+        for result in pool.map(lambda setting: run_setting(options.base, setting, deadline), todo):
             if result is not None:
                 out.write(json.dumps(result) + "\n")
                 out.flush()
@@ -77,7 +77,8 @@ def _around(grids: list[list[str]]) -> list[list[str]]:
     return settings
 
 
-def _run(base: str, setting: list[str], deadline: float) -> dict[str, object] | None:
+def run_setting(base: str, setting: list[str], deadline: float) -> dict[str, object] | None:
+    """Train once and return the result; None if the run failed or the deadline (of `time.monotonic`) is over."""
     if _now() > deadline:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +90,7 @@ def _run(base: str, setting: list[str], deadline: float) -> dict[str, object] | 
             print(f"failed: {shlex.join(setting)}: {done.stderr.strip().splitlines()[-1:]}", flush=True)
             return None
         records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    first = next(record for record in records if record["kind"] == "run")
     final = next(record for record in records if record["kind"] == "final")
     curve = [[record["step"], record["loss"]] for record in records if record["kind"] == "eval"]
     bpb = float("inf") if final["bpb"] is None else final["bpb"]
@@ -99,6 +101,8 @@ def _run(base: str, setting: list[str], deadline: float) -> dict[str, object] | 
         "loss": final["loss"],
         "seconds": final["seconds"],
         "curve": curve,
+        "machine": first["machine"],
+        "versions": first["versions"],
     }
 
 

@@ -5,9 +5,11 @@
 >>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
 """
 
+from quintic.optim.explain import explain
 from quintic.optim.groups import Rule, param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import orthogonalize
+from quintic.optim.qk_clip import QKClip
 from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
 
 __all__ = [
@@ -16,9 +18,11 @@ __all__ = [
     "Heads",
     "Matrix",
     "Muon",
+    "QKClip",
     "Rows",
     "Rule",
     "Split",
+    "explain",
     "orthogonalize",
     "param_groups",
 ]

@@ -11,7 +11,9 @@ from the textbook, and where the ideas come from (modded-nanogpt speedrun and na
 - attention, and smear, never cross a document boundary.
 """
 
+import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from quintic.kernels.attention import AttentionName, DocumentMask, document_mask
 from quintic.kernels.loss import softcap_cross_entropy
+from quintic.kernels.max_logits import MaxLogits
 from quintic.model.cache import KVCache, LayerCache
 from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
 
@@ -267,6 +270,30 @@ class GPT(nn.Module):
             for _ in range(config.depth)
         ]
         return KVCache(layers, capacity)
+
+    @contextmanager
+    def recording_max_logits(self, recorder: MaxLogits) -> Iterator[None]:
+        """Let every forward pass (without a cache) inside add each layer's largest logits per head to `recorder`.
+
+        QK-norm bounds them already, so here they are something to watch and not something to clip.
+        """
+        attentions = [block.attention for block in self._blocks()]
+        before = [attention.on_max_logits for attention in attentions]
+        for layer, attention in enumerate(attentions):
+            attention.on_max_logits = functools.partial(recorder.add, f"blocks.{layer}.attention")
+        try:
+            yield
+        finally:
+            for attention, on_max_logits in zip(attentions, before, strict=True):
+                attention.on_max_logits = on_max_logits
+
+    @torch.no_grad()
+    def max_logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the largest attention logit of each head over a batch: layer name -> (H,) float32."""
+        recorder = MaxLogits()
+        with self.recording_max_logits(recorder):
+            self._trunk(inputs, document_starts, None)
+        return recorder.take()
 
     def num_parameters(self) -> dict[str, int]:
         """Return how many parameters each part has; the values add up to all of them."""

@@ -5,13 +5,13 @@ to the dtype of the activations where they are used, so that mixed precision nee
 Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention import DocumentMask, attention
+from quintic.kernels.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.model.cache import LayerCache
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "rms_norm", "rotary_tables", "rotate"]
@@ -72,6 +72,7 @@ class Attention(nn.Module):
         self.value = Linear(width, num_kv_heads * self.head_dim)
         self.out = Linear(width, width)
         self.value_gate = Linear(min(GATE_CHANNELS, width), num_kv_heads) if value_embedding else None
+        self.on_max_logits: Callable[[Tensor], None] | None = None  # wants each forward pass' (H,) largest logits
 
     def forward(
         self,
@@ -93,7 +94,10 @@ class Attention(nn.Module):
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
         q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * _QK_GAIN
         k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * _QK_GAIN
-        if cache is None:
+        if cache is None and self.on_max_logits is not None:
+            out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
+            self.on_max_logits(max_logits_H)
+        elif cache is None:
             out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
         else:
             out_BTHD = cache.attend(q_BTHD, k_BTGD, v_BTGD, window)

@@ -2,27 +2,45 @@
 
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
-is in `plan.py`.
+is in `plan.py`; how a bucket is run is in `pipeline.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw as torch_adamw
 
-from quintic.optim.orthogonalize import DEFAULT_STEPS, Method, orthogonalize
-from quintic.optim.plan import Bucket, Plan, build_plan
-from quintic.optim.state import CODE_KEYS, init_state, load_state, second_moments
-from quintic.optim.update import LrScale, adamw_, apply_, lr_scale_factor, momentum_, normalize_neurons_
+from quintic.kernels.dispatch import KernelsOption
+from quintic.optim.coefficients import DEFAULT_STEPS
+from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.device_passes import DeviceMemory, step_adamw_on_device, step_matrices_on_device
+from quintic.optim.forms import Method, Polynomials
+from quintic.optim.non_finite import all_finite, first_non_finite
+from quintic.optim.pipeline import Observer, Operands, operands, step_adamw, step_matrices
+from quintic.optim.plan import Bucket, Member, Plan, build_plan
+from quintic.optim.precision import full_precision, store_
+from quintic.optim.qk_clip import LayerClip, QKClip
+from quintic.optim.state import CODE_KEYS, init_state, load_state, master_of
+from quintic.optim.telemetry import MatrixTelemetry, StepReport, measure
+from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.validate import check_group, check_keys
-from quintic.optim.views import Matrix, View
+from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
+
+
+class _Work(NamedTuple):
+    """A bucket, its number in the plan, and the members that have a gradient now."""
+
+    number: int
+    bucket: Bucket
+    group: dict[str, Any]
+    active: Operands
 
 
 class Muon(Optimizer):
@@ -46,24 +64,39 @@ class Muon(Optimizer):
         momentum: averaging coefficient in [0, 1).
         nesterov: look one gradient ahead.
         weight_decay: decoupled, w <- w - lr weight_decay w per step; AdamW groups use it too unless they set their own.
+        decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
+            learning rate.
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402).
-        orthogonalizer: `"polar_express"`, `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
+        orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
+            `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
         orthogonalizer_steps: polynomial steps of the named methods.
-        compute_dtype: dtype of the orthogonaliser's matrix products.
+        coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
+        compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
+            `quintic.orthogonalize`.
         normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
         normalize_beta: averaging coefficient of NorMuon's second moment.
         lr_scale: see `quintic.optim.update.lr_scale_factor`.
+        lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
+            groups whose parameters are banks of equally many matrices.
         adamw_lr: learning rate of AdamW groups that set none themselves.
         betas: AdamW's averaging coefficients.
         eps: AdamW's denominator guard.
+        step_every: step only every k-th time. In between, `zero_grad` leaves the group's gradients alone, so that they
+            add up (AdamW does not see their scale).
         comms: `"none"`; this version runs on one device.
         process_group: None.
-        master: None: updates are applied in the weight's own dtype.
-        qk_clip: None.
+        master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
+            `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
+            the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.
+        qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         offload: False.
-        on_nonfinite: `"propagate"`.
-        max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single parameter may
+        on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
+            weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
+            an error that names the parameter (waits for the device).
+        max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single matrix may
             exceed it); None for no bound.
+        kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
+        telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
@@ -73,59 +106,52 @@ class Muon(Optimizer):
     Source: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
 
+    # What follows from the groups, made when needed and dropped when they change.
+    _plan: Plan | None
+    _memory: dict[int, DeviceMemory]
+    _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
+    _clips: dict[str | int, LayerClip]
+    # What the user may ask about the steps made.
+    _measured: dict[int, tuple[list[Member], Tensor]]
+    _skipped: Tensor | None
+    _num_steps: int
+    _report: tuple[StepReport, Tensor | None]
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
-        lr: float = 0.02,
+        lr: float | Tensor = 0.02,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
+        decay_coupling: DecayCoupling = "lr",
         cautious: bool = False,
-        orthogonalizer: Orthogonalizer = "polar_express",
+        orthogonalizer: Orthogonalizer = "auto",
         orthogonalizer_steps: int = DEFAULT_STEPS,
-        compute_dtype: torch.dtype = torch.bfloat16,
+        coefficients: Polynomials | None = None,
+        compute_dtype: torch.dtype | None = None,
         normalize: Literal["neuron"] | None = None,
         normalize_beta: float = 0.95,
         lr_scale: LrScale = "spectral",
+        lr_multipliers: Sequence[float] | None = None,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        step_every: int = 1,
         comms: Literal["none"] = "none",
         process_group: None = None,
-        master: None = None,
-        qk_clip: None = None,
+        master: Literal["fp32", "mantissa"] | None = None,
+        qk_clip: QKClip | None = None,
         offload: bool = False,
-        on_nonfinite: Literal["propagate"] = "propagate",
-        max_workspace_bytes: int | None = None,
+        on_nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        max_workspace_bytes: int | None = 2**31,
+        kernels: KernelsOption = "auto",
+        telemetry_every: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "cautious": cautious,
-            "orthogonalizer": orthogonalizer,
-            "orthogonalizer_steps": orthogonalizer_steps,
-            "compute_dtype": compute_dtype,
-            "normalize": normalize,
-            "normalize_beta": normalize_beta,
-            "lr_scale": lr_scale,
-            "adamw_lr": adamw_lr,
-            "betas": betas,
-            "eps": eps,
-            "comms": comms,
-            "process_group": process_group,
-            "master": master,
-            "qk_clip": qk_clip,
-            "offload": offload,
-            "on_nonfinite": on_nonfinite,
-            "max_workspace_bytes": max_workspace_bytes,
-            "algorithm": "muon",
-            "view": Matrix(),
-        }
-        self._plan: Plan | None = None
-        super().__init__(params, defaults)
+        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        self._forget_steps()
+        super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a validated group and create its state at once.
@@ -148,7 +174,7 @@ class Muon(Optimizer):
             raise
         for param in added["params"]:
             self.state[param] = init_state(param, added)
-        self._plan = None
+        self._forget_plan()
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
@@ -157,23 +183,30 @@ class Muon(Optimizer):
         return self._plan
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, qk_logits: Mapping[str | int, Tensor] | None = None) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        qk_logits: Mapping[str | int, Tensor] | None = None,
+    ) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
             closure: re-evaluates the model with gradients enabled and returns the loss.
+            qk_logits: for QK-clip: attention layer -> (heads,) largest logit of each head since the last step.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            ValueError: the closure returned None.
+            ValueError: the closure returned None, a gradient is sparse, or `qk_logits` fits no attention layer.
+            FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -181,13 +214,62 @@ class Muon(Optimizer):
                 loss = closure()
             if loss is None:
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
-        for bucket in self.plan():
-            group = self.param_groups[bucket.group]
-            if bucket.algorithm == "muon":
-                self._step_matrices(bucket, group)
-            else:
-                self._step_adamw(bucket, group)
+        clips = self._layer_clips(qk_logits or {})
+        works, waiting = self._works()
+        go = self._guard(works)
+        host_go = True
+        if go is not None and any(work.bucket.kernels == "torch" for work in works):
+            host_go = bool(go)
+        for work in works:
+            if work.active.params and work.bucket.numel and (host_go or work.group["on_nonfinite"] == "propagate"):
+                self._run(work, go)
+        for clip, maxima in clips:
+            self._clip(clip, maxima, go)
+        self._num_steps += 1
+        self._report = _report(works, waiting, len(clips)), go
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
+        waiting = [(p, p.grad) for group in self.param_groups if group["pending_steps"] for p in group["params"]]
+        for param, _ in waiting:
+            param.grad = None
+        super().zero_grad(set_to_none)
+        for param, gradient in waiting:
+            param.grad = gradient
+
+    def last_step(self) -> StepReport:
+        """Return what the last step did: matrices orthogonalised by method, AdamW parameters, steps skipped.
+
+        Reads the count of skipped steps from the device, and so waits for it.
+        """
+        report, go = self._report
+        skipped_steps = int(self._skipped) if self._skipped is not None else 0
+        return replace(report, skipped=go is not None and not bool(go), skipped_steps=skipped_steps)
+
+    def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
+        """Return the measurements of the last sampled step: parameter name -> one entry per matrix of its view.
+
+        Empty until a step was sampled (`telemetry_every`). Waits for the device.
+        """
+        found: dict[str, dict[int, MatrixTelemetry]] = {}
+        for members, values in self._measured.values():
+            rows = iter(values.tolist())
+            for member in members:
+                for offset in range(member.num_matrices):
+                    rms, mean, spread, rank = next(rows)
+                    found.setdefault(member.name, {})[member.first_matrix + offset] = MatrixTelemetry(
+                        update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
+                    )
+        return {name: [entries[index] for index in sorted(entries)] for name, entries in found.items()}
+
+    def upload_hyperparameters(self) -> None:
+        """Bring changed learning rates, momenta, decays, betas and eps to the device, where a CUDA graph reads them.
+
+        `step` does it by itself; needed only before replaying a captured step. Does not wait for the device.
+        """
+        for (number, _), values in self._hyperparameters.items():
+            values.update(self.param_groups[number])
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded)."""
@@ -215,81 +297,155 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         super().__setstate__(state)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Forget what is told about the steps made, and the plan."""
+        self._skipped = None
+        self._num_steps = 0
+        self._report = StepReport(), None
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        """Forget everything that follows from the groups."""
         self._plan = None
+        self._memory = {}
+        self._hyperparameters = {}
+        self._clips = {}
+        self._measured = {}
 
-    def _step_matrices(self, bucket: Bucket, group: Mapping[str, Any]) -> None:
-        view: View = group["view"]
-        weights, gradients, momenta, moments = [], [], [], []
-        for member in bucket.members:
-            param = group["params"][member.index]
-            if param.grad is None:
+    def _works(self) -> tuple[list[_Work], int]:
+        """Return what there is to do, and how many parameters wait for a later step."""
+        due, waiting = [], 0
+        for group in self.param_groups:
+            if group["step_every"] == 1:
+                due.append(True)
                 continue
-            state = self.state[param]
-            weights.append(view.batches(param)[member.batch])
-            gradients.append(view.batches(_dense_gradient(param, member.name))[member.batch])
-            momenta.append(view.batches(state["momentum_buffer"])[member.batch])
-            if group["normalize"] == "neuron":
-                moments.append(second_moments(state["second_momentum_buffer"], param, view)[member.batch])
-        if not weights or weights[0].numel() == 0:
-            return
-        directions = momentum_(momenta, gradients, mu=float(group["momentum"]), nesterov=group["nesterov"])
-        counts = [weight.shape[0] for weight in weights]
-        update = _orthogonalized(torch.cat(directions), group).to(momenta[0].dtype)
-        if group["normalize"] == "neuron":
-            second_moment = torch.cat(moments)
-            update = normalize_neurons_(update, second_moment, beta=group["normalize_beta"])
-            torch._foreach_copy_(moments, list(second_moment.split(counts)))
-        _, m, n = update.shape
-        apply_(
-            weights,
-            update.split(counts),
-            lr=float(group["lr"]),
-            lr_scale=lr_scale_factor(group["lr_scale"], m, n),
-            weight_decay=float(group["weight_decay"]),
-            cautious=group["cautious"],
-        )
+            if any(is_capturing(param.device) for param in group["params"]):
+                raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
+            group["pending_steps"] = (group["pending_steps"] + 1) % group["step_every"]
+            due.append(group["pending_steps"] == 0)
+            waiting += 0 if due[-1] else len(group["params"])
+        works = []
+        for number, bucket in enumerate(self.plan()):
+            if due[bucket.group]:
+                group, memory = self.param_groups[bucket.group], self._memory.setdefault(number, DeviceMemory())
+                works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
+        return works, waiting
 
-    def _step_adamw(self, bucket: Bucket, group: Mapping[str, Any]) -> None:
-        params = [group["params"][member.index] for member in bucket.members]
-        names = [member.name for member in bucket.members]
-        active = [(p, _dense_gradient(p, name)) for p, name in zip(params, names, strict=True) if p.grad is not None]
-        if not active:
+    def _guard(self, works: Sequence[_Work]) -> Tensor | None:
+        """Return () int32 that is 0 if a step must not happen, None if no group asks; counts the skipped steps."""
+        watched = [work.active for work in works if work.group["on_nonfinite"] != "propagate"]
+        gradients = [gradient for active in watched for gradient in active.gradients]
+        if not gradients:
+            return None
+        if any(work.group["on_nonfinite"] == "raise" for work in works):
+            name = first_non_finite([member.name for active in watched for member in active.members], gradients)
+            if name is not None:
+                raise FloatingPointError(
+                    f"{name}: the gradient has an infinite or undefined entry; nothing was updated"
+                )
+        go = all_finite(gradients, gradients[0].device)
+        if self._skipped is None:
+            self._skipped = torch.zeros((), dtype=torch.int64, device=go.device)
+        self._skipped += 1 - go
+        return go
+
+    def _run(self, work: _Work, go: Tensor | None) -> None:
+        number, bucket, group, active = work
+        memory = self._memory[number]
+        observer = self._observer(number, bucket, group)
+        if bucket.kernels == "torch":
+            if bucket.algorithm == "muon":
+                step_matrices(bucket, group, active, memory, observer)
+            else:
+                step_adamw(bucket, group, active)
             return
-        states = [self.state[p] for p, _ in active]
-        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-        beta1, beta2 = group["betas"]
-        uniform = all(g.dtype == p.dtype == s["exp_avg"].dtype for (p, g), s in zip(active, states, strict=True))
-        if uniform and not group["cautious"]:
-            torch_adamw(
-                [p for p, _ in active],
-                [g for _, g in active],
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                [],
-                [s["step"] for s in states],
-                fused=bucket.device.type in ("cpu", "cuda"),
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=eps,
-                maximize=False,
-            )
-            return
-        for (param, gradient), state in zip(active, states, strict=True):
-            adamw_(
-                param,
-                gradient,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state["step"],
-                lr=lr,
-                betas=(beta1, beta2),
-                eps=eps,
-                weight_decay=weight_decay,
-                cautious=group["cautious"],
-            )
+        if group["on_nonfinite"] == "propagate":
+            go = None
+        elif go is not None:
+            go = go.to(bucket.device, non_blocking=True)
+        key = (bucket.group, bucket.device)
+        hyperparameters = self._hyperparameters.get(key)
+        if hyperparameters is None:
+            hyperparameters = self._hyperparameters[key] = DeviceHyperparameters(bucket.device)
+        hyperparameters.update(group)
+        if bucket.algorithm == "muon":
+            step_matrices_on_device(bucket, group, active, memory, hyperparameters, go, observer)
+        else:
+            step_adamw_on_device(bucket, group, active, memory, hyperparameters, go)
+
+    def _observer(self, number: int, bucket: Bucket, group: Mapping[str, Any]) -> Observer | None:
+        every = group["telemetry_every"]
+        if every is None or self._num_steps % every or is_capturing(bucket.device):
+            return None
+
+        def observe(members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor) -> None:
+            self._measured[number] = list(members), measure(directions, updates, factors)
+
+        return observe
+
+    def _layer_clips(self, qk_logits: Mapping[str | int, Tensor]) -> list[tuple[LayerClip, Tensor]]:
+        if not qk_logits:
+            return []
+        qk_clip = next((group["qk_clip"] for group in self.param_groups if group["qk_clip"] is not None), None)
+        if qk_clip is None:
+            raise ValueError("step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))")
+        for layer, maxima in qk_logits.items():
+            if layer not in self._clips:
+                named = list(self._named_groups())
+                self._clips[layer] = qk_clip.resolve(
+                    layer,
+                    {name: param.shape for name, param, _ in named},
+                    maxima.numel(),
+                    views={name: group["view"] for name, _, group in named},
+                )
+        return [(self._clips[layer], maxima) for layer, maxima in qk_logits.items()]
+
+    def _clip(self, clip: LayerClip, maxima: Tensor, go: Tensor | None) -> None:
+        params = {name: param for name, param, _ in self._named_groups() if name in clip.names}
+        for name, (factors, dim) in clip.factors(maxima).items():
+            param = params[name]
+            if go is not None:
+                factors = torch.where(go.to(factors.device) != 0, factors, torch.ones_like(factors))
+            shape = [1] * param.ndim
+            shape[dim] = -1
+            wide = factors.to(param.device).view(shape)
+            master = master_of(self.state[param])
+            if master is None:
+                param.mul_(wide)
+            else:
+                store_(param, master, full_precision(param, master) * wide)
+
+    def _named_groups(self) -> Iterable[tuple[str, Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                yield name, param, group
+
+
+def _report(works: Sequence[_Work], waiting: int, clipped: int) -> StepReport:
+    matrices: dict[str, int] = {}
+    num_adamw = without = 0
+    seen: set[tuple[int, int]] = set()
+    for _, bucket, _, active in works:
+        missing = len(bucket.members) - len(active.members)
+        if bucket.algorithm == "adamw":
+            num_adamw += len(active.members)
+            without += missing
+            continue
+        if active.num_matrices:
+            matrices[bucket.method] = matrices.get(bucket.method, 0) + active.num_matrices
+        if missing:
+            # A parameter can have members in several buckets.
+            absent = {member.index for member in bucket.members} - {member.index for member in active.members}
+            seen |= {(bucket.group, index) for index in absent}
+    return StepReport(
+        matrices=matrices,
+        adamw_parameters=num_adamw,
+        without_gradient=without + len(seen),
+        waiting=waiting,
+        clipped_layers=clipped,
+    )
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:
@@ -302,23 +458,3 @@ def _add_names(number: int, group: dict[str, Any]) -> None:
     group["params"] = params = list(params)
     if not any(isinstance(param, tuple) for param in params):
         group.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(params))])
-
-
-def _orthogonalized(directions: Tensor, group: Mapping[str, Any]) -> Tensor:
-    orthogonalizer: Orthogonalizer = group["orthogonalizer"]
-    if callable(orthogonalizer):
-        return orthogonalizer(directions)
-    return orthogonalize(
-        directions, orthogonalizer, group["orthogonalizer_steps"], compute_dtype=group["compute_dtype"]
-    )
-
-
-def _dense_gradient(param: Tensor, name: str) -> Tensor:
-    gradient = param.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
-    if gradient.stride() == param.stride():
-        return gradient
-    # Views may be impossible without a copy, and PyTorch's fused kernel reads memory in order, whatever the strides.
-    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)

@@ -1,8 +1,8 @@
-"""The plan: which parameters are updated together, and what that costs. Frozen data, no arithmetic on weights.
+"""The plan: which matrices are updated together, how, and what that costs. Frozen data, no arithmetic on weights.
 
-A bucket is what one batched computation handles: for Muon, all matrices of one shape, dtype, device and parameter
-group; for AdamW, all parameters of one dtype, device and group. The plan is built once and again only when the groups
-change; `optimizer.plan()` returns it, and printing it gives a table.
+A bucket is what one batched computation handles: for Muon, matrices of one shape, memory layout, dtype, device and
+parameter group, as many as fit the workspace; for AdamW, all parameters of one dtype, device and group. The plan is
+built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quintic.optim.orthogonalize import orthogonalization_flops
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.forms import Form, resolve
 
-__all__ = ["Bucket", "Member", "Plan", "build_plan"]
+__all__ = ["Bucket", "Member", "Plan", "build_plan", "direction_dtype", "matrices_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One batch of matrices of one parameter (AdamW: the whole parameter)."""
+    """Consecutive matrices of one parameter (AdamW: the whole parameter)."""
 
     name: str
     index: int
     """Position of the parameter in its group."""
-    batch: int
-    """Which of the view's batches; 0 unless the view has several matrix shapes."""
-    num_matrices: int
+    block: int = 0
+    """Which of the view's blocks; 0 unless the view has several kinds of matrices."""
+    start: int = 0
+    """First matrix of the block that belongs to the bucket."""
+    num_matrices: int = 0
+    first_matrix: int = 0
+    """Position of the first matrix among all matrices of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +46,27 @@ class Bucket:
     """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
+    """Implementation of the element-wise passes."""
+    form: Form | None
+    """How the matrices are orthogonalised; None for AdamW and for a user's function."""
     numel: int
     flops: int
     """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
     workspace_bytes: int
-    """Temporary memory this bucket's batched computation needs."""
+    """Upper bound of the temporary memory this bucket's batched computation needs."""
 
     @property
     def num_matrices(self) -> int:
         """Return how many matrices the batched computation has."""
         return sum(member.num_matrices for member in self.members)
+
+    @property
+    def method(self) -> str:
+        """Return how this bucket is updated, in one word or two."""
+        if self.algorithm == "adamw":
+            return "adamw"
+        return str(self.form) if self.form is not None else "function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan as a table with one line per bucket."""
         lines = [
-            f"{'rule':7} {'matrices':>16} {'parameters':>12} {'dtype':9} {'device':7} {'GFLOP':>9} "
+            f"{'method':18} {'matrices':>16} {'parameters':>14} {'dtype':9} {'device':7} {'kernels':7} {'GFLOP':>9} "
             f"{'work MiB':>9}  first parameter"
         ]
         for bucket in self.buckets:
@@ -84,9 +101,9 @@ class Plan:
                 matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"
             others = f" (+{len(bucket.members) - 1})" if len(bucket.members) > 1 else ""
             lines.append(
-                f"{bucket.algorithm:7} {matrices:>16} {bucket.numel:>12,} "
-                f"{str(bucket.dtype).removeprefix('torch.'):9} {bucket.device!s:7} {bucket.flops / 1e9:>9.2f} "
-                f"{bucket.workspace_bytes / 2**20:>9.1f}  {bucket.members[0].name}{others}"
+                f"{bucket.method:18} {matrices:>16} {bucket.numel:>14,} "
+                f"{str(bucket.dtype).removeprefix('torch.'):9} {bucket.device!s:7} {bucket.kernels:7} "
+                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f}  {bucket.members[0].name}{others}"
             )
         lines.append(
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
@@ -105,36 +122,62 @@ def build_plan(param_groups: Sequence[Mapping[str, Any]]) -> Plan:
 
 
 def _adamw_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
-    members: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+    members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
     for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-        member = Member(name=name, index=index, batch=0, num_matrices=0)
-        members.setdefault((param.dtype, param.device), []).append(member)
-    return [
-        Bucket(
-            algorithm="adamw",
-            group=group_index,
-            members=tuple(found),
-            shape=None,
-            dtype=dtype,
-            device=device,
-            numel=sum(group["params"][member.index].numel() for member in found),
-            flops=0,
-            workspace_bytes=0,
+        key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
+        members.setdefault(key, []).append(Member(name=name, index=index))
+    buckets = []
+    for (dtype, device, kernels), found in members.items():
+        numels = [group["params"][member.index].numel() for member in found]
+        # The kernel needs none; PyTorch's fused update none; the plain update works on one parameter at a time.
+        workspace = 0 if kernels == "triton" else 6 * 4 * max(numels)
+        buckets.append(
+            Bucket(
+                algorithm="adamw",
+                group=group_index,
+                members=tuple(found),
+                shape=None,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                form=None,
+                numel=sum(numels),
+                flops=0,
+                workspace_bytes=workspace,
+            )
         )
-        for (dtype, device), found in members.items()
-    ]
+    return buckets
 
 
 def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
-    members: dict[tuple[int, int, torch.dtype, torch.device], list[Member]] = {}
+    # (m, n) of the matrices, and strides of (g, r, n) in memory: what one launch of a kernel can handle.
+    found: dict[tuple[Any, ...], list[Member]] = {}
     for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-        for batch, (count, m, n) in enumerate(group["view"].shapes(param.shape)):
-            member = Member(name=name, index=index, batch=batch, num_matrices=count)
-            members.setdefault((m, n, param.dtype, param.device), []).append(member)
+        kernels = choose_kernels(group["kernels"], param)
+        first = 0
+        for number, block in enumerate(group["view"].blocks(param.detach())):
+            b, g, r, n = block.shape
+            key = (g, r, n, block.stride()[1:], param.dtype, param.device, kernels)
+            member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
+            found.setdefault(key, []).append(member)
+            first += b
     buckets = []
-    for (m, n, dtype, device), found in members.items():
-        per_matrix = _workspace_bytes(m, n)
-        for chunk in _chunks(found, per_matrix, group["max_workspace_bytes"]):
+    for (g, r, n, _, dtype, device, kernels), members in found.items():
+        m = g * r
+        form = None
+        if not callable(group["orthogonalizer"]):
+            form = resolve(
+                group["orthogonalizer"],
+                m,
+                n,
+                steps=group["orthogonalizer_steps"],
+                coefficients=group["coefficients"],
+                compute_dtype=group["compute_dtype"],
+                device_type=device.type,
+                dtype=dtype,
+            )
+        per_matrix = _workspace_bytes(m, n, dtype, device, form, kernels)
+        for chunk in _chunks(members, per_matrix, group["max_workspace_bytes"]):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
                 Bucket(
@@ -144,30 +187,69 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
                     shape=(m, n),
                     dtype=dtype,
                     device=device,
+                    kernels=kernels,
+                    form=form,
                     numel=count * m * n,
-                    flops=count * orthogonalization_flops(m, n),
+                    flops=0 if form is None else count * form.flops(m, n),
                     workspace_bytes=count * per_matrix,
                 )
             )
     return buckets
 
 
-def _workspace_bytes(m: int, n: int) -> int:
-    # float32 direction and update, two low-precision operands, two Gram-sized products: an upper bound in plain
-    # PyTorch, where normalisation makes one more float32 copy before the first product.
-    return m * n * (4 + 4 + 4 + 2 + 2) + 2 * 2 * min(m, n) ** 2
+def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that update directions are rounded to before they are orthogonalised.
+
+    bfloat16 for 16-bit products: its range holds directions of any size, which are normalised only afterwards. Every
+    layout rounds here, so that every layout orthogonalises the same bits.
+    """
+    if form is not None and form.compute_dtype in (torch.bfloat16, torch.float16):
+        return torch.bfloat16
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _workspace_bytes(
+    m: int, n: int, dtype: torch.dtype, device: torch.device, form: Form | None, kernels: Kernels
+) -> int:
+    """Return an upper bound of the temporary bytes per matrix."""
+    direction = direction_dtype(form, dtype).itemsize
+    if form is None:
+        return m * n * 4 * direction
+    total = direction * m * n + form.workspace_bytes(m, n, device.type)
+    if kernels == "torch":
+        # Directions of each parameter before they are stacked; afterwards the update of one parameter, widened.
+        total += max(2, dtype.itemsize // 2) * 4 * m * n
+    return total
 
 
 def _chunks(members: Sequence[Member], per_matrix: int, budget: int | None) -> Iterator[list[Member]]:
-    """Split members so that no chunk's workspace exceeds the budget (a single member always fits)."""
+    """Divide members so that no chunk's workspace exceeds the budget (a single matrix always fits)."""
+    total = sum(member.num_matrices for member in members)
+    limit = total if budget is None else max(1, budget // max(1, per_matrix))
     chunk: list[Member] = []
-    used = 0
+    free = limit
     for member in members:
-        need = member.num_matrices * per_matrix
-        if chunk and budget is not None and used + need > budget:
-            yield chunk
-            chunk, used = [], 0
-        chunk.append(member)
-        used += need
+        start, left = member.start, member.num_matrices
+        while left > 0:
+            take = min(left, free)
+            chunk.append(
+                Member(
+                    name=member.name,
+                    index=member.index,
+                    block=member.block,
+                    start=start,
+                    num_matrices=take,
+                    first_matrix=member.first_matrix + start - member.start,
+                )
+            )
+            start, left, free = start + take, left - take, free - take
+            if free == 0:
+                yield chunk
+                chunk, free = [], limit
     if chunk:
         yield chunk
+
+
+def matrices_of(block: Tensor, member: Member) -> Tensor:
+    """Return the member's matrices of a view's block, (num_matrices, g, r, n), sharing memory."""
+    return block[member.start : member.start + member.num_matrices]

@@ -6,8 +6,11 @@
 | muon      | `second_momentum_buffer` | (rows or columns of all matrices) | float32, `normalize="neuron"`  |
 | adamw     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32                        |
 | adamw     | `step`                   | ()                                | float32                        |
+| both      | `master`                 | of the parameter                  | float32, `master="fp32"`       |
+| both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
-(float64 parameters keep float64 state.) State exists from construction on, so that every checkpoint has the same keys.
+Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
+State exists from construction on, so that every checkpoint has the same keys.
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
 of bf16 weights into bf16; `load_state` copies values into the state that exists and refuses what does not fit.
 """
@@ -23,9 +26,9 @@ from torch.optim import Optimizer
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
 
-__all__ = ["CODE_KEYS", "init_state", "load_state", "second_moments"]
+__all__ = ["CODE_KEYS", "init_state", "load_state", "master_of", "second_moments"]
 
-CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype")
+CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
 
 # What a group is, as opposed to how it is stepped, and what is code: loading must not change these.
@@ -38,12 +41,22 @@ def init_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     if group["algorithm"] == "adamw":
         step = torch.zeros((), dtype=torch.float32, device=param.device)
-        return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    state = {"momentum_buffer": zeros}
-    if group["normalize"] == "neuron":
-        length = sum(b * m_ * n_ for b, (m_, n_) in _second_moment_shapes(param, group["view"]))
-        state["second_momentum_buffer"] = torch.zeros(length, dtype=dtype, device=param.device)
+        state = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    else:
+        state = {"momentum_buffer": zeros}
+        if group["normalize"] == "neuron":
+            length = sum(b * m_ * n_ for b, (m_, n_) in _second_moment_shapes(param, group["view"]))
+            state["second_momentum_buffer"] = torch.zeros(length, dtype=dtype, device=param.device)
+    if param.dtype.itemsize < 4 and group["master"] == "fp32":
+        state["master"] = param.detach().to(torch.float32, copy=True)
+    elif param.dtype.itemsize < 4 and group["master"] == "mantissa":
+        state["mantissa"] = torch.zeros_like(param, dtype=torch.uint16, memory_format=torch.preserve_format)
     return state
+
+
+def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what completes a parameter to float32, or None: `master` or `mantissa` of its state."""
+    return state.get("master", state.get("mantissa"))
 
 
 def second_moments(buffer: Tensor, param: Tensor, view: View) -> list[Tensor]:

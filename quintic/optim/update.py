@@ -6,11 +6,12 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     m <- m + (1 - mu)(g - m)                          momentum_
     u  = (1 - mu) g + mu m      (or m)                momentum_
     u <- polar factor of u                            orthogonalize.py
-    u <- u / neuron-wise root mean square             normalize_neurons_   (NorMuon only)
-    w <- w - lr wd w [u w >= 0]                       apply_
-    w <- w - lr scale(m, n) u                         apply_
+    f  = lr_scale(m, n)                               lr_scale_factor
+    f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
+    w <- w - lr wd w [u w >= 0] - lr f u              apply_
 
-Functions that end in `_` change the tensors they document as changed; no function changes a gradient.
+and an element-wise tensor has `adamw_` instead. Functions that end in `_` change the tensors they document as changed;
+no function changes a gradient. On CUDA devices `kernels/fused_update.py` computes the same in one pass over the memory.
 """
 
 import math
@@ -20,9 +21,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["LrScale", "adamw_", "apply_", "lr_scale_factor", "momentum_", "normalize_neurons_", "second_moment_shape"]
+from quintic.optim.precision import full_precision, store_
+
+__all__ = [
+    "DecayCoupling",
+    "LrScale",
+    "adamw_",
+    "apply_",
+    "lr_scale_factor",
+    "momentum_",
+    "neuron_factors_",
+    "second_moment_shape",
+]
 
 LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
+DecayCoupling = Literal["lr", "lr_squared"]
 
 # Keeps 1 / sqrt(second moment) finite for neurons that never received a gradient.
 _NEURON_EPS = 1e-10
@@ -82,11 +95,11 @@ def second_moment_shape(m: int, n: int) -> tuple[int, int]:
     return (m, 1) if m >= n else (1, n)
 
 
-def normalize_neurons_(update: Tensor, second_moment: Tensor, *, beta: float) -> Tensor:
-    """Even out the size of the neurons of an orthogonalised update, keeping each matrix' Frobenius norm.
+def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Tensor:
+    """Return the factors that even out the neurons of an orthogonalised update, keeping each matrix' Frobenius norm.
 
-    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; u <- u / sqrt(v), rescaled so that the
-    Frobenius norm of the matrix stays what it was.
+    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are 1 / sqrt(v), rescaled
+    so that the Frobenius norm of factors times update is that of the update.
 
     Args:
         update: (b, m, n) floating point; not modified.
@@ -94,53 +107,70 @@ def normalize_neurons_(update: Tensor, second_moment: Tensor, *, beta: float) ->
         beta: averaging coefficient in [0, 1).
 
     Returns:
-        (b, m, n) float32.
+        In the shape and dtype of `second_moment`.
 
     Source: NorMuon, arXiv 2510.05491, algorithm 1; the norm-preserving rescale follows the modded-nanogpt speedrun.
     """
-    u = update.float()
     reduced_dim = -1 if second_moment.shape[-1] == 1 else -2
-    mean_square = u.square().mean(dim=reduced_dim, keepdim=True)
+    # A reduction that widens as it reads: no float32 copy of the update is made.
+    wide = torch.promote_types(update.dtype, second_moment.dtype)
+    norm = torch.linalg.vector_norm(update, dim=reduced_dim, keepdim=True, dtype=wide).to(second_moment.dtype)
+    mean_square = norm.square() / update.shape[reduced_dim]
     second_moment.lerp_(mean_square, 1 - beta)
     inverse_root = second_moment.clamp_min(_NEURON_EPS).rsqrt()
     # ||u||^2 and ||u inverse_root||^2 both follow from the reduced means: no second pass over the matrix.
     norm_before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
     norm_after = (mean_square * inverse_root.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
-    return u * (inverse_root * (norm_before / norm_after.clamp_min(_NEURON_EPS)))
+    factors: Tensor = inverse_root * (norm_before / norm_after.clamp_min(_NEURON_EPS))
+    return factors
 
 
 def apply_(
     weights: Sequence[Tensor],
+    masters: Sequence[Tensor | None],
     updates: Sequence[Tensor],
+    factors: Sequence[Tensor | float],
     *,
     lr: float,
-    lr_scale: float,
     weight_decay: float,
+    decay_coupling: DecayCoupling = "lr",
     cautious: bool,
 ) -> None:
-    """Decay the weights, then step against the updates: w <- w - lr wd w - lr lr_scale u.
+    """Decay the weights and step against the updates: w <- w - lr wd w - lr f u.
 
     Args:
         weights: floating-point tensors, changed in place; arithmetic in float32 or wider, rounded once to their dtype.
-        updates: float32 tensors of the same shapes; not modified.
-        lr: learning rate; the decay is coupled to it and not to `lr_scale`.
-        lr_scale: shape-dependent factor on the step, see `lr_scale_factor`.
-        weight_decay: decoupled decay in units of 1 / lr per step (as in torch.optim.AdamW).
+        masters: what completes each low-precision weight to float32 (see `precision.py`), changed in place, or None.
+        updates: tensors of the same shapes; not modified.
+        factors: what multiplies each update besides lr, a number or broadcastable: the learning-rate scale, the
+            matrix' own multiplier, the neurons' factors.
+        lr: learning rate; the decay is coupled to it and not to `factors`.
+        weight_decay: decoupled decay, in units of 1 / lr per step (as in torch.optim.AdamW), or with
+            `decay_coupling="lr_squared"` of 1 / lr^2: w <- w - lr^2 wd w, so that a falling learning rate makes the
+            decay fall faster (the modded-nanogpt speedrun's schedule-tied decay).
+        decay_coupling: `"lr"` or `"lr_squared"`.
         cautious: decay only entries where update and weight agree in sign (or one is zero), so that decay never
             works against the update. Source: cautious weight decay, arXiv 2510.12402.
     """
-    for weight, update in zip(weights, updates, strict=True):
-        step = update.mul(lr_scale)
-        if weight_decay != 0.0:
-            decay = weight.to(step.dtype) * weight_decay
+    decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
+    for weight, master, update, factor in zip(weights, masters, updates, factors, strict=True):
+        current = full_precision(weight, master)
+        update_wide = update.to(torch.promote_types(torch.float32, weight.dtype))
+        step = update_wide * factor
+        if decay_rate != 0.0:
+            decay = current.to(step.dtype) * decay_rate
             if cautious:
-                decay *= update * weight >= 0
+                decay *= update_wide * current >= 0
             step += decay
-        weight.add_(step, alpha=-lr)
+        if master is None:
+            weight.add_(step, alpha=-lr)
+        else:
+            store_(weight, master, current.add(step, alpha=-lr))
 
 
 def adamw_(
     weight: Tensor,
+    master: Tensor | None,
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -150,15 +180,17 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decay_coupling: DecayCoupling = "lr",
     cautious: bool,
 ) -> None:
     """Advance one AdamW parameter with bias correction; state and arithmetic in the dtype of `exp_avg`.
 
-    The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state
-    and cautious decay.
+    The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state,
+    cautious decay, decay coupled to lr squared.
 
     Args:
         weight: floating point, changed in place.
+        master: as in `apply_`.
         gradient: same shape; not modified.
         exp_avg: first moment, changed in place.
         exp_avg_sq: second moment, changed in place.
@@ -166,7 +198,8 @@ def adamw_(
         lr: learning rate.
         betas: averaging coefficients of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: decoupled decay, w <- w - lr weight_decay w.
+        weight_decay: as in `apply_`.
+        decay_coupling: as in `apply_`.
         cautious: as in `apply_`.
 
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
@@ -176,8 +209,17 @@ def adamw_(
     step += 1
     exp_avg.lerp_(g, 1 - beta1)
     exp_avg_sq.lerp_(g.square(), 1 - beta2)
-    # Tensor arithmetic on `step`, so that a step count on a GPU needs no host synchronisation.
-    correction1 = 1 - beta1**step
-    correction2 = 1 - beta2**step
+    # Double precision: 1 - beta^step loses digits; tensor arithmetic, so that a count on a GPU needs no host sync.
+    correction1 = 1 - beta1 ** step.double()
+    correction2 = 1 - beta2 ** step.double()
     update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps)
-    apply_([weight], [update], lr=lr, lr_scale=1.0, weight_decay=weight_decay, cautious=cautious)
+    apply_(
+        [weight],
+        [master],
+        [update],
+        [1.0],
+        lr=lr,
+        weight_decay=weight_decay,
+        decay_coupling=decay_coupling,
+        cautious=cautious,
+    )

@@ -4,12 +4,16 @@
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, ones
+import torch
+from torch import Tensor
 
-from quintic.optim.orthogonalize import orthogonalize
+from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.forms import check_orthogonalizer
+from quintic.optim.qk_clip import QKClip
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 
@@ -21,13 +25,15 @@ _FOREIGN_GROUP_KEYS = frozenset(
 )
 
 # Options of the published interface that this version accepts only at their neutral value, and what to do instead.
-_NEUTRAL_ONLY: dict[str, object] = {
-    "comms": "none",
-    "process_group": None,
-    "master": None,
-    "qk_clip": None,
-    "offload": False,
-    "on_nonfinite": "propagate",
+_NEUTRAL_ONLY: dict[str, object] = {"comms": "none", "process_group": None, "offload": False}
+
+# Options with a fixed set of values.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "normalize": (None, "neuron"),
+    "decay_coupling": ("lr", "lr_squared"),
+    "master": (None, "fp32", "mantissa"),
+    "on_nonfinite": ("propagate", "skip", "raise"),
+    "kernels": ("auto", "torch", "triton"),
 }
 
 
@@ -74,11 +80,21 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
     for name, param in zip(group["param_names"], group["params"], strict=True):
         if not param.is_floating_point():
             raise TypeError(f"{name}: dtype {param.dtype} cannot be optimized; parameters must be floating point")
+        if group["master"] == "mantissa" and param.dtype == torch.float16:
+            raise ValueError(
+                f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
+                f"use master='fp32'"
+            )
         if group["algorithm"] == "muon":
-            _check_matrix(name, param, group["view"])
+            _check_matrix(name, param, group)
+        try:
+            choose_kernels(group["kernels"], param)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
-def _check_matrix(name: str, param: Tensor, view: View) -> None:
+def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    view, multipliers = group["view"], group["lr_multipliers"]
     if not isinstance(view, View):
         raise ValueError(f"{name}: view={view!r} is not a view; use quintic.Matrix(), Heads(n), Split(sizes), ...")
     if param.ndim < 2:
@@ -87,9 +103,14 @@ def _check_matrix(name: str, param: Tensor, view: View) -> None:
             f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
         )
     try:
-        view.batches(param)
+        count = sum(block.shape[0] for block in view.blocks(param.detach()))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    if multipliers is not None and len(multipliers) != count:
+        raise ValueError(
+            f"{name}: {len(multipliers)} lr_multipliers for {count} matrices; "
+            f"give one per matrix of {view}, in its order"
+        )
 
 
 def _check_numbers(number: int, group: Mapping[str, Any]) -> None:
@@ -102,12 +123,22 @@ def _check_numbers(number: int, group: Mapping[str, Any]) -> None:
     for key in ("momentum", "normalize_beta"):
         check(key, 0 <= group[key] < 1, "in [0, 1)")
     check("betas", len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)")
-    check("normalize", group["normalize"] in (None, "neuron"), "None or 'neuron'")
-    check("orthogonalizer_steps", group["orthogonalizer_steps"] >= 1, "at least 1")
+    for key, choices in _CHOICES.items():
+        check(key, group[key] in choices, " or ".join(map(repr, choices)))
     check("max_workspace_bytes", (group["max_workspace_bytes"] or 1) > 0, "positive or None")
+    check("step_every", isinstance(group["step_every"], int) and group["step_every"] >= 1, "an integer of at least 1")
+    multipliers = group["lr_multipliers"]
+    if multipliers is not None:
+        check("lr_multipliers", all(math.isfinite(value) for value in multipliers), "finite numbers")
+    check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
     lr_scale_factor(group["lr_scale"], 1, 1)
     if not callable(group["orthogonalizer"]):
-        orthogonalize(ones(1, 1), group["orthogonalizer"])
+        check_orthogonalizer(
+            group["orthogonalizer"],
+            group["orthogonalizer_steps"],
+            coefficients=group["coefficients"],
+            compute_dtype=group["compute_dtype"],
+        )
 
 
 def _first_name(group: Mapping[str, Any]) -> str:

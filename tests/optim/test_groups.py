@@ -1,11 +1,13 @@
 import itertools
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import quintic
-from quintic import Experts, Matrix, Rule, Split
+from quintic import Experts, Heads, Matrix, Rule, Split
+from quintic.optim.groups import decide
 
 
 class Decoder(nn.Module):
@@ -31,6 +33,10 @@ class Decoder(nn.Module):
             self.projection = nn.Linear(width, vocab, bias=False)
         if tied:
             self.projection.weight = self.tokens.weight
+
+
+def reasons(model, rules=()):
+    return {decision.name: decision.why for decision in decide(model, rules)}
 
 
 def treatment(groups):
@@ -145,3 +151,217 @@ def test_a_model_without_parameters_is_an_error():
 def test_groups_construct_the_optimizer():
     optimizer = quintic.Muon(quintic.param_groups(Decoder()), lr=0.03, adamw_lr=0.004)
     assert {(g["algorithm"], g["lr"]) for g in optimizer.param_groups} == {("muon", 0.03), ("adamw", 0.004)}
+
+
+# ------------------------------------------------------------------------------------------------------------ reasons
+
+
+def test_every_decision_has_a_reason():
+    model = Decoder(tied=True)
+    assert reasons(model, [Rule("*.up.weight", "muon")]) == {
+        "tokens.weight": "embedding; tied to projection.weight",
+        "layer_scale": "1-D",
+        **{
+            f"layers.{layer}.{name}": why
+            for layer in range(2)
+            for name, why in {
+                "norm.weight": "1-D",
+                "norm.bias": "1-D",
+                "attention.in_proj_weight": "fused queries, keys, values",
+                "attention.in_proj_bias": "1-D",
+                "attention.out_proj.weight": "linear layer",
+                "attention.out_proj.bias": "1-D",
+                "up.weight": "rule '*.up.weight'",
+                "up.bias": "1-D",
+                "down.weight": "linear layer",
+                "gate.weight": "gate or router (by its name)",
+            }.items()
+        },
+    }
+
+
+def test_a_head_says_how_it_was_recognised():
+    assert reasons(Decoder())["projection.weight"] == "output head (as many outputs as tokens has rows)"
+    assert reasons(nn.ModuleDict({"lm_head": nn.Linear(2, 3)}))["lm_head.weight"] == "output head (by its name)"
+
+
+def test_reasons_never_split_a_group():
+    model = nn.ModuleDict({"tokens": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "stem": nn.Conv1d(4, 4, 2)})
+    assert len(set(reasons(model).values())) > 2
+    assert len(quintic.param_groups(model)) == 1
+
+
+def test_decisions_are_in_the_order_of_the_model_and_muon_groups_come_first():
+    model = Decoder()
+    assert [d.name for d in decide(model)] == [name for name, _ in model.named_parameters()]
+    assert [g["algorithm"] for g in quintic.param_groups(model)] == ["muon", "muon", "adamw"]
+
+
+# ----------------------------------------------------------------------------------------------- tied, in every order
+
+
+class Named(nn.Module):
+    """Registers modules under names, in the order given."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["inner", "lm_head", "other"])))
+def test_a_module_registered_twice_is_a_head_under_either_name(names):
+    shared = nn.Linear(4, 7, bias=False)
+    model = Named(**{name: nn.Linear(4, 4, bias=False) if name == "other" else shared for name in names})
+    found = treatment(quintic.param_groups(model))
+    assert found.pop("other.weight")[0] == "muon"
+    assert [algorithm for algorithm, _ in found.values()] == ["adamw"]
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["a", "tokens", "z"])))
+def test_a_tensor_with_three_uses_is_an_embedding_in_every_order(names):
+    modules = {"a": nn.Linear(4, 9, bias=False), "tokens": nn.Embedding(9, 4), "z": nn.Linear(4, 9, bias=False)}
+    modules["a"].weight = modules["z"].weight = modules["tokens"].weight
+    (decision,) = decide(Named(**{name: modules[name] for name in names}))
+    assert decision.algorithm == "adamw"
+    assert decision.name == f"{names[0]}.weight"
+    assert decision.why == f"embedding; tied to {names[1]}.weight and 1 more"
+
+
+@pytest.mark.parametrize("pattern", ["tokens.weight", "projection.weight"])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_rule_matches_any_name_of_a_tied_tensor(pattern, head_first):
+    model = Decoder(tied=True, head_first=head_first)
+    groups = quintic.param_groups(model, rules=[Rule(pattern, "adamw", options={"lr": 0.5})])
+    (name,) = next(g["param_names"] for g in groups if g.get("lr") == 0.5)
+    assert name in ("tokens.weight", "projection.weight")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_without_names_the_layer_with_the_highest_number_is_the_head(order):
+    layers = {"2": nn.Embedding(9, 4), "9": nn.Linear(4, 9), "10": nn.Linear(9, 9)}
+    model = nn.ModuleDict()
+    for index in order:
+        name = list(layers)[index]
+        model[name] = layers[name]
+    found = treatment(quintic.param_groups(model))
+    assert (found["9.weight"][0], found["10.weight"][0]) == ("muon", "adamw")
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+
+
+def test_the_last_layer_of_attention_may_be_called_output():
+    model = Named(layers=nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4)})]), output=nn.Linear(4, 9))
+    found = treatment(quintic.param_groups(model))
+    assert (found["layers.0.output.weight"][0], found["output.weight"][0]) == ("muon", "adamw")
+
+
+def test_a_model_may_say_which_layer_is_its_head():
+    class Model(Named):
+        def get_output_embeddings(self):
+            return self.decoder
+
+    model = Model(tokens=nn.Embedding(9, 4), wide=nn.Linear(4, 9), decoder=nn.Linear(4, 9))
+    assert reasons(model)["decoder.weight"] == "output head (the model says so)"
+    assert reasons(model)["wide.weight"] == "linear layer"  # the vocabulary has its head already
+
+
+def test_a_layer_with_as_many_outputs_as_there_are_positions_is_no_head():
+    model = Named(
+        wte=nn.Embedding(50, 8), wpe=nn.Embedding(16, 8), position_embeddings=nn.Embedding(24, 8),
+        pooler=nn.Linear(8, 16), other=nn.Linear(8, 24), decoder=nn.Linear(8, 50),
+    )  # fmt: skip
+    found = treatment(quintic.param_groups(model))
+    assert [found[f"{name}.weight"][0] for name in ("pooler", "other", "decoder")] == ["muon", "muon", "adamw"]
+
+
+# ----------------------------------------------------------------------------------- parameters of no known module
+
+
+class Holder(nn.Module):
+    def __init__(self, name, *shape):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "why"),
+    [
+        ("cls_token", (1, 1, 8), "1-D, stored with 3 dimensions"),
+        ("layer_scale", (8, 1, 1), "1-D, stored with 3 dimensions"),
+        ("position_embeddings", (1, 5, 8), "embedding (by its name)"),
+        ("pos_embed", (1, 5, 8), "embedding (by its name)"),
+        ("register_tokens", (1, 4, 8), "embedding (by its name)"),
+        ("rel_pos_h", (7, 8), "embedding (by its name)"),
+        ("gate_up_proj_bias", (4, 8), "bias"),
+        ("relative_position_bias_table", (9, 4), "bias"),
+    ],
+)
+def test_parameters_that_no_module_owns(name, shape, why):
+    (decision,) = decide(Holder(name, *shape))
+    assert (decision.algorithm, decision.why) == ("adamw", why)
+
+
+class HeadNorm(Holder):
+    def __init__(self):
+        super().__init__("weight", 4, 8)
+
+
+class TopKRouter(Holder):
+    def __init__(self):
+        super().__init__("weight", 4, 8)
+
+
+def test_norms_and_routers_are_known_by_their_class():
+    model = Named(q_norm=HeadNorm(), gate=TopKRouter())
+    assert reasons(model) == {"q_norm.weight": "norm", "gate.weight": "router"}
+
+
+def test_everything_inside_a_router_is_one():
+    model = Named(router=Named(layer=nn.Linear(8, 4, bias=False)))
+    assert reasons(model) == {"router.layer.weight": "router"}
+
+
+def test_the_gate_of_a_gated_mlp_is_a_matrix():
+    model = Named(gate=nn.Linear(8, 24), up=nn.Linear(8, 24), down=nn.Linear(24, 8))
+    assert {decision.algorithm for decision in decide(model) if decision.param.ndim == 2} == {"muon"}
+
+
+def test_all_undecided_parameters_are_named():
+    model = nn.ModuleList(Holder("mystery", 4, 3 + index) for index in range(7))
+    with pytest.raises(
+        ValueError, match=r"these 7 parameters: 0\.mystery of shape \(4, 3\), .* 4\.mystery .*and 2 more"
+    ):
+        quintic.param_groups(model)
+
+
+def test_a_lazy_parameter_asks_for_a_first_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of PyTorch warn that lazy modules are new
+        model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run one batch"):
+        quintic.param_groups(model)
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_a_rule_without_a_view_keeps_the_view():
+    groups = quintic.param_groups(Decoder(), rules=[Rule("*.in_proj_weight", "muon", options={"lr": 0.3})])
+    assert treatment(groups)["layers.0.attention.in_proj_weight"] == ("muon", Split((8, 8, 8)))
+    groups = quintic.param_groups(Decoder(), rules=[Rule("*.in_proj_weight", "muon", Heads(6))])
+    assert treatment(groups)["layers.0.attention.in_proj_weight"] == ("muon", Heads(6))
+
+
+def test_options_need_not_be_hashable():
+    rules = [Rule("*.up.weight", "muon", options={"betas": [0.8, 0.9]}), Rule("*.down.weight", "muon")]
+    groups = quintic.param_groups(Decoder(), rules=[*rules, Rule("*.up.bias", "adamw", options={"betas": [0.8, 0.9]})])
+    assert [group["betas"] for group in groups if "betas" in group] == [[0.8, 0.9], [0.8, 0.9]]
+
+
+def test_a_rule_that_an_earlier_one_leaves_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"rule 'tokens\.weight' matches no trainable parameter"):
+        quintic.param_groups(Decoder(), rules=[Rule("tokens.*", "adamw"), Rule("tokens.weight", "adamw")])
+    with pytest.raises(ValueError, match=r"rule 'tokens\.\*' matches no trainable parameter"):
+        quintic.param_groups(Decoder(), rules=[Rule("tokens.*", "adamw"), Rule("tokens.*", "adamw")])

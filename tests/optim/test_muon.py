@@ -445,7 +445,7 @@ def test_loading_restores_hyperparameters_and_keeps_code():
     other.load_state_dict(saved)
     group = other.param_groups[0]
     assert group["lr"] == 0.5
-    assert group["orthogonalizer"] == "polar_express"
+    assert group["orthogonalizer"] == "auto"
     assert group["view"] == Matrix()
     assert saved["param_groups"][0]["view"] == "Matrix(transposed=False)"
 
@@ -525,13 +525,20 @@ def test_distributed_checkpoint_round_trip():
         ({}, {"betas": (0.9,)}, "betas"),
         ({}, {"normalize": "row"}, "normalize='row'"),
         ({}, {"lr_scale": "moon"}, "lr_scale='moon'"),
-        ({}, {"orthogonalizer": "gram"}, "method='gram'"),
-        ({}, {"orthogonalizer_steps": 0}, "orthogonalizer_steps=0"),
+        ({}, {"orthogonalizer": "qr"}, "method='qr'"),
+        ({}, {"orthogonalizer_steps": 0}, "steps=0"),
+        ({}, {"coefficients": [(1.0, 2.0)]}, "coefficients="),
+        ({}, {"orthogonalizer": "svd", "compute_dtype": torch.float16}, "compute_dtype=torch.float16"),
         ({}, {"max_workspace_bytes": -1}, "max_workspace_bytes=-1"),
         ({}, {"comms": "sharded"}, "comms='sharded' is not available in this version"),
-        ({}, {"master": "mantissa"}, "master='mantissa' is not available"),
+        ({}, {"master": "bf16"}, "master='bf16' must be None or 'fp32' or 'mantissa'"),
         ({}, {"offload": True}, "offload=True is not available"),
-        ({}, {"on_nonfinite": "skip"}, "on_nonfinite='skip' is not available"),
+        ({}, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'propagate' or"),
+        ({}, {"decay_coupling": "step"}, "decay_coupling='step' must be"),
+        ({}, {"kernels": "cuda"}, "kernels='cuda' must be"),
+        ({}, {"kernels": "triton"}, "group0.param0: kernels='triton': the parameter is on 'cpu'"),
+        ({}, {"lr_multipliers": [float("nan")]}, "lr_multipliers"),
+        ({}, {"qk_clip": 100}, "qk_clip=100 must be None or a quintic.QKClip"),
     ],
 )
 def test_mistakes_are_named(group, options, message):

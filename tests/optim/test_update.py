@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, normalize_neurons_, second_moment_shape
+from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -70,7 +70,7 @@ def test_neuron_normalisation_equals_the_reference(m, n):
     for _ in range(4):
         update = torch.randn(1, m, n)
         before = update.clone()
-        out = normalize_neurons_(update, second, beta=0.8)
+        out = update * neuron_factors_(update, second, beta=0.8)
         axis = 1 if m >= n else 0
         u = before[0].double().numpy()
         mean = np.mean(u**2, axis=axis, keepdims=True)
@@ -84,13 +84,13 @@ def test_neuron_normalisation_equals_the_reference(m, n):
 @given(m=st.integers(1, 9), n=st.integers(1, 9), beta=st.floats(0, 0.99))
 def test_neuron_normalisation_keeps_the_norm(m, n, beta):
     update = torch.randn(2, m, n)
-    out = normalize_neurons_(update, torch.zeros(2, *second_moment_shape(m, n)), beta=beta)
+    out = update * neuron_factors_(update, torch.zeros(2, *second_moment_shape(m, n)), beta=beta)
     torch.testing.assert_close(out.flatten(1).norm(dim=1), update.flatten(1).norm(dim=1), rtol=1e-4, atol=1e-5)
 
 
-def test_neuron_normalisation_of_zero_is_zero():
-    out = normalize_neurons_(torch.zeros(1, 3, 2), torch.zeros(1, 3, 1), beta=0.9)
-    assert torch.equal(out, torch.zeros(1, 3, 2))
+def test_neuron_factors_of_zero_are_finite():
+    factors = neuron_factors_(torch.zeros(1, 3, 2), torch.zeros(1, 3, 1), beta=0.9)
+    assert torch.isfinite(factors).all()
 
 
 @pytest.mark.parametrize("cautious", [False, True])
@@ -101,7 +101,7 @@ def test_apply_decays_and_steps(cautious, wd):
     w, u = weight.double().numpy().copy(), update.double().numpy()
     mask = (u * w >= 0) if cautious else 1.0
     expected = w - 0.1 * wd * mask * w - 0.1 * 2.0 * u
-    apply_([weight], [update], lr=0.1, lr_scale=2.0, weight_decay=wd, cautious=cautious)
+    apply_([weight], [None], [update], [2.0], lr=0.1, weight_decay=wd, cautious=cautious)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -109,7 +109,7 @@ def test_apply_rounds_low_precision_weights_once():
     weight = torch.randn(400).bfloat16()
     update = torch.randn(400)
     exact = weight.float() - 0.01 * (3.0 * update + 0.1 * weight.float())
-    apply_([weight], [update], lr=0.01, lr_scale=3.0, weight_decay=0.1, cautious=False)
+    apply_([weight], [None], [update], [3.0], lr=0.01, weight_decay=0.1, cautious=False)
     assert torch.equal(weight, exact.bfloat16())
 
 
@@ -121,7 +121,7 @@ def test_adamw_equals_the_reference(cautious):
     for _ in range(6):
         gradient = torch.randn(7, 3)
         options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-8}
-        adamw_(weight, gradient, exp_avg, exp_avg_sq, step, weight_decay=0.2, cautious=cautious, **options)
+        adamw_(weight, None, gradient, exp_avg, exp_avg_sq, step, weight_decay=0.2, cautious=cautious, **options)
         expected = reference.step(gradient.numpy(), wd=0.2, cautious=cautious, **options)
         np.testing.assert_allclose(weight.numpy(), expected, rtol=2e-5, atol=2e-6)
     assert float(step) == 6
@@ -132,6 +132,7 @@ def test_adamw_keeps_float32_state_for_low_precision_weights():
     exp_avg = torch.zeros(3)
     adamw_(
         weight,
+        None,
         torch.full((3,), 1e-3).bfloat16(),
         exp_avg,
         torch.zeros(3),

@@ -1,0 +1,403 @@
+"""One contestant of `optimizer_step.py`, measured in a process of its own.
+
+The process imports what is slow to import, waits for its job as a line of JSON on standard input, and writes what it
+found to a file after each part, so that a process that is killed leaves what it knew.
+"""
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optimizer_step_contestants import CONTESTANTS, SETS, Weights, WeightSet
+
+MIB = 2**20
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Tolerance on `max_workspace_bytes`: the allocator rounds every block up.
+WORKSPACE_TOLERANCE = 0.05
+
+WARMUP_STEPS = 5
+LEAST_STEPS = 10
+
+
+@dataclass
+class Row:
+    """What is known of a contestant so far; written to a file after each part, so that a killed process leaves it."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def set(self, **values: Any) -> None:
+        """Add values and write everything."""
+        self.values.update(values)
+        self.path.write_text(json.dumps(self.values), encoding="utf-8")
+
+
+def main() -> int:
+    """Import while the contestant before is measured, then wait for the word to begin."""
+    for module in os.environ.get("OPTIMIZER_STEP_PRELOAD", "torch").split(","):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    job = json.loads(line)
+    row = Row(Path(job["result"]))
+    row.set(part="start")
+    sys.path[:0] = [str(REPOSITORY), *job["peers"]]
+    try:
+        measure(job, row)
+    except Exception as error:  # whatever a library may raise: it is the result
+        traceback.print_exc()
+        message = str(error).strip().splitlines()
+        row.set(error=f"{type(error).__name__}: {message[0] if message else ''}"[:300])
+        return 1
+    row.set(part="done")
+    return 0
+
+
+def measure(job: dict[str, Any], row: Row) -> None:
+    """Measure one contestant; every part adds to the row."""
+    import torch
+
+    cuda = job["device"] == "cuda"
+    contestant = next(one for one in CONTESTANTS if one.name == job["contestant"])
+    device = torch.device(job["device"])
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[job["dtype"]]
+    if cuda:
+        torch.cuda.mem_get_info()  # makes the context
+        # Any training process has the workspace of cuBLAS: its size is not the optimizer's.
+        square = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+        torch.cuda.synchronize(square.mm(square).device)
+    row.set(part="weights", versions=versions(), device=device_name(cuda))
+    weights = make_weights(SETS[job["set"]], device, dtype)
+    size = sum(param.numel() * param.element_size() for param in weights.all)
+    row.set(part="construction", weights_mib=size / MIB, gradients_mib=size / MIB, parameters=len(weights.all))
+
+    memory = Memory(cuda)
+    start = time.perf_counter()
+    optimizers = contestant.build(weights, cuda)
+    row.set(part="first step", construction_s=time.perf_counter() - start)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    start = time.perf_counter()
+    step()
+    synchronize(cuda)
+    row.set(part="warm-up", first_step_s=time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(WARMUP_STEPS):
+        step()
+        synchronize(cuda)
+    estimate = (time.perf_counter() - start) / WARMUP_STEPS
+    row.set(part="memory")
+    gc.collect()
+    first_peak = memory.peak()
+    step()
+    synchronize(cuda)
+    row.set(part="step", **memory_values(memory, first_peak, optimizers))
+
+    # Quintic is timed with a learning rate that changes at every step, as under a scheduler; the others are left alone,
+    # because some compile again when it changes.
+    before = scheduler(optimizers) if contestant.family == "quintic" else lambda index: None
+    number = max(LEAST_STEPS, min(job["steps"], int(job["seconds"] / max(estimate, 1e-6))))
+    step_ms, host_ms = time_steps(step, before, number, cuda)
+    row.set(part="device", step_ms=spread(step_ms), host_ms=spread(host_ms), finite=are_finite(weights))
+    if hasattr(optimizers[0], "plan"):
+        row.set(plan=str(optimizers[0].plan()))
+    if not cuda:
+        return
+    device_ms = time_device(step, before, max(LEAST_STEPS, number * 2 // 3), statistics.median(host_ms))
+    row.set(part="syncs", device_ms=spread(device_ms))
+    row.set(part="graph", syncs=find_sync(step, before))
+    row.set(**time_graph(step, before, optimizers, weights, number))
+
+
+def make_weights(shapes: WeightSet, device: Any, dtype: Any) -> Weights:
+    """Return parameters with gradients, all normal and of the size they have in training; always the same ones."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def parameters(count: int, *shape: int) -> list[Any]:
+        made = []
+        for _ in range(count):
+            param = torch.nn.Parameter(
+                torch.empty(shape, device=device, dtype=dtype).normal_(0, 0.02, generator=generator)
+            )
+            param.grad = torch.empty_like(param).normal_(0, 0.001, generator=generator)
+            made.append(param)
+        return made
+
+    matrices = [param for count, *shape in shapes.matrices for param in parameters(count, *shape)]
+    others = [param for count, *shape in shapes.others for param in parameters(count, *shape)]
+    return Weights(matrices, others)
+
+
+def are_finite(weights: Weights) -> bool:
+    """Return whether the weights are still numbers: a step that breaks them is not worth timing."""
+    return all(bool(param.isfinite().all()) for param in weights.all)
+
+
+class Memory:
+    """Device memory over what weights and gradients take."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.base = 0
+        if cuda:
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self.base = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Return the most bytes allocated since the last call, and start anew."""
+        if not self.cuda:
+            return 0
+        import torch
+
+        peak = torch.cuda.max_memory_allocated() - self.base
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+def memory_values(memory: Memory, first_peak: int, optimizers: list[Any]) -> dict[str, Any]:
+    """Return state, peaks and the bound that was promised, in MiB; no peaks on a CPU."""
+    state = sum(state_bytes(optimizer.state) for optimizer in optimizers)
+    values: dict[str, Any] = {"state_mib": state / MIB}
+    if not memory.cuda:
+        return values
+    import torch
+
+    peak = memory.peak()
+    whole = max(peak, first_peak)
+    free, total = torch.cuda.mem_get_info()
+    values |= {
+        "held_mib": (torch.cuda.memory_allocated() - memory.base) / MIB,
+        "peak_mib": peak / MIB,
+        "whole_peak_mib": whole / MIB,
+        "workspace_mib": (whole - state) / MIB,
+        "process_peak_mib": (memory.base + whole) / MIB,
+        "reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+        "driver_used_mib": (total - free) / MIB,
+    }
+    bound = getattr(optimizers[0], "defaults", {}).get("max_workspace_bytes")
+    if bound is not None:
+        values["workspace_bound_mib"] = bound / MIB
+        values["within_bound"] = whole - state <= bound * (1 + WORKSPACE_TOLERANCE)
+    return values
+
+
+def state_bytes(state: Any) -> int:
+    """Return the bytes of all tensors in nested state, each storage once, those on the host only if nothing else is."""
+    import torch
+
+    storages: dict[tuple[str, int], int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[value.device.type, storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            for inner in value.values():
+                visit(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                visit(inner)
+
+    visit(dict(state))
+    devices = {device for device, _ in storages}
+    wanted = devices - {"cpu"} or devices
+    return sum(size for (device, _), size in storages.items() if device in wanted)
+
+
+def scheduler(optimizers: list[Any]) -> Callable[[int], None]:
+    """Return a function that sets the learning rates of a step, as a training loop does."""
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+    def before(index: int) -> None:
+        for group, lr in groups:
+            group["lr"] = lr * (1 - 1e-4 * (index + 1))
+
+    return before
+
+
+def synchronize(cuda: bool) -> None:
+    """Wait for the device."""
+    if cuda:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def time_steps(
+    step: Callable[[], None], before: Callable[[int], None], number: int, cuda: bool
+) -> tuple[list[float], list[float]]:
+    """Return milliseconds on the device (CPU: wall clock) and on the host of steps that start on an idle device."""
+    import torch
+
+    step_ms, host_ms = [], []
+    for index in range(number):
+        before(index)
+        synchronize(cuda)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else None
+        if events:
+            events[0].record()
+        start = time.perf_counter()
+        step()
+        host_ms.append(1000 * (time.perf_counter() - start))
+        if events:
+            events[1].record()
+            torch.cuda.synchronize()
+            step_ms.append(events[0].elapsed_time(events[1]))
+    return step_ms or list(host_ms), host_ms
+
+
+def time_device(step: Callable[[], None], before: Callable[[int], None], number: int, host_ms: float) -> list[float]:
+    """Return milliseconds of steps whose kernels wait in the queue: the device sleeps while the host calls `step`."""
+    import torch
+
+    # At no more than 2 GHz, so at least half as long again as the host needs.
+    cycles = int((1.5 * host_ms + 1) * 2e6)
+    times = []
+    for index in range(number):
+        before(index)
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
+
+
+def find_sync(step: Callable[[], None], before: Callable[[int], None]) -> str:
+    """Return "none", or what PyTorch says of the first wait of the host for the device."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(2):
+            before(index)
+            step()
+    except RuntimeError as error:
+        traceback.print_exc()
+        return str(error).strip().splitlines()[0][:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    return "none"
+
+
+def time_graph(
+    step: Callable[[], None],
+    before: Callable[[int], None],
+    optimizers: list[Any],
+    weights: Weights,
+    number: int,
+) -> dict[str, Any]:
+    """Capture a step and time its replays; a step that cannot be captured is told by `graph_error`."""
+    import torch
+
+    uploads = [one.upload_hyperparameters for one in optimizers if hasattr(one, "upload_hyperparameters")]
+    reserved = torch.cuda.memory_reserved()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        start = time.perf_counter()
+        with torch.cuda.graph(graph):
+            step()
+        values: dict[str, Any] = {"capture_s": time.perf_counter() - start}
+
+        def replay() -> None:
+            for upload in uploads:
+                upload()
+            graph.replay()
+
+        for index in range(WARMUP_STEPS):
+            before(index)
+            replay()
+        replay_ms, replay_host_ms = time_steps(replay, before, number, cuda=True)
+        values |= {"replay_ms": spread(replay_ms), "replay_host_ms": spread(replay_host_ms)}
+        values["graph_mib"] = (torch.cuda.memory_reserved() - reserved) / MIB
+        if uploads:
+            values["replay_follows_lr"] = follows_lr(replay, optimizers, weights)
+        return values
+    except Exception as error:  # the libraries' own, and CUDA's
+        traceback.print_exc()
+        message = str(error).strip().splitlines()
+        return {"graph_error": f"{type(error).__name__}: {message[0] if message else ''}"[:300]}
+
+
+def follows_lr(replay: Callable[[], None], optimizers: list[Any], weights: Weights) -> bool:
+    """Return whether a replay reads the learning rate of now: weights stand still at 0 and move again after it."""
+    import torch
+
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    watched = [weights.matrices[0], weights.others[0]]
+    for group, _ in groups:
+        group["lr"] = 0.0
+    kept = [param.detach().clone() for param in watched]
+    replay()
+    stood = all(torch.equal(old, param) for old, param in zip(kept, watched, strict=True))
+    for group, lr in groups:
+        group["lr"] = lr
+    replay()
+    moved = all(not torch.equal(old, param) for old, param in zip(kept, watched, strict=True))
+    return stood and moved
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, quartiles, least and number of some times."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": median, "q1": q1, "q3": q3, "least": min(values), "n": len(values)}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton",):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def device_name(cuda: bool) -> str:
+    """Return the name of the device."""
+    if cuda:
+        import torch
+
+        return torch.cuda.get_device_name()
+    return "CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Small tensors that a step keeps on the device: hyperparameters, tables of addresses, constants.
+
+Nothing here waits for the device: what the host writes goes through pinned memory, and inside a CUDA graph's capture
+nothing is uploaded at all that a replay must not repeat.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "is_capturing", "upload"]
+
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
+"""Order of the values in device memory; betas stand as two."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a CPU tensor on a device, without waiting for the device."""
+    if device.type != "cuda":
+        return values.to(device)
+    # The caching host allocator keeps the pinned block until the copy has happened.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class DeviceHyperparameters:
+    """The hyperparameters of one group as a float64 tensor on one device, at an address that never changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
+        self._uploaded: tuple[float, ...] | None = None
+
+    def update(self, group: Mapping[str, Any]) -> None:
+        """Bring the device's values up to date with the group's.
+
+        A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
+
+        Raises:
+            RuntimeError: a number changed since the last upload and a CUDA graph is being captured.
+        """
+        beta1, beta2 = group["betas"]
+        found = (group["lr"], group["weight_decay"], group["momentum"], beta1, beta2, group["eps"])
+        live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
+        numbers = tuple(0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
+        if numbers != self._uploaded:
+            if is_capturing(self.values.device):
+                raise RuntimeError(
+                    "hyperparameters changed since the last step, and a CUDA graph is being captured: make one step, "
+                    "or call optimizer.upload_hyperparameters(), before the capture"
+                )
+            self.values.copy_(upload(torch.tensor(numbers, dtype=torch.float64), self.values.device))
+            self._uploaded = numbers
+        for index, (value, is_live) in enumerate(zip(found, live, strict=True)):
+            if is_live:
+                self.values[index].copy_(value)

@@ -1,0 +1,287 @@
+"""`explain`: which parameter gets which treatment, why, and what it costs, as data and as a table.
+
+It asks the code that does the work: the decisions of `groups.py`, and a real `Muon` on meta-device twins of the
+parameters, so that an option or a view which `Muon` would refuse is refused here, and no memory is used whatever the
+size of the model.
+"""
+
+import dataclasses
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintic.optim.groups import PERHAPS_FUSED, Rule, decide, grouped
+from quintic.optim.muon import Muon
+from quintic.optim.update import lr_scale_factor
+from quintic.optim.views import View
+
+__all__ = ["Explanation", "Row", "Total", "explain"]
+
+# A part of a name that is an index: repeated layers differ in these alone.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+# Reasons are wrapped, to no less than this: names, shapes and views are never cut.
+_NARROWEST_WHY = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One parameter and its treatment."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    algorithm: str
+    """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
+    view: View | None
+    """Which matrices it holds; None unless the algorithm is Muon."""
+    matrices: tuple[tuple[int, int, int], ...]
+    """(count, m outputs, n inputs) for each kind of matrix."""
+    why: str
+    lr: float
+    """The learning rate of its group; 0 if frozen."""
+    lr_scale: tuple[float, ...]
+    """The factor on `lr` that the shape of each kind of matrix gives; empty unless the algorithm is Muon."""
+    state_bytes: int
+    """Bytes of the optimizer state of the whole parameter, before any sharding."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of entries."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the parameter itself."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Total:
+    """Sums over the rows of one algorithm, or over all."""
+
+    algorithm: str
+    tensors: int
+    parameters: int
+    matrices: int
+    weight_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What `explain` found; `print` it, or read `rows` and `totals`."""
+
+    model: str
+    """Class name of the model."""
+    rows: tuple[Row, ...]
+    """One per parameter, in the model's order."""
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """Return the sums per algorithm that occurs, and over all rows as `"all"`."""
+        algorithms = [name for name in ("muon", "adamw", "frozen") if any(row.algorithm == name for row in self.rows)]
+        return tuple(_total(name, self.rows) for name in (*algorithms, "all"))
+
+    def to_table(self, *, fold: bool = True, width: int = 160) -> str:
+        """Return the rows and totals as aligned text.
+
+        Args:
+            fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
+            width: columns of text, in which reasons are wrapped; names, shapes and views are never cut.
+        """
+        folded: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            pattern = _NUMBER.sub("*", row.name) if fold else row.name
+            why = _NUMBER.sub("*", row.why) if fold else row.why
+            key = (pattern, row.shape, row.dtype, row.algorithm, row.view, why, row.lr, row.lr_scale, row.state_bytes)
+            folded.setdefault(key, []).append(row)
+        lines = [_cells(rows) for rows in folded.values()]
+        return "\n".join([*_aligned(lines, width), "", *self._totals_lines(), *self._notes()])
+
+    def __str__(self) -> str:
+        """Return the table with repeated layers folded."""
+        return self.to_table()
+
+    __repr__ = __str__
+
+    def _totals_lines(self) -> list[str]:
+        first = max(24, len(self.model))
+        lines = [
+            f"{self.model:{first}}  {'tensors':>9} {'parameters':>19} {'matrices':>11} {'weights':>11} {'state':>11}"
+        ]
+        for total in self.totals:
+            lines.append(
+                f"{total.algorithm:{first}}  {total.tensors:>9,} {total.parameters:>19,} {total.matrices:>11,} "
+                f"{_bytes(total.weight_bytes):>11} {_bytes(total.state_bytes):>11}"
+            )
+        return lines
+
+    def _notes(self) -> list[str]:
+        perhaps = sum(PERHAPS_FUSED in row.why for row in self.rows)
+        if not perhaps:
+            return []
+        which = "1 parameter" if perhaps == 1 else f"{perhaps} parameters"
+        return ["", f"{which} may be several matrices, by the name: if so, give quintic.Rule(..., view=Split(...))"]
+
+
+def explain(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    rules: Sequence[Rule] = (),
+    **options: Any,
+) -> Explanation:
+    """Return which parameter of `model` gets which treatment and why, without making an optimizer for it.
+
+    `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
+    on the meta device. Shapes and bytes are those of whole parameters, before any sharding.
+
+    Args:
+        model: any module.
+        muon: as for `param_groups`.
+        adamw: as for `param_groups`.
+        rules: as for `param_groups`.
+        **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
+
+    Raises:
+        ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
+            for a matrix that nobody decided about; the message names the parameter.
+    """
+    decisions = {decision.param: decision for decision in decide(model, rules)}
+    twins = {param: _twin(param) for param in decisions}
+    groups = grouped(list(decisions.values()), muon=muon, adamw=adamw)
+    for group in groups:
+        group["params"] = [twins[param] for param in group["params"]]
+    optimizer = Muon(groups, **options)
+    group_of = {twin: group for group in optimizer.param_groups for twin in group["params"]}
+    rows = []
+    for name, param in model.named_parameters():
+        if param not in decisions:
+            rows.append(_frozen(name, param))
+            continue
+        decision, twin = decisions[param], twins[param]
+        group = group_of[twin]
+        is_muon = decision.algorithm == "muon"
+        matrices = decision.view.shapes(twin.shape) if is_muon else ()
+        rows.append(
+            Row(
+                name=name,
+                shape=tuple(twin.shape),
+                dtype=twin.dtype,
+                algorithm=decision.algorithm,
+                view=decision.view if is_muon else None,
+                matrices=matrices,
+                why=decision.why,
+                lr=float(group["lr"]),
+                lr_scale=tuple(lr_scale_factor(group["lr_scale"], m, n) for _, m, n in matrices),
+                state_bytes=sum(_tensor_bytes(value) for value in optimizer.state[twin].values()),
+            )
+        )
+    return Explanation(type(model).__name__, tuple(rows))
+
+
+def _twin(param: Tensor) -> nn.Parameter:
+    """Return a parameter of the same shape, strides and dtype that has no memory."""
+    return nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"))
+
+
+def _frozen(name: str, param: Tensor) -> Row:
+    return Row(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=param.dtype,
+        algorithm="frozen",
+        view=None,
+        matrices=(),
+        why="requires_grad=False",
+        lr=0.0,
+        lr_scale=(),
+        state_bytes=0,
+    )
+
+
+def _tensor_bytes(value: object) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _total(algorithm: str, rows: Sequence[Row]) -> Total:
+    counted = [row for row in rows if algorithm in ("all", row.algorithm)]
+    return Total(
+        algorithm=algorithm,
+        tensors=len(counted),
+        parameters=sum(row.numel for row in counted),
+        matrices=sum(count for row in counted for count, _, _ in row.matrices),
+        weight_bytes=sum(row.weight_bytes for row in counted),
+        state_bytes=sum(row.state_bytes for row in counted),
+    )
+
+
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the line for parameters that differ in numbers of their names only."""
+    row = rows[0]
+    folded = len(rows) > 1
+    rate = ""
+    if row.algorithm != "frozen":
+        scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.lr_scale))
+        rate = f"{row.lr:g}" + (f" x {scales}" if scales else "")
+    return (
+        _NUMBER.sub("*", row.name) if folded else row.name,
+        f"x{len(rows)}" if folded else "",
+        "x".join(map(str, row.shape)) or "-",
+        row.algorithm,
+        "" if row.view is None else _view_text(row.view),
+        rate,
+        _bytes(sum(r.state_bytes for r in rows)),
+        _NUMBER.sub("*", row.why) if folded else row.why,
+    )
+
+
+def _view_text(view: View) -> str:
+    """Return how one would write a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
+    fields: Mapping[str, dataclasses.Field[Any]] = getattr(view, "__dataclass_fields__", {})
+    if not fields:
+        return str(view)
+    parts = []
+    for field in fields.values():
+        value = getattr(view, field.name)
+        if field.default is dataclasses.MISSING:
+            parts.append(repr(value))
+        elif value != field.default:
+            parts.append(f"{field.name}={value!r}")
+    return f"{type(view).__name__}({', '.join(parts)})"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], width: int) -> list[str]:
+    """Return lines of equal columns; the last column, the reason, is wrapped into what the others leave of `width`."""
+    heading = ("parameter", "", "shape", "rule", "view", "lr x scale", "state", "why")
+    widths = [max(len(line[column]) for line in (heading, *lines)) for column in range(len(heading) - 1)]
+    right_aligned = {1, 6}
+    remaining = max(_NARROWEST_WHY, width - sum(widths) - 2 * len(widths))
+    text = []
+    for line in (heading, *lines):
+        cells = [
+            cell.rjust(size) if column in right_aligned else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(line, widths, strict=False))
+        ]
+        first, *rest = textwrap.wrap(line[-1], remaining) or [""]
+        text.append("  ".join([*cells, first]).rstrip())
+        indent = " " * (sum(widths) + 2 * len(widths))
+        text += [indent + continued for continued in rest]
+    return text

@@ -1,0 +1,270 @@
+"""Runs one bucket of the plan: momentum, orthogonalisation, neuron factors, weights; or AdamW.
+
+What is computed stands in `update.py` and `orthogonalize.py`. Here is which tensors it is computed on, in what
+order, and with which implementation of the element-wise passes: plain PyTorch in this file, Triton through
+`device_passes.py`. Between the passes both hand over the same things: directions (b, m, n), updates (b, m, n) and
+factors (b, m or 1, n or 1).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from quintic.optim.device_memory import upload
+from quintic.optim.orthogonalize import apply_form
+from quintic.optim.plan import Bucket, Member, direction_dtype, matrices_of
+from quintic.optim.state import master_of, second_moments
+from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+
+__all__ = [
+    "BucketMemory",
+    "Observer",
+    "Operands",
+    "dense_gradient",
+    "operands",
+    "orthogonalized",
+    "step_adamw",
+    "step_matrices",
+    "update_factors",
+]
+
+State = Mapping[Tensor, Mapping[str, Tensor]]
+# Called with a bucket's members, directions, updates and factors, where telemetry is sampled.
+Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor], None]
+
+
+class Operands(NamedTuple):
+    """The members of a bucket that have a gradient, with the tensors their update reads and writes, side by side."""
+
+    members: tuple[Member, ...]
+    params: list[Tensor]
+    gradients: list[Tensor]
+    states: list[Mapping[str, Tensor]]
+    num_matrices: int
+
+    def masters(self) -> list[Tensor | None]:
+        """Return what completes each parameter to float32, or None."""
+        return [master_of(state) for state in self.states]
+
+
+class BucketMemory:
+    """What one bucket keeps on its device between steps, besides state."""
+
+    def __init__(self) -> None:
+        self.everything: Operands | None = None
+        self.contiguous = False
+        self._factors_key: tuple[object, ...] | None = None
+        self._factors = torch.empty(0)
+
+    def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
+        """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
+        assert bucket.shape is not None
+        scale = lr_scale_factor(group["lr_scale"], *bucket.shape)
+        multipliers = group["lr_multipliers"]
+        count = active.num_matrices
+        key = (scale, multipliers, count if multipliers is None else active.members)
+        if key != self._factors_key:
+            dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+            values = torch.full((count, 1, 1), scale, dtype=dtype)
+            if multipliers is not None:
+                ranges = [(member.first_matrix, member.num_matrices) for member in active.members]
+                each = [multiplier for first, number in ranges for multiplier in multipliers[first : first + number]]
+                values *= torch.tensor(each, dtype=dtype).view(-1, 1, 1)
+            self._factors, self._factors_key = upload(values, bucket.device), key
+        return self._factors
+
+
+def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
+    """Return the members of a bucket that have a gradient.
+
+    A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
+
+    Raises:
+        ValueError: a gradient is sparse; the message names the parameter.
+    """
+    everything = memory.everything
+    if everything is None:
+        params = [group["params"][member.index] for member in bucket.members]
+        states = [state[param] for param in params]
+        everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
+        memory.everything, memory.contiguous = everything, all(param.is_contiguous() for param in params)
+    members, params, _, states, num_matrices = everything
+    gradients = [param.grad for param in params]
+    if any(gradient is None for gradient in gradients):
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        members = tuple(members[index] for index in present)
+        params, states = [params[index] for index in present], [states[index] for index in present]
+        gradients = [gradients[index] for index in present]
+        num_matrices = sum(member.num_matrices for member in members)
+    found: list[Tensor] = gradients  # type: ignore[assignment]
+    if not (memory.contiguous and all(g.layout is torch.strided and g.is_contiguous() for g in found)):
+        found = [dense_gradient(p, g, m.name) for p, g, m in zip(params, found, members, strict=True)]
+    return Operands(members, params, found, states, num_matrices)
+
+
+def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
+    """Return a parameter's gradient with the parameter's strides.
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+    if gradient.stride() == param.stride():
+        return gradient
+    # Views may be impossible without a copy, and fused kernels pair entries by their place in memory.
+    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
+
+
+def step_matrices(
+    bucket: Bucket,
+    group: Mapping[str, Any],
+    active: Operands,
+    memory: BucketMemory,
+    observer: Observer | None,
+) -> None:
+    """Step a bucket of matrices in plain PyTorch."""
+    view = group["view"]
+
+    def blocks(tensor: Tensor, member: Member) -> Tensor:
+        return matrices_of(view.blocks(tensor)[member.block], member)
+
+    members = active.members
+    weights = [blocks(param, member) for param, member in zip(active.params, members, strict=True)]
+    masters = [
+        None if master is None else blocks(master, member)
+        for master, member in zip(active.masters(), members, strict=True)
+    ]
+    directions = momentum_(
+        [blocks(state["momentum_buffer"], member) for state, member in zip(active.states, members, strict=True)],
+        [blocks(gradient, member) for gradient, member in zip(active.gradients, members, strict=True)],
+        mu=float(group["momentum"]),
+        nesterov=group["nesterov"],
+    )
+    dtype = direction_dtype(bucket.form, bucket.dtype)
+    stacked = torch.cat([direction.flatten(1, 2).to(dtype) for direction in directions])
+    del directions
+    update = orthogonalized(stacked, bucket, group)
+    factors = update_factors(update, bucket, group, active, memory, go=None)
+    if observer is not None:
+        observer(members, stacked, update, factors)
+    counts = [weight.shape[0] for weight in weights]
+    apply_(
+        weights,
+        masters,
+        [u.unflatten(1, w.shape[1:3]) for u, w in zip(update.split(counts), weights, strict=True)],
+        [_over_groups(f, w.shape) for f, w in zip(factors.split(counts), weights, strict=True)],
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        decay_coupling=group["decay_coupling"],
+        cautious=group["cautious"],
+    )
+
+
+def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> None:
+    """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
+    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    plain = not group["cautious"] and group["decay_coupling"] == "lr"
+    masters = active.masters()
+    rows = list(zip(active.params, masters, active.gradients, active.states, strict=True))
+    if plain and all(g.dtype == p.dtype == s["exp_avg"].dtype and master is None for p, master, g, s in rows):
+        torch_adamw(
+            active.params,
+            active.gradients,
+            [state["exp_avg"] for state in active.states],
+            [state["exp_avg_sq"] for state in active.states],
+            [],
+            [state["step"] for state in active.states],
+            fused=bucket.device.type in ("cpu", "cuda"),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return
+    for param, master, gradient, state in rows:
+        adamw_(
+            param,
+            master,
+            gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=eps,
+            weight_decay=weight_decay,
+            decay_coupling=group["decay_coupling"],
+            cautious=group["cautious"],
+        )
+
+
+def orthogonalized(directions: Tensor, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
+    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in the dtype of the computation."""
+    orthogonalizer = group["orthogonalizer"]
+    if callable(orthogonalizer):
+        update: Tensor = orthogonalizer(directions)
+        if update.shape != directions.shape:
+            raise ValueError(
+                f"{bucket.members[0].name}: the orthogonalizer returned shape {tuple(update.shape)} "
+                f"for matrices of shape {tuple(directions.shape)}"
+            )
+        return update
+    assert bucket.form is not None
+    return apply_form(directions, bucket.form)
+
+
+def update_factors(
+    update: Tensor,
+    bucket: Bucket,
+    group: Mapping[str, Any],
+    active: Operands,
+    memory: BucketMemory,
+    *,
+    go: Tensor | None,
+) -> Tensor:
+    """Return what multiplies each update besides the learning rate, and advance NorMuon's second moments.
+
+    Args:
+        update: (b, m, n).
+        bucket: the bucket.
+        group: its parameter group.
+        active: the members with a gradient, in the order of `update`.
+        memory: the bucket's own.
+        go: () on the device; where it is zero the second moments stay what they were. None for always.
+
+    Returns:
+        (b, m or 1, n or 1) float32 (float64 for float64 weights) on the device of the update.
+    """
+    factors = memory.base_factors(bucket, group, active)
+    if group["normalize"] is None:
+        return factors
+    moments = [
+        second_moments(state["second_momentum_buffer"], param, group["view"])[member.block][
+            member.start : member.start + member.num_matrices
+        ]
+        for member, param, state in zip(active.members, active.params, active.states, strict=True)
+    ]
+    before = torch.cat(moments)
+    after = before.clone()
+    neurons = neuron_factors_(update, after, beta=float(group["normalize_beta"]))
+    if go is not None:
+        after = torch.where(go != 0, after, before)
+    torch._foreach_copy_(moments, list(after.split([moment.shape[0] for moment in moments])))
+    result: Tensor = neurons * factors
+    return result
+
+
+def _over_groups(factors: Tensor, shape: torch.Size) -> Tensor:
+    """Return (b, m or 1, n or 1) factors in the shape of (b, g, r, n) blocks, or 1 where they do not vary."""
+    if factors.shape[1] == 1:
+        return factors.unsqueeze(1)
+    grouped: Tensor = factors.unflatten(1, shape[1:3])
+    return grouped

@@ -1,0 +1,284 @@
+"""Cases of test_fused_update.py: run in a process of their own, in Triton's interpreter or on a CUDA device.
+
+Every case steps two optimizers over the same parameters, one with the kernels and one with their plain twin.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
+from quintic.kernels.dispatch import triton_is_interpreted
+from quintic.kernels.fused_update import MatrixLayout
+from quintic.kernels.normalize import can_normalize, normalize_matrices
+from quintic.optim.precision import full_precision
+
+DEVICE = "cpu" if triton_is_interpreted() else "cuda"
+# The interpreter has no reliable bfloat16.
+DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
+
+VIEWS = [
+    (Matrix(), (37, 21)),
+    (Matrix(), (64, 48)),
+    (Matrix(transposed=True), (21, 37)),
+    (Heads(3), (36, 20)),
+    (Heads(4, dim=1), (20, 36)),
+    (Heads(2, transposed=True), (15, 26)),
+    (Heads(2, transposed=True, dim=1), (26, 15)),
+    (Split((8, 16, 24)), (48, 40)),
+    (Split((5, 3, 2), groups=4), (40, 23)),
+    (Split((1, 1), groups=7, transposed=True), (9, 14)),
+    (Split((6, 6)), (3, 12, 10)),
+    (Split((6, 6), transposed=True), (3, 10, 12)),
+    (Experts(), (5, 12, 20)),
+    (Experts(transposed=True), (5, 20, 12)),
+    (Rows(8), (32, 24)),
+    (Rows(8, transposed=True), (32, 24)),
+    (Flatten(), (12, 4, 3, 3)),
+    (Matrix(), (1, 9)),
+    (Matrix(), (9, 1)),
+    (Matrix(), (1, 1)),
+    (Matrix(), (100, 130)),  # several tiles
+]
+
+OPTIONS = [
+    {},
+    {"nesterov": False, "weight_decay": 0.3},
+    {"weight_decay": 0.3, "cautious": True},
+    {"weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
+    {"normalize": "neuron", "weight_decay": 0.1, "cautious": True, "on_nonfinite": "skip"},
+]
+
+
+def pair(view, shape, dtype, memory="contiguous", **options):
+    """Return two parameters with equal values, and an optimizer for each: kernels and twin."""
+    params = []
+    values = torch.randn(shape)
+    for _ in range(2):
+        data = values.to(DEVICE, dtype)
+        if memory == "transposed":
+            data = data.movedim(-1, 0).contiguous().movedim(0, -1)
+        params.append(nn.Parameter(data.clone(memory_format=torch.preserve_format)))
+    optimizers = [
+        Muon([{"params": [param], "view": view}], lr=0.05, momentum=0.8, kernels=kernels, **options)
+        for param, kernels in zip(params, ("triton", "torch"), strict=True)
+    ]
+    assert optimizers[0].plan().buckets[0].kernels == "triton"
+    return params, optimizers
+
+
+def give_gradients(params, scale=1.0):
+    gradient = torch.randn(params[0].shape) * scale
+    for param in params:
+        # With the parameter's strides, as autograd gives it.
+        param.grad = torch.empty_like(param).copy_(gradient)
+
+
+def assert_alike(params, optimizers, tolerance):
+    # Both orthogonalise the same directions; what differs is rounding in the passes around it.
+    torch.testing.assert_close(params[0], params[1], rtol=tolerance, atol=tolerance)
+    first, second = (optimizer.state[param] for optimizer, param in zip(optimizers, params, strict=True))
+    for key in first:
+        if first[key].dtype != torch.uint16:
+            torch.testing.assert_close(first[key], second[key], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("view", "shape"), VIEWS, ids=str)
+def test_matrices(view, shape, options):
+    params, optimizers = pair(view, shape, torch.float32, compute_dtype=torch.float32, **options)
+    for _ in range(3):
+        give_gradients(params)
+        before = params[0].grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(params[0].grad, before)
+        assert_alike(params, optimizers, 1e-5)
+
+
+@pytest.mark.parametrize(("view", "shape"), VIEWS, ids=str)
+def test_other_memory_formats(view, shape):
+    if isinstance(view, Flatten):
+        pytest.skip("refuses what cannot be flattened without a copy")
+    params, optimizers = pair(view, shape, torch.float32, "transposed", compute_dtype=torch.float32, cautious=True)
+    for _ in range(2):
+        give_gradients(params)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_alike(params, optimizers, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("master", [None, "fp32"])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_dtypes_and_masters(dtype, master, algorithm):
+    params, optimizers = [], []
+    values = torch.randn(33, 50)
+    for kernels in ("triton", "torch"):
+        param = nn.Parameter(values.to(DEVICE, dtype))
+        options = {"lr": 0.01, "adamw_lr": 0.01, "weight_decay": 0.1, "cautious": True, "master": master}
+        group = {"params": [param], "algorithm": algorithm}
+        params.append(param)
+        optimizers.append(Muon([group], kernels=kernels, compute_dtype=torch.float32, **options))
+    for _ in range(4):
+        give_gradients(params)
+        for optimizer in optimizers:
+            optimizer.step()
+        tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(params[0], params[1], rtol=2 * tolerance, atol=2 * tolerance)
+        if master is not None and dtype != torch.float32:
+            first, second = (o.state[p]["master"] for o, p in zip(optimizers, params, strict=True))
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "muon", "weight_decay": 0.3, "cautious": True, "normalize": "neuron"},
+        {"algorithm": "muon", "view": Heads(4, dim=1)},
+        {"algorithm": "adamw", "weight_decay": 0.3},
+        {"algorithm": "adamw", "weight_decay": 0.3, "cautious": True},
+    ],
+    ids=str,
+)
+def test_mantissa_is_the_float32_master_bit_for_bit(options):
+    start = torch.randn(36, 64).bfloat16()
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
+    params = [nn.Parameter(start.to(DEVICE, dtype, copy=True)) for dtype in dtypes]
+    rates = {"lr": 1e-2, "adamw_lr": 1e-2, "compute_dtype": torch.float32}
+    optimizers = [
+        Muon([{"params": [p], **options}], master=master, kernels="triton", **rates)
+        for p, master in zip(params, ("mantissa", "fp32", None), strict=True)
+    ]
+    for _ in range(40):
+        gradient = torch.randn(36, 64).bfloat16().to(DEVICE)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = gradient.to(param.dtype)
+            optimizer.step()
+    low, master, wide = params
+    assert torch.equal(low, master)
+    value = full_precision(low.detach(), optimizers[0].state[low]["mantissa"])
+    assert torch.equal(value, optimizers[1].state[master]["master"])
+    assert torch.equal(value, wide)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (), (0,), (4, 0)])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3, "cautious": True}, {"on_nonfinite": "skip"}], ids=str)
+def test_adamw(shape, options):
+    params, optimizers = [], []
+    values = [torch.randn(shape), torch.randn(70, 80)]
+    for kernels in ("triton", "torch"):
+        found = [nn.Parameter(value.to(DEVICE)) for value in values]
+        params.append(found)
+        groups = [{"params": found, "algorithm": "adamw"}]
+        optimizers.append(Muon(groups, adamw_lr=0.01, kernels=kernels, betas=(0.8, 0.999), **options))
+    for step in range(5):
+        gradients = [torch.randn(value.shape) for value in values]
+        if step == 2:
+            gradients[0] = None  # the other one steps alone
+        for found in params:
+            for param, gradient in zip(found, gradients, strict=True):
+                param.grad = None if gradient is None else gradient.to(DEVICE)
+        for optimizer in optimizers:
+            optimizer.step()
+        for first, second in zip(*params, strict=True):
+            torch.testing.assert_close(first, second, rtol=2e-5, atol=2e-6)
+            assert torch.equal(optimizers[0].state[first]["step"], optimizers[1].state[second]["step"])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, which the interpreter computes with
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("options", [{}, {"normalize": "neuron"}, {"master": "fp32"}], ids=str)
+def test_a_step_with_non_finite_gradients_leaves_every_bit(bad, options):
+    dtype = torch.float16 if "master" in options else torch.float32
+    matrix, vector = nn.Parameter(torch.randn(20, 30).to(DEVICE, dtype)), nn.Parameter(torch.randn(9).to(DEVICE, dtype))
+    groups = [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}]
+    optimizer = Muon(
+        groups, kernels="triton", on_nonfinite="skip", weight_decay=0.1, compute_dtype=torch.float32, **options
+    )
+    for step in range(4):
+        matrix.grad, vector.grad = torch.randn_like(matrix), torch.randn_like(vector)
+        if step in (1, 2):
+            (matrix if step == 1 else vector).grad.view(-1)[3] = bad
+        tensors = [matrix, vector, *(t for p in (matrix, vector) for t in optimizer.state[p].values())]
+        before = [tensor.detach().clone() for tensor in tensors]
+        optimizer.step()
+        unchanged = [torch.equal(old, new) for old, new in zip(before, tensors, strict=True)]
+        assert all(unchanged) if step in (1, 2) else not any(unchanged)
+        assert optimizer.last_step().skipped == (step in (1, 2))
+    assert optimizer.last_step().skipped_steps == 2
+
+
+def test_many_parameters_of_one_shape_and_chunks():
+    values = [torch.randn(6, 40, 24), *(torch.randn(40, 24) for _ in range(5))]
+    params = [[nn.Parameter(value.to(DEVICE)) for value in values] for _ in range(2)]
+    optimizers = []
+    for found, kernels in zip(params, ("triton", "torch"), strict=True):
+        groups = [
+            {"params": found[:1], "view": Experts(), "lr_multipliers": [1, 2, 1, 3, 1, 0.5]},
+            {"params": found[1:]},
+        ]
+        optimizers.append(
+            Muon(groups, lr=0.05, kernels=kernels, max_workspace_bytes=40_000, compute_dtype=torch.float32)
+        )
+    assert len(optimizers[0].plan().buckets) > 3
+    for step in range(3):
+        gradients = [torch.randn(value.shape) for value in values]
+        for found in params:
+            for index, (param, gradient) in enumerate(zip(found, gradients, strict=True)):
+                param.grad = None if (step, index) == (1, 2) else gradient.to(DEVICE)
+        for optimizer in optimizers:
+            optimizer.step()
+        for first, second in zip(*params, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+def test_hyperparameters_are_read_anew_every_step():
+    params, optimizers = pair(Matrix(), (16, 24), torch.float32, compute_dtype=torch.float32, weight_decay=0.1)
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.param_groups[0].update(lr=0.1 / (step + 1), momentum=0.5 + 0.1 * step, weight_decay=0.1 * step)
+        give_gradients(params)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_alike(params, optimizers, 1e-5)
+
+
+def test_a_layout_of_memory_in_order_is_recognised():
+    assert MatrixLayout(1, 6, 4, 24, 4, 1).contiguous
+    assert MatrixLayout(1, 6, 4, 24, 1, 6).contiguous
+    assert MatrixLayout(1, 6, 4, 24, 1, 6).transposed
+    assert not MatrixLayout(1, 6, 4, 24, 8, 1).contiguous
+    assert not MatrixLayout(3, 2, 4, 24, 4, 1).contiguous
+    assert MatrixLayout(3, 2, 4, 8, 4, 1).contiguous
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 70, 90), (4, 1, 3000), (2, 300, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_normalisation(shape, dtype, scale, transposed):
+    x = torch.randn(shape) * scale
+    x[0, 0, 0] = 0
+    if shape[0] > 2:
+        x[1] = 0
+        x[2, 0, 0] = float("nan")
+    x = x.to(DEVICE)
+    x = x.mT.contiguous().mT if transposed else x
+    before = x.clone()
+    assert can_normalize(x, dtype)
+    out = normalize_matrices(x, 128.0, dtype)
+    assert torch.equal(x.nan_to_num(5), before.nan_to_num(5))
+    exact = x.double()
+    norms = exact.flatten(1).norm(dim=1).view(-1, 1, 1)
+    expected = 128 * exact / norms.masked_fill(norms == 0, 1)
+    torch.testing.assert_close(out.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+    assert out.stride() == x.stride()
+
+
+def test_normalisation_does_not_depend_on_the_batch():
+    x = torch.randn(5, 90, 110).to(DEVICE)
+    together = normalize_matrices(x, 1.0, torch.float16)
+    for matrix, expected in zip(x, together, strict=True):
+        assert torch.equal(normalize_matrices(matrix.unsqueeze(0), 1.0, torch.float16)[0], expected)

@@ -1,0 +1,189 @@
+import contextlib
+
+import pytest
+import torch
+
+from quintic.optim.orthogonalize import polar_factor
+from quintic.optim.products import add, add_to_diagonal, multiply, multiply_add, nothing_ambient
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
+
+
+@contextlib.contextmanager
+def precision(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def switch(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+AMBIENTS = {
+    "high": lambda: precision("high"),
+    "medium": lambda: precision("medium"),
+    "bf16 everywhere": lambda: switch(torch.backends, "fp32_precision", "bf16"),
+    "autocast bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", torch.float16),
+    "float64 by default": lambda: switch_default_dtype(torch.float64),
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+}
+
+
+@contextlib.contextmanager
+def switch_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("ambient", AMBIENTS)
+@pytest.mark.parametrize("method", ["polar_express", "newton_schulz", "gram", "auto", "svd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_global_setting_changes_a_bit(ambient, method, dtype):
+    if method == "svd" and dtype in (torch.bfloat16, torch.float16):
+        dtype = None
+    x = torch.randn(2, 96, 160)
+    expected = polar_factor(x, method, compute_dtype=dtype)
+    with AMBIENTS[ambient]():
+        out = polar_factor(x, method, compute_dtype=dtype)
+    assert out.dtype == expected.dtype
+    assert torch.equal(out, expected)
+
+
+def test_without_the_guard_a_global_setting_would_matter():
+    """Otherwise the test above tests nothing; only CPUs with bfloat16 instructions have the difference."""
+    x = torch.randn(1, 256, 256)
+    expected = torch.bmm(x, x)
+    with precision("medium"):
+        if torch.equal(torch.bmm(x, x), expected):
+            pytest.skip("this CPU multiplies float32 in float32 whatever it is told")
+        with nothing_ambient("cpu", torch.float32):
+            assert torch.equal(torch.bmm(x, x), expected)
+
+
+def states():
+    """All that the guard may touch."""
+    cuda = torch.backends.cuda.matmul
+    return [
+        cuda.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        cuda.allow_fp16_accumulation,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch.is_autocast_enabled("cpu"),
+    ]
+
+
+CUDA = torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "loose", "exact"),
+    [
+        (torch.float32, "fp32_precision", "tf32", "ieee"),
+        (torch.float16, "allow_fp16_accumulation", True, False),
+        (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
+        (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
+    ],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_switches_of_cuda_are_off_inside_and_as_before_outside(dtype, name, loose, exact, raises):
+    with switch(CUDA, name, loose):
+        before = states()
+        with contextlib.suppress(ZeroDivisionError), nothing_ambient("cuda", dtype):
+            assert getattr(CUDA, name) == exact
+            if raises:
+                raise ZeroDivisionError
+        assert states() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_forbidden_split_of_sums_is_forbidden_again(dtype):
+    name = f"allow_{'fp' if dtype == torch.float16 else 'bf'}16_reduced_precision_reduction"
+    setattr(CUDA, name, (False, False))
+    try:
+        before = states()
+        with nothing_ambient("cuda", dtype):
+            assert getattr(CUDA, f"{name}_split_k")
+        assert states() == before
+    finally:
+        setattr(CUDA, name, True)
+
+
+def test_an_inherited_precision_stays_inherited():
+    matmul = torch.backends.mkldnn.matmul
+    with switch(matmul, "fp32_precision", "none"):
+        with switch(torch.backends, "fp32_precision", "bf16"):
+            with nothing_ambient("cpu", torch.float32):
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == "bf16"
+        assert matmul.fp32_precision == "none"
+
+
+def test_the_legacy_precision_is_readable_afterwards():
+    with precision("medium"):
+        with nothing_ambient("cpu", torch.float32), nothing_ambient("cuda", torch.float32):
+            pass
+        assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("method", ["polar_express", "gram"])
+def test_torch_compile_gives_the_same(method):
+    x = torch.randn(2, 24, 40)
+    expected = polar_factor(x, method)
+    compiled = torch.compile(lambda x: polar_factor(x, method) * 2, backend="eager")
+    with precision("medium"):
+        torch.testing.assert_close(compiled(x), expected * 2, rtol=0, atol=0)
+    torch.compiler.reset()
+
+
+def test_meta_tensors_have_shapes():
+    out = polar_factor(torch.empty(2, 3, 5, device="meta"), "gram")
+    assert out.shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize(("beta", "alpha"), [(0.3, 0.7), (-1e-6, 1e-9), (0.0, 0.1), (2.0, 0.0), (0.0, 0.0)])
+def test_products_round_once(dtype, size, beta, alpha):
+    a, b, c = torch.randn(3, 2, size, size, dtype=torch.float64).to(dtype)
+    product = multiply(a, b)
+    total = multiply_add(c, a, b, beta=beta, alpha=alpha)
+    assert product.dtype == total.dtype == dtype
+    exact = a.double() @ b.double()
+    # Sums in float32 (or float64) are off by little more than their terms' rounding.
+    slack = {torch.float64: 2**-50}.get(dtype, 2**-20) * size
+    expected = beta * c.double() + alpha * exact
+    terms = abs(beta) * c.double().abs() + abs(alpha) * (a.double().abs() @ b.double().abs())
+    smallest = torch.finfo(dtype).smallest_normal * UNIT_ROUNDOFF[dtype] * 2  # the spacing of subnormal numbers
+    unit = UNIT_ROUNDOFF[dtype] * 1.01
+    assert ((product.double() - exact).abs() <= unit * exact.abs() + slack * (a.abs() @ b.abs()).double()).all()
+    assert ((total.double() - expected).abs() <= unit * expected.abs() + slack * terms + smallest).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_not_rounded_before_they_are_used(dtype):
+    value = 1 + 2**-9 + 2**-12  # needs more digits than 16-bit types have
+    a = torch.full((1, 2, 2), 256.0, dtype=dtype)
+    expected = (a.double() + value * a.double()).to(dtype)
+    assert torch.equal(add(a, a, alpha=value), expected)
+    small = torch.full((1, 2, 2), -1.0, dtype=dtype)
+    diagonal = add_to_diagonal(small, value).double().diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(diagonal, torch.full((1, 2), value - 1, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert torch.equal(small, torch.full_like(small, -1.0))

@@ -1,0 +1,156 @@
+"""Options of a group beyond the rule: cadence, multipliers, decay tied to the schedule, and what the last step says."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import nn
+
+from quintic import Experts, Heads, Muon, Rows, Split
+
+EXACT = {"compute_dtype": torch.float64}
+
+
+def stepped(optimizer, params, gradients):
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    optimizer.step()
+
+
+# -- step_every --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_group_with_a_cadence_steps_on_the_sum_of_its_gradients(set_to_none):
+    matrix, vector = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+    twin = nn.Parameter(vector.detach().clone())
+    optimizer = Muon([{"params": [matrix]}, {"params": [vector], "algorithm": "adamw", "step_every": 3}], adamw_lr=0.1)
+    reference = torch.optim.AdamW([twin], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    total = torch.zeros(3)
+    for step in range(1, 10):
+        before_matrix, before_vector = matrix.detach().clone(), vector.detach().clone()
+        optimizer.zero_grad(set_to_none)
+        inputs = torch.randn(5, 3)
+        ((inputs + vector) @ matrix.T).square().mean().backward()
+        total += vector.grad - (0 if step % 3 == 1 else total)  # the gradient holds the sum since the last step
+        optimizer.step()
+        assert not torch.equal(matrix, before_matrix)
+        if step % 3:
+            assert torch.equal(vector, before_vector)
+            assert optimizer.last_step().waiting == 1
+        else:
+            twin.grad = vector.grad.clone()
+            reference.step()
+            assert torch.equal(vector, twin)
+            total.zero_()
+
+
+def test_the_place_in_the_cadence_is_saved():
+    param = nn.Parameter(torch.randn(3))
+    groups = [{"params": [param], "algorithm": "adamw", "step_every": 2}]
+    first, second = Muon(groups), Muon([dict(group) for group in groups])
+    stepped(first, [param], [torch.randn(3)])
+    second.load_state_dict(first.state_dict())
+    before = param.detach().clone()
+    stepped(second, [param], [torch.randn(3)])
+    assert not torch.equal(param, before)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_a_cadence_is_a_positive_integer(value):
+    with pytest.raises(ValueError, match="step_every"):
+        Muon([nn.Parameter(torch.ones(2, 2))], step_every=value)
+
+
+# -- lr_multipliers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("view", "shape"),
+    [
+        (Rows(4), (16, 6)),
+        (Experts(), (4, 3, 6)),
+        (Heads(4), (8, 5)),
+        (Split((4, 4, 4, 4)), (16, 6)),
+        (Split((2, 4, 2, 8)), (16, 6)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workspace", [None, 2000])
+def test_each_matrix_of_a_bank_has_its_own_multiplier(view, shape, workspace):
+    multipliers = (1.0, 2.0, 0.5, 0.0)
+    param = nn.Parameter(torch.randn(shape))
+    twins = [oracle.MuonMatrix(matrix.numpy()) for batch in view.batches(param.detach()) for matrix in batch]
+    options = {"lr_multipliers": multipliers, "max_workspace_bytes": workspace, "lr_scale": None}
+    optimizer = Muon([{"params": [param], "view": view}], lr=0.1, **options, **EXACT)
+    for _ in range(3):
+        stepped(optimizer, [param], [torch.randn(shape)])
+        gradients = [matrix for batch in view.batches(param.grad) for matrix in batch]
+        for twin, gradient, multiplier in zip(twins, gradients, multipliers, strict=True):
+            twin.step(gradient.numpy(), lr=0.1, scale=multiplier)
+    found = [matrix.numpy() for batch in view.batches(param.detach()) for matrix in batch]
+    for matrix, twin in zip(found, twins, strict=True):
+        np.testing.assert_allclose(matrix, twin.w, rtol=2e-4, atol=2e-5)
+
+
+def test_a_wrong_number_of_multipliers_is_named():
+    with pytest.raises(ValueError, match="bank: 2 lr_multipliers for 3 matrices"):
+        Muon([{"params": [("bank", nn.Parameter(torch.ones(6, 4)))], "view": Rows(2), "lr_multipliers": (1, 2)}])
+
+
+# -- weight decay ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_decay_can_be_tied_to_the_square_of_the_learning_rate(algorithm, cautious):
+    param = nn.Parameter(torch.randn(6, 4))
+    options = {"cautious": cautious, "weight_decay": 3.0, "decay_coupling": "lr_squared", "lr": 0.1}
+    optimizer = Muon([{"params": [param], "algorithm": algorithm, **options}], **EXACT)
+    if algorithm == "muon":
+        twin = oracle.MuonMatrix(param.detach().numpy())
+    else:
+        twin = oracle.AdamWTensor(param.detach().numpy())
+    for lr in (0.1, 0.05, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        stepped(optimizer, [param], [torch.randn(6, 4)])
+        gradient = param.grad.numpy()
+        if algorithm == "muon":
+            twin.step(gradient, lr=lr, wd=3.0 * lr, cautious=cautious)
+        else:
+            twin.step(gradient, lr=lr, betas=(0.9, 0.95), eps=1e-8, wd=3.0 * lr, cautious=cautious)
+        np.testing.assert_allclose(param.detach().numpy(), twin.w, rtol=2e-4, atol=2e-5)
+
+
+# -- last_step ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_step_says_what_was_done():
+    matrices = [nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    heads, vectors = nn.Parameter(torch.randn(6, 4)), [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    groups = [
+        {"params": matrices, "orthogonalizer": "newton_schulz"},
+        {"params": [heads], "view": Heads(3), "orthogonalizer": "svd"},
+        {"params": vectors, "algorithm": "adamw"},
+    ]
+    optimizer = Muon(groups)
+    assert optimizer.last_step().num_matrices == 0
+    everything = [*matrices, heads, *vectors]
+    stepped(optimizer, everything, [torch.randn_like(p) for p in everything])
+    report = optimizer.last_step()
+    assert report.num_matrices == 5
+    assert sorted(report.matrices.values()) == [2, 3]
+    assert report.adamw_parameters == 3
+    assert report.without_gradient == 0
+    assert "5 matrices orthogonalised" in str(report)
+    matrices[0].grad = heads.grad = vectors[1].grad = None
+    optimizer.step()
+    report = optimizer.last_step()
+    assert (report.num_matrices, report.adamw_parameters, report.without_gradient) == (1, 2, 3)
+
+
+def test_a_split_parameter_without_gradient_counts_once():
+    param = nn.Parameter(torch.randn(6, 4))
+    optimizer = Muon([{"params": [param], "view": Split((2, 4))}])
+    optimizer.step()
+    assert optimizer.last_step().without_gradient == 1
