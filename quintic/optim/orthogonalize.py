@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
 from quintic.optim.products import add, add_to_diagonal, multiply, multiply_add, nothing_ambient
@@ -117,22 +118,21 @@ def polar_factor(
 
 
 @_disable_dynamo
-def apply_form(x: Tensor, form: Form) -> Tensor:
-    """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says."""
+def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto") -> Tensor:
+    """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says.
+
+    Args:
+        x: as for `orthogonalize`.
+        form: from `resolve`.
+        kernels: implementation of the normalisation, see `quintic.kernels.dispatch`.
+    """
     _check_matrices(x)
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=form.compute_dtype, device=x.device)
-    m, n = x.shape[-2:]
     with nothing_ambient(x.device.type, form.compute_dtype):
         if form.method == "svd":
             return _svd(_normalized(x, 1.0, form.compute_dtype))
-        norm = _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
-        # No name for the normalised matrices: they are freed after the first step.
-        if m <= n:
-            out = _iterate(_normalized(x, norm, form.compute_dtype).reshape(-1, m, n), form)
-        else:  # the small Gram matrix is the one on the short side
-            out = _iterate(_normalized(x, norm, form.compute_dtype).reshape(-1, m, n).mT, form).mT
-        return out.reshape(x.shape)
+        return _iterate(x.reshape(-1, *x.shape[-2:]), form, kernels).reshape(x.shape)
 
 
 def _check_matrices(x: Tensor) -> None:
@@ -142,17 +142,23 @@ def _check_matrices(x: Tensor) -> None:
         raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
 
 
-def _normalized(x: Tensor, norm: float, dtype: torch.dtype) -> Tensor:
+def _normalized(x: Tensor, norm: float, dtype: torch.dtype, kernels: KernelsOption = "torch") -> Tensor:
     """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
 
     Args:
         x: (..., m, n) floating point, not empty; not modified.
         norm: of every result but zero.
         dtype: of the result. The arithmetic is float32, or float64 where `x` or the result is.
+        kernels: where not `"torch"`, Triton's kernel is taken if it can do this.
 
     Returns:
         (..., m, n), a new tensor; all NaN where a matrix has a NaN or an infinity.
     """
+    if choose_kernels(kernels, x) == "triton":
+        from quintic.kernels.normalize import can_normalize, normalize_matrices
+
+        if can_normalize(x, dtype):
+            return normalize_matrices(x, norm, dtype)
     work_dtype = torch.promote_types(x.dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
     peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)
@@ -165,14 +171,22 @@ def _normalized(x: Tensor, norm: float, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-def _iterate(x: Tensor, form: Form) -> Tensor:
-    """Return the form's polynomials of `x`, (batch, short, long), whose norm is `_ENTRY_NORM` times the one meant."""
+def _iterate(x: Tensor, form: Form, kernels: KernelsOption) -> Tensor:
+    """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
+    norm = _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
+    # Always `x`, and no second name: the normalised matrices are freed after the first step.
+    x = _normalized(x, norm, form.compute_dtype, kernels)
+    # In the order of memory, so that products read and write rows.
+    transposed = not x.is_contiguous() and x.mT.is_contiguous()
+    x = x.mT if transposed else x.contiguous()
+    # The small Gram matrix is the one on the short side: x becomes q x, or x q.
+    wide = x.shape[-2] <= x.shape[-1]
     scale = _ENTRY_NORM
     for start, stop in form.segments:
-        # x becomes q x with q = shift I + rest. Apart from its diagonal, rest is exact to more digits while singular
-        # values are small; later q is near 1 / sigma, and the two would cancel.
+        # q = shift I + rest. Apart from its diagonal, rest is exact to more digits while singular values are small;
+        # later q is near 1 / sigma, and the two would cancel.
         apart = start == 0 or stop - start == 1
-        gram = multiply(x, x.mT)
+        gram = multiply(x, x.mT) if wide else multiply(x.mT, x)
         square = scale**2  # gram is `square` times the Gram matrix of the singular values meant
         rest: Tensor | None = None
         shift = 0.0
@@ -189,9 +203,12 @@ def _iterate(x: Tensor, form: Form) -> Tensor:
                 gram = multiply_add(half, z, half, beta=a)
             square = 1.0
         assert rest is not None
-        x = multiply_add(x, rest, x, beta=shift / scale, alpha=1 / scale)
+        if wide:
+            x = multiply_add(x, rest, x, beta=shift / scale, alpha=1 / scale)
+        else:
+            x = multiply_add(x, x, rest, beta=shift / scale, alpha=1 / scale)
         scale = 1.0
-    return x
+    return x.mT if transposed else x
 
 
 def _svd(x: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ def orthogonalized(directions: Tensor, bucket: Bucket, group: Mapping[str, Any])
             )
         return update
     assert bucket.form is not None
-    return apply_form(directions, bucket.form)
+    return apply_form(directions, bucket.form, bucket.kernels)
 
 
 def update_factors(
