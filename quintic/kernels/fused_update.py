@@ -13,6 +13,7 @@ Import this module only where Triton is installed (see `dispatch.py`).
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +22,22 @@ import triton.language as tl
 from torch import Tensor
 
 __all__ = [
-    "ADAMW_BLOCK",
+    "AdamWPrograms",
     "MatrixLayout",
+    "adamw_programs",
     "adamw_tensors_",
     "apply_updates_",
     "momentum_directions_",
     "on_device_of",
 ]
 
-# Elements per program. H200, bfloat16 weights: see benchmarks/results for the bandwidth reached.
+# Elements per program. H200, 2026-11: AdamW reached 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
 _MATRIX_BLOCK = 2048
-ADAMW_BLOCK = 2048
+_ADAMW_BLOCK = 1024
 _NUM_WARPS = 8
+
+# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
+_ALONE_PROGRAMS = 2048
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -78,6 +83,28 @@ class MatrixLayout:
         rows, columns, rows_of_group, group_stride, row_stride, column_stride = self.physical()
         grouped = rows_of_group != rows and group_stride != rows_of_group * columns
         return not grouped and (row_stride == columns or rows == 1) and (column_stride == 1 or columns == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWPrograms:
+    """How the programs of `adamw_tensors_` are divided among its tensors."""
+
+    alone: tuple[tuple[int, int], ...]
+    """(number, programs) of each large tensor: one launch each."""
+    tensor_of_program: Tensor
+    """(p,) int32: which of the small tensors each program works on."""
+    tile_of_program: Tensor
+    """(p,) int32: which of its tiles."""
+
+
+def adamw_programs(numels: Sequence[int]) -> AdamWPrograms:
+    """Return the division for tensors of so many entries, on the CPU."""
+    tiles = [-(-numel // _ADAMW_BLOCK) for numel in numels]
+    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
+    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
+    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
+    first_program = (small.cumsum(0) - small)[tensors]
+    return AdamWPrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
 
 
 @triton.jit
@@ -288,6 +315,8 @@ def _adamw_kernel(
     hyperparameters,
     go,
     num_tensors,
+    only_tensor,
+    ALONE: tl.constexpr,
     LR: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
     BETA1: tl.constexpr,
@@ -302,9 +331,14 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor = tl.load(tensor_of_program + tl.program_id(0))
+    if ALONE:
+        tensor = only_tensor
+        tile = tl.program_id(0)
+    else:
+        tensor = tl.load(tensor_of_program + tl.program_id(0))
+        tile = tl.load(tile_of_program + tl.program_id(0))
     # A tile's start may lie beyond 2^31, the place within it does not.
-    start = tl.load(tile_of_program + tl.program_id(0)).to(tl.int64) * BLOCK
+    start = tile.to(tl.int64) * BLOCK
     numel = tl.load(numels + tensor)
     element = start + tl.arange(0, BLOCK)
     inside = element < numel
@@ -460,8 +494,7 @@ def apply_updates_(
 def adamw_tensors_(
     addresses: Tensor,
     numels: Tensor,
-    tensor_of_program: Tensor,
-    tile_of_program: Tensor,
+    programs: AdamWPrograms,
     corrections: Tensor,
     hyperparameters: Tensor,
     *,
@@ -480,9 +513,8 @@ def adamw_tensors_(
         addresses: (5, t) int64 on the device: of each tensor's gradient, float32 first and second moment, weight, and
             master (any number without masters); all but the gradient are changed. Entries are paired by their place in
             memory.
-        numels: (t,) int64: entries of each tensor.
-        tensor_of_program: (p,) int32: which tensor each program works on.
-        tile_of_program: (p,) int32: which `ADAMW_BLOCK` entries of it.
+        numels: (t,) int64 on the device: entries of each tensor.
+        programs: how the work is divided.
         corrections: (2, t) float32: 1 - beta^step for both moments.
         hyperparameters: (k,) float64 on the device.
         weight_dtype: of the weights.
@@ -495,31 +527,38 @@ def adamw_tensors_(
         aligned: as in `apply_updates_`.
     """
     lr, weight_decay, beta1, beta2, eps = indices
+    # (which tensor, its programs) of each launch; -1 for the one launch of all small tensors.
+    launches = list(programs.alone)
+    if programs.tensor_of_program.shape[0]:
+        launches.append((-1, programs.tensor_of_program.shape[0]))
     with on_device_of(addresses):
-        _adamw_kernel[(tensor_of_program.shape[0],)](
-            addresses,
-            numels,
-            tensor_of_program,
-            tile_of_program,
-            corrections,
-            hyperparameters,
-            hyperparameters if go is None else go,
-            addresses.shape[1],
-            LR=lr,
-            WEIGHT_DECAY=weight_decay,
-            BETA1=beta1,
-            BETA2=beta2,
-            EPS=eps,
-            WEIGHT=_TRITON_DTYPE[weight_dtype],
-            GRADIENT=_TRITON_DTYPE[gradient_dtype],
-            MASTER=_MASTER[master_dtype],
-            CAUTIOUS=cautious,
-            SQUARED=squared_lr_decay,
-            GUARDED=go is not None,
-            ALIGNED=aligned,
-            BLOCK=ADAMW_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+        for tensor, count in launches:
+            _adamw_kernel[(count,)](
+                addresses,
+                numels,
+                programs.tensor_of_program,
+                programs.tile_of_program,
+                corrections,
+                hyperparameters,
+                hyperparameters if go is None else go,
+                addresses.shape[1],
+                tensor,
+                ALONE=tensor >= 0,
+                LR=lr,
+                WEIGHT_DECAY=weight_decay,
+                BETA1=beta1,
+                BETA2=beta2,
+                EPS=eps,
+                WEIGHT=_TRITON_DTYPE[weight_dtype],
+                GRADIENT=_TRITON_DTYPE[gradient_dtype],
+                MASTER=_MASTER[master_dtype],
+                CAUTIOUS=cautious,
+                SQUARED=squared_lr_decay,
+                GUARDED=go is not None,
+                ALIGNED=aligned,
+                BLOCK=_ADAMW_BLOCK,
+                num_warps=_NUM_WARPS,
+            )
 
 
 def _tiles(layout: MatrixLayout) -> int:

@@ -5,6 +5,7 @@ when the allocator hands out other memory, so every step compares them and uploa
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from quintic.optim.state import master_of
 from quintic.optim.views import View
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.fused_update import MatrixLayout
+    from quintic.kernels.fused_update import AdamWPrograms, MatrixLayout
 
 __all__ = ["DeviceMemory", "step_adamw_on_device", "step_matrices_on_device"]
 
@@ -65,19 +66,22 @@ class DeviceMemory(BucketMemory):
         self.table = AddressTable()
         self.layout: MatrixLayout | None = None
         self._programs_key: object = None
-        self._programs: tuple[Tensor, ...] = ()
+        self._programs: tuple[Tensor, AdamWPrograms] | None = None
 
-    def programs(self, active: Operands, block: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return (entries of each tensor, tensor of each program, tile of each program) on the device."""
-        key = active.members
-        if key != self._programs_key:
-            numels = torch.tensor([param.numel() for param in active.params])
-            tiles = (numels + block - 1) // block
-            tensor_of_program = torch.repeat_interleave(torch.arange(len(active.params)), tiles)
-            first_program = (tiles.cumsum(0) - tiles)[tensor_of_program]
-            tile_of_program = torch.arange(len(tensor_of_program)) - first_program
-            tables = (numels, tensor_of_program.int(), tile_of_program.int())
-            self._programs, self._programs_key = tuple(upload(table, device) for table in tables), key
+    def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, AdamWPrograms]":
+        """Return on the device the entries of each tensor, and how programs are divided among them."""
+        from quintic.kernels.fused_update import adamw_programs
+
+        if self._programs is None or active.members != self._programs_key:
+            numels = [param.numel() for param in active.params]
+            divided = adamw_programs(numels)
+            on_device = replace(
+                divided,
+                tensor_of_program=upload(divided.tensor_of_program, device),
+                tile_of_program=upload(divided.tile_of_program, device),
+            )
+            self._programs = upload(torch.tensor(numels), device), on_device
+            self._programs_key = active.members
         return self._programs
 
 
@@ -166,7 +170,7 @@ def step_adamw_on_device(
     go: Tensor | None,
 ) -> None:
     """Step a bucket of AdamW parameters with the kernel; arguments as in `step_matrices_on_device`."""
-    from quintic.kernels.fused_update import ADAMW_BLOCK, adamw_tensors_
+    from quintic.kernels.fused_update import adamw_tensors_
 
     active = _with_one_gradient_dtype(active)
     master = master_of(active.states[0])
@@ -182,12 +186,11 @@ def step_adamw_on_device(
     corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()
     bases = _addresses(active, "exp_avg")
     table = memory.table.get(bases, lambda: torch.tensor(bases).view(5, -1), bucket.device)
-    numels, tensor_of_program, tile_of_program = memory.programs(active, ADAMW_BLOCK, bucket.device)
+    numels, programs = memory.programs(active, bucket.device)
     adamw_tensors_(
         table,
         numels,
-        tensor_of_program,
-        tile_of_program,
+        programs,
         corrections,
         hyperparameters.values,
         weight_dtype=bucket.dtype,
@@ -207,10 +210,7 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     if first_state == "exp_avg":
         tensors += [state["exp_avg_sq"] for state in active.states]
     tensors += active.params
-    # Without masters their row is never read.
-    tensors += [
-        param if master is None else master for param, master in zip(active.params, active.masters(), strict=True)
-    ]
+    tensors += active.masters() or active.params  # without masters their row is never read
     return tuple(map(Tensor.data_ptr, tensors))
 
 

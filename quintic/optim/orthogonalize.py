@@ -27,7 +27,14 @@ from torch._compile import _disable_dynamo
 from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
-from quintic.optim.products import add, add_to_diagonal, multiply, multiply_add, nothing_ambient
+from quintic.optim.products import (
+    add,
+    add_to_diagonal,
+    multiply_add,
+    nothing_ambient,
+    symmetric_multiply,
+    symmetric_multiply_add,
+)
 
 __all__ = [
     "DEFAULT_STEPS",
@@ -181,26 +188,29 @@ def _iterate(x: Tensor, form: Form, kernels: KernelsOption) -> Tensor:
     x = x.mT if transposed else x.contiguous()
     # The small Gram matrix is the one on the short side: x becomes q x, or x q.
     wide = x.shape[-2] <= x.shape[-1]
+    on_device = _symmetric_kernel_pays(x, kernels)
     scale = _ENTRY_NORM
     for start, stop in form.segments:
         # q = shift I + rest. Apart from its diagonal, rest is exact to more digits while singular values are small;
         # later q is near 1 / sigma, and the two would cancel.
         apart = start == 0 or stop - start == 1
-        gram = multiply(x, x.mT) if wide else multiply(x.mT, x)
+        left, right = (x, x.mT) if wide else (x.mT, x)
+        gram = symmetric_multiply(left, right, on_device=on_device)
+        del left, right
         square = scale**2  # gram is `square` times the Gram matrix of the singular values meant
         rest: Tensor | None = None
         shift = 0.0
         for step in range(start, stop):
             a, b, c = form.coefficients[step]
-            z = multiply_add(gram, gram, gram, beta=b / square, alpha=c / square**2)
+            z = symmetric_multiply_add(gram, gram, gram, beta=b / square, alpha=c / square**2, on_device=on_device)
             if rest is None:
                 rest, shift = (z, a) if apart else (add_to_diagonal(z, a), 0.0)
             else:  # q <- q (a I + z)
                 known = add(rest, z, alpha=shift / a) if shift else rest
-                rest, shift = multiply_add(known, rest, z, beta=a), shift * a
+                rest, shift = symmetric_multiply_add(known, rest, z, beta=a, on_device=on_device), shift * a
             if step + 1 < stop:  # gram <- (a I + z) gram (a I + z)
-                half = multiply_add(gram, gram, z, beta=a / square, alpha=1 / square)
-                gram = multiply_add(half, z, half, beta=a)
+                half = symmetric_multiply_add(gram, gram, z, beta=a / square, alpha=1 / square, on_device=on_device)
+                gram = symmetric_multiply_add(half, z, half, beta=a, on_device=on_device)
             square = 1.0
         assert rest is not None
         if wide:
@@ -209,6 +219,14 @@ def _iterate(x: Tensor, form: Form, kernels: KernelsOption) -> Tensor:
             x = multiply_add(x, x, rest, beta=shift / scale, alpha=1 / scale)
         scale = 1.0
     return x.mT if transposed else x
+
+
+def _symmetric_kernel_pays(x: Tensor, kernels: KernelsOption) -> bool:
+    if choose_kernels(kernels, x) != "triton" or x.requires_grad:
+        return False
+    from quintic.kernels.symmetric import can_multiply
+
+    return can_multiply(x)
 
 
 def _svd(x: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from torch.optim.adamw import adamw as torch_adamw
 from quintic.optim.device_memory import upload
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, direction_dtype, matrices_of
-from quintic.optim.state import master_of, second_moments
+from quintic.optim.state import MASTER_KEYS, second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+from quintic.optim.views import View
 
 __all__ = [
     "BucketMemory",
@@ -37,7 +38,10 @@ Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor], None]
 
 
 class Operands(NamedTuple):
-    """The members of a bucket that have a gradient, with the tensors their update reads and writes, side by side."""
+    """The members of a bucket that have a gradient, with the tensors their update reads and writes, side by side.
+
+    All of a bucket's parameters have the same state, and so all or none have a master.
+    """
 
     members: tuple[Member, ...]
     params: list[Tensor]
@@ -45,9 +49,10 @@ class Operands(NamedTuple):
     states: list[Mapping[str, Tensor]]
     num_matrices: int
 
-    def masters(self) -> list[Tensor | None]:
+    def masters(self) -> list[Tensor] | None:
         """Return what completes each parameter to float32, or None."""
-        return [master_of(state) for state in self.states]
+        key = next((key for key in MASTER_KEYS if key in self.states[0]), None)
+        return None if key is None else [state[key] for state in self.states]
 
 
 class BucketMemory:
@@ -56,6 +61,8 @@ class BucketMemory:
     def __init__(self) -> None:
         self.everything: Operands | None = None
         self.contiguous = False
+        self._moments_key: object = None
+        self._moments: list[Tensor] = []
         self._factors_key: tuple[object, ...] | None = None
         self._factors = torch.empty(0)
 
@@ -76,6 +83,18 @@ class BucketMemory:
             self._factors, self._factors_key = upload(values, bucket.device), key
         return self._factors
 
+    def moments(self, view: View, active: Operands) -> list[Tensor]:
+        """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
+        buffers = [state["second_momentum_buffer"] for state in active.states]
+        key = (active.members, tuple(map(id, buffers)), tuple(map(Tensor.data_ptr, buffers)))
+        if key != self._moments_key:
+            self._moments = [
+                second_moments(buffer, param, view)[member.block][member.start : member.start + member.num_matrices]
+                for member, param, buffer in zip(active.members, active.params, buffers, strict=True)
+            ]
+            self._moments_key = key
+        return self._moments
+
 
 def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
     """Return the members of a bucket that have a gradient.
@@ -92,17 +111,21 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
         everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
         memory.everything, memory.contiguous = everything, all(param.is_contiguous() for param in params)
     members, params, _, states, num_matrices = everything
-    gradients = [param.grad for param in params]
-    if any(gradient is None for gradient in gradients):
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        members = tuple(members[index] for index in present)
-        params, states = [params[index] for index in present], [states[index] for index in present]
-        gradients = [gradients[index] for index in present]
-        num_matrices = sum(member.num_matrices for member in members)
-    found: list[Tensor] = gradients  # type: ignore[assignment]
-    if not (memory.contiguous and all(g.layout is torch.strided and g.is_contiguous() for g in found)):
-        found = [dense_gradient(p, g, m.name) for p, g, m in zip(params, found, members, strict=True)]
-    return Operands(members, params, found, states, num_matrices)
+    gradients: list[Any] = [param.grad for param in params]
+    try:
+        in_order = memory.contiguous and all(map(Tensor.is_contiguous, gradients))
+    except (TypeError, RuntimeError):  # a gradient is None, or sparse
+        in_order = False
+    if in_order:
+        return Operands(members, params, gradients, states, num_matrices)
+    rows = [row for row in zip(members, params, gradients, states, strict=True) if row[2] is not None]
+    return Operands(
+        members if len(rows) == len(members) else tuple(member for member, _, _, _ in rows),
+        [param for _, param, _, _ in rows],
+        [dense_gradient(param, gradient, member.name) for member, param, gradient, _ in rows],
+        [state for _, _, _, state in rows],
+        sum(member.num_matrices for member, _, _, _ in rows),
+    )
 
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
@@ -134,10 +157,9 @@ def step_matrices(
 
     members = active.members
     weights = [blocks(param, member) for param, member in zip(active.params, members, strict=True)]
-    masters = [
-        None if master is None else blocks(master, member)
-        for master, member in zip(active.masters(), members, strict=True)
-    ]
+    masters: list[Tensor | None] = [None] * len(members)
+    if (whole := active.masters()) is not None:
+        masters = [blocks(master, member) for master, member in zip(whole, members, strict=True)]
     directions = momentum_(
         [blocks(state["momentum_buffer"], member) for state, member in zip(active.states, members, strict=True)],
         [blocks(gradient, member) for gradient, member in zip(active.gradients, members, strict=True)],
@@ -169,7 +191,7 @@ def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> No
     lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     plain = not group["cautious"] and group["decay_coupling"] == "lr"
-    masters = active.masters()
+    masters: Sequence[Tensor | None] = active.masters() or [None] * len(active.params)
     rows = list(zip(active.params, masters, active.gradients, active.states, strict=True))
     if plain and all(g.dtype == p.dtype == s["exp_avg"].dtype and master is None for p, master, g, s in rows):
         torch_adamw(
@@ -246,12 +268,7 @@ def update_factors(
     factors = memory.base_factors(bucket, group, active)
     if group["normalize"] is None:
         return factors
-    moments = [
-        second_moments(state["second_momentum_buffer"], param, group["view"])[member.block][
-            member.start : member.start + member.num_matrices
-        ]
-        for member, param, state in zip(active.members, active.params, active.states, strict=True)
-    ]
+    moments = memory.moments(group["view"], active)
     before = torch.cat(moments)
     after = before.clone()
     neurons = neuron_factors_(update, after, beta=float(group["normalize_beta"]))

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add", "add_to_diagonal", "multiply", "multiply_add", "nothing_ambient"]
+__all__ = [
+    "add",
+    "add_to_diagonal",
+    "multiply_add",
+    "nothing_ambient",
+    "symmetric_multiply",
+    "symmetric_multiply_add",
+]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
 _SMALL_PRODUCT = 16**3
@@ -74,6 +81,26 @@ def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float =
     if _needs_float32(a, b) or (alpha == 0 and a.itemsize == 2):
         return torch.baddbmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
+
+
+def symmetric_multiply(a: Tensor, b: Tensor, *, on_device: bool) -> Tensor:
+    """Return a @ b, (batch, s, s), known to be symmetric; `on_device` takes the kernel of kernels/symmetric.py."""
+    if not on_device:
+        return multiply(a, b)
+    from quintic.kernels.symmetric import symmetric_multiply_add as kernel
+
+    return kernel(None, a, b)
+
+
+def symmetric_multiply_add(
+    c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, on_device: bool
+) -> Tensor:
+    """Return what `multiply_add` returns, known to be symmetric; `on_device` as for `symmetric_multiply`."""
+    if not on_device:
+        return multiply_add(c, a, b, beta=beta, alpha=alpha)
+    from quintic.kernels.symmetric import symmetric_multiply_add as kernel
+
+    return kernel(c, a, b, beta=beta, alpha=alpha)
 
 
 def add(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of the update against their plain twins (the cases are in fused_update_cases.py)."""
+"""The Triton kernels against their plain twins (the cases are in triton_cases.py)."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("fused_update_cases.py")
+CASES = Path(__file__).with_name("triton_cases.py")
 
 
 def run_cases(**environment):

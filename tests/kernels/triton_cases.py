@@ -1,4 +1,4 @@
-"""Cases of test_fused_update.py: run in a process of their own, in Triton's interpreter or on a CUDA device.
+"""Cases of test_triton.py: run in a process of their own, in Triton's interpreter or on a CUDA device.
 
 Every case steps two optimizers over the same parameters, one with the kernels and one with their plain twin.
 """
@@ -11,6 +11,8 @@ from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.fused_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
+from quintic.kernels.symmetric import can_multiply, symmetric_multiply_add
+from quintic.optim.orthogonalize import apply_form, resolve
 from quintic.optim.precision import full_precision
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
@@ -282,3 +284,37 @@ def test_normalisation_does_not_depend_on_the_batch():
     together = normalize_matrices(x, 1.0, torch.float16)
     for matrix, expected in zip(x, together, strict=True):
         assert torch.equal(normalize_matrices(matrix.unsqueeze(0), 1.0, torch.float16)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
+@pytest.mark.parametrize(("count", "side", "inner"), [(2, 256, 384), (1, 300, 200), (3, 130, 70), (2, 128, 64)])
+def test_symmetric_products(dtype, count, side, inner):
+    x = (torch.randn(count, side, inner) / inner**0.5).to(DEVICE, dtype)
+    tolerance = torch.finfo(dtype).eps
+    exact = x.double() @ x.double().mT
+    column_major = x.mT.contiguous().mT
+    for left, right in ((x, x.mT), (column_major, column_major.mT)):
+        gram = symmetric_multiply_add(None, left, right)
+        torch.testing.assert_close(gram.double(), exact, rtol=tolerance, atol=tolerance)
+    added = symmetric_multiply_add(gram, gram, gram, beta=2.5, alpha=-0.5)
+    exact = 2.5 * gram.double() - 0.5 * gram.double() @ gram.double()
+    torch.testing.assert_close(added.double(), exact, rtol=tolerance, atol=2 * tolerance)
+    # Tiles beside the diagonal are mirrored; within one, a sum may be made in another order.
+    torch.testing.assert_close(added, added.mT, rtol=2 * tolerance, atol=2 * tolerance)
+    assert torch.equal(symmetric_multiply_add(None, x[:1], x[:1].mT)[0], symmetric_multiply_add(None, x, x.mT)[0])
+
+
+def test_symmetric_products_where_the_kernel_pays():
+    assert can_multiply(torch.empty(1, 256, 300, dtype=torch.float16))
+    assert not can_multiply(torch.empty(1, 255, 300, dtype=torch.float16))
+    assert not can_multiply(torch.empty(1, 256, 300))
+
+
+@pytest.mark.parametrize("shape", [(2, 300, 500), (2, 500, 300), (1, 256, 256)])
+@pytest.mark.parametrize("method", ["polar_express", "gram"])
+def test_polynomials_with_the_kernels_are_those_without(shape, method):
+    x = torch.randn(shape).to(DEVICE)
+    form = resolve(method, *shape[1:], device_type="cuda", compute_dtype=torch.float16)
+    found, expected = (apply_form(x, form, kernels).double() for kernels in ("triton", "torch"))
+    # Rounding of 16 bits in two orders; the Gram form of a square matrix feels it most (docs/orthogonalization.md).
+    assert (found - expected).norm() < 1e-2 * expected.norm()
