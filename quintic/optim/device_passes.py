@@ -210,8 +210,10 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     if first_state == "exp_avg":
         tensors += [state["exp_avg_sq"] for state in active.states]
     tensors += active.params
-    tensors += active.masters() or active.params  # without masters their row is never read
-    return tuple(map(Tensor.data_ptr, tensors))
+    masters = active.masters()
+    tensors += masters or []
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    return addresses if masters else addresses + (0,) * len(active.params)
 
 
 def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:

@@ -109,8 +109,8 @@ class OptimConfig:
     """Muon's momentum at the first step."""
     momentum_warmup_steps: int = 100
     """Steps over which the momentum rises to --momentum."""
-    orthogonalizer: Literal["polar_express", "newton_schulz", "svd"] = "polar_express"
-    """How Muon orthogonalises its updates."""
+    orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
+    """How Muon orthogonalises its updates; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron"] | None = None
     """'neuron' gives NorMuon: updates evened out per neuron."""
     weight_decay: float = 0.3
