@@ -186,7 +186,8 @@ class Process:
             name = "graph_error" if row.get("part") == "graph" else "error"
             row[name] = f"{how}, in the part: {row.get('part', 'imports')}"
         if {"error", "graph_error"} & row.keys() or row.get("syncs", "none") != "none":
-            row["log"] = self.log_path.read_text(encoding="utf-8", errors="replace")[-4000:]
+            log = self.log_path.read_text(encoding="utf-8", errors="replace")[-4000:]
+            row["log"] = log.replace(f"{Path(__file__).resolve().parent.parent}/", "")
         self.folder.cleanup()
         return row
 

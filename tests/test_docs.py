@@ -24,6 +24,7 @@ class Documented(nn.Module):
         super().__init__()
         self.stem = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3)})
         block = {"qkv": nn.Linear(16, 3 * 768, bias=False), "query": nn.Linear(16, 24, bias=False)}
+        block["out"] = nn.Linear(24, 16, bias=False)
         self.blocks = nn.ModuleList([nn.ModuleDict(block)])
         self.head = nn.Linear(16, 5)
 
