@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.fused_update import on_device_of
+from quintic.kernels.weights import on_device_of
 
 __all__ = ["can_normalize", "normalize_matrices"]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.fused_update import on_device_of
+from quintic.kernels.weights import on_device_of
 
 __all__ = ["can_multiply", "symmetric_multiply_add"]
 

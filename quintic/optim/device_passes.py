@@ -1,4 +1,4 @@
-"""Runs a bucket with the Triton kernels of `kernels/fused_update.py`: tables of addresses, launches, no arithmetic.
+"""Runs a bucket with the Triton kernels of `quintic/kernels`: tables of addresses, launches, no arithmetic.
 
 The kernels find their tensors by address. Addresses of weights and state hardly ever change, those of gradients do
 when the allocator hands out other memory, so every step compares them and uploads a new table only when one differs.
@@ -18,7 +18,8 @@ from quintic.optim.state import master_of
 from quintic.optim.views import View
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.fused_update import AdamWPrograms, MatrixLayout
+    from quintic.kernels.adamw import AdamWPrograms
+    from quintic.kernels.matrix_update import MatrixLayout
 
 __all__ = ["DeviceMemory", "step_adamw_on_device", "step_matrices_on_device"]
 
@@ -70,7 +71,7 @@ class DeviceMemory(BucketMemory):
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, AdamWPrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
-        from quintic.kernels.fused_update import adamw_programs
+        from quintic.kernels.adamw import adamw_programs
 
         if self._programs is None or active.members != self._programs_key:
             numels = [param.numel() for param in active.params]
@@ -105,7 +106,7 @@ def step_matrices_on_device(
         go: () int32 on the device; where it is zero nothing changes. None for always.
         observer: is shown directions, updates and factors, or None.
     """
-    from quintic.kernels.fused_update import MatrixLayout, apply_updates_, momentum_directions_
+    from quintic.kernels.matrix_update import MatrixLayout, apply_updates_, momentum_directions_
 
     assert bucket.shape is not None
     if memory.layout is None:
@@ -119,6 +120,7 @@ def step_matrices_on_device(
     bases = _addresses(active, "momentum_buffer")
 
     def addresses() -> Tensor:
+        _check_state(active, {"momentum_buffer": torch.float32})
         owners, offsets = _matrix_places(group["view"], active)
         return torch.tensor(bases).view(4, -1)[:, owners] + offsets * torch.tensor(item_sizes).view(4, 1)
 
@@ -170,7 +172,7 @@ def step_adamw_on_device(
     go: Tensor | None,
 ) -> None:
     """Step a bucket of AdamW parameters with the kernel; arguments as in `step_matrices_on_device`."""
-    from quintic.kernels.fused_update import adamw_tensors_
+    from quintic.kernels.adamw import adamw_tensors_
 
     active = _with_one_gradient_dtype(active)
     master = master_of(active.states[0])
@@ -185,7 +187,12 @@ def step_adamw_on_device(
     # Double precision: 1 - beta^step loses digits.
     corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()
     bases = _addresses(active, "exp_avg")
-    table = memory.table.get(bases, lambda: torch.tensor(bases).view(5, -1), bucket.device)
+
+    def addresses() -> Tensor:
+        _check_state(active, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+        return torch.tensor(bases).view(5, -1)
+
+    table = memory.table.get(bases, addresses, bucket.device)
     numels, programs = memory.programs(active, bucket.device)
     adamw_tensors_(
         table,
@@ -214,6 +221,24 @@ def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
     tensors += masters or []
     addresses = tuple(map(Tensor.data_ptr, tensors))
     return addresses if masters else addresses + (0,) * len(active.params)
+
+
+def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Reject state that the kernels would misread: they see addresses alone.
+
+    Raises:
+        ValueError: state is on another device, or has another dtype or memory order than the optimizer gave it.
+    """
+    wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+    for member, param, state in zip(active.members, active.params, active.states, strict=True):
+        for key in wanted.keys() & state.keys():
+            found = state[key]
+            if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
+                raise ValueError(
+                    f"{member.name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and "
+                    f"must be {wanted[key]} on {param.device} with strides {param.stride()}; make the optimizer after "
+                    f"moving the model, or move its state along"
+                )
 
 
 def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from quintic.optim.device_passes import DeviceMemory, step_adamw_on_device, step
 from quintic.optim.forms import Method, Polynomials
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.pipeline import Observer, Operands, operands, step_adamw, step_matrices
-from quintic.optim.plan import Bucket, Member, Plan, build_plan
+from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan, build_plan
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip
 from quintic.optim.state import CODE_KEYS, init_state, load_state, master_of
@@ -108,6 +108,7 @@ class Muon(Optimizer):
 
     # What follows from the groups, made when needed and dropped when they change.
     _plan: Plan | None
+    _planned_options: list[list[Any]]
     _memory: dict[int, DeviceMemory]
     _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
     _clips: dict[str | int, LayerClip]
@@ -178,8 +179,10 @@ class Muon(Optimizer):
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
-        if self._plan is None:
-            self._plan = build_plan(self.param_groups)
+        options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
+        if self._plan is None or options != self._planned_options:
+            self._forget_plan()
+            self._plan, self._planned_options = build_plan(self.param_groups), options
         return self._plan
 
     @overload
@@ -309,6 +312,7 @@ class Muon(Optimizer):
     def _forget_plan(self) -> None:
         """Forget everything that follows from the groups."""
         self._plan = None
+        self._planned_options = []
         self._memory = {}
         self._hyperparameters = {}
         self._clips = {}
@@ -329,7 +333,9 @@ class Muon(Optimizer):
         works = []
         for number, bucket in enumerate(self.plan()):
             if due[bucket.group]:
-                group, memory = self.param_groups[bucket.group], self._memory.setdefault(number, DeviceMemory())
+                if number not in self._memory:
+                    self._memory[number] = DeviceMemory()
+                group, memory = self.param_groups[bucket.group], self._memory[number]
                 works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
         return works, waiting
 

@@ -15,7 +15,18 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.forms import Form, resolve
 
-__all__ = ["Bucket", "Member", "Plan", "build_plan", "direction_dtype", "matrices_of"]
+__all__ = ["PLANNED_OPTIONS", "Bucket", "Member", "Plan", "build_plan", "direction_dtype", "matrices_of"]
+
+PLANNED_OPTIONS = (
+    "orthogonalizer",
+    "orthogonalizer_steps",
+    "coefficients",
+    "compute_dtype",
+    "kernels",
+    "max_workspace_bytes",
+    "view",
+)
+"""Options of a group that the plan depends on: when one changes, the plan is made anew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

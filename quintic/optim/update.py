@@ -11,7 +11,8 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     w <- w - lr wd w [u w >= 0] - lr f u              apply_
 
 and an element-wise tensor has `adamw_` instead. Functions that end in `_` change the tensors they document as changed;
-no function changes a gradient. On CUDA devices `kernels/fused_update.py` computes the same in one pass over the memory.
+no function changes a gradient. On CUDA devices kernels compute the same in one pass over the memory
+(`kernels/matrix_update.py`, `kernels/adamw.py`).
 """
 
 import math

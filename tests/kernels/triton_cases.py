@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels import fused_update
+from quintic.kernels import adamw, matrix_update
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.kernels.fused_update import MatrixLayout
+from quintic.kernels.matrix_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
 from quintic.kernels.symmetric import can_multiply, symmetric_multiply_add
 from quintic.optim import device_passes
@@ -326,8 +326,9 @@ def test_polynomials_with_the_kernels_are_those_without(shape, method):
 
 def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     """What Python does per parameter and step, without the launches: under 2 ms (0.5 measured on a 2-core CPU)."""
-    for name in ("momentum_directions_", "apply_updates_", "adamw_tensors_"):
-        monkeypatch.setattr(fused_update, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
+    monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
+    monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
     monkeypatch.setattr(device_passes, "orthogonalized", lambda directions, bucket, group: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
@@ -340,3 +341,16 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
         optimizer.step()
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_state_that_the_kernels_would_misread_is_refused(algorithm):
+    param = nn.Parameter(torch.randn(8, 6, device=DEVICE))
+    optimizer = Muon([{"params": [("w", param)], "algorithm": algorithm}], kernels="triton")
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    key = "momentum_buffer" if algorithm == "muon" else "exp_avg_sq"
+    for broken in (optimizer.state[param][key].half(), optimizer.state[param][key].T.contiguous().T):
+        optimizer.state[param][key] = broken
+        with pytest.raises(ValueError, match=f"w: its {key} is"):
+            optimizer.step()

@@ -133,11 +133,11 @@ def test_backward_and_step_in_one_graph():
 
 
 def test_changed_hyperparameters_compile_nothing():
-    from quintic.kernels import fused_update
+    from quintic.kernels import adamw, matrix_update
 
     params = params_of()
     optimizer = optimizer_of(params, weight_decay=0.1)
-    kernels = [fused_update._momentum_kernel, fused_update._apply_kernel, fused_update._adamw_kernel]
+    kernels = [matrix_update._momentum_kernel, matrix_update._apply_kernel, adamw._adamw_kernel]
 
     def compiled():
         return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]

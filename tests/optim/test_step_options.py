@@ -154,3 +154,16 @@ def test_a_split_parameter_without_gradient_counts_once():
     optimizer = Muon([{"params": [param], "view": Split((2, 4))}])
     optimizer.step()
     assert optimizer.last_step().without_gradient == 1
+
+
+# -- options that the plan depends on ----------------------------------------------------------------------------------
+
+
+def test_a_changed_orthogonaliser_counts_at_the_next_step():
+    param = nn.Parameter(torch.randn(6, 4))
+    optimizer = Muon([param], orthogonalizer="newton_schulz")
+    stepped(optimizer, [param], [torch.randn(6, 4)])
+    assert list(optimizer.last_step().matrices) == ["newton_schulz bf16"]
+    optimizer.param_groups[0].update(orthogonalizer="svd", max_workspace_bytes=None)
+    stepped(optimizer, [param], [torch.randn(6, 4)])
+    assert list(optimizer.last_step().matrices) == ["svd fp32"]

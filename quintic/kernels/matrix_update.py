@@ -1,8 +1,7 @@
-"""The optimizer's element-wise passes in Triton: each reads and writes every byte once, for many tensors in one launch.
+"""Momentum and weights of matrices in Triton: each pass reads and writes every byte once, for many tensors at a time.
 
     momentum_directions_   gradient, momentum -> momentum, direction (stacked)     twin: optim/update.py momentum_
     apply_updates_         weight, master, update (stacked) -> weight, master      twin: apply_
-    adamw_tensors_         gradient, moments, weight, master -> the same           twin: adamw_
 
 A launch finds its tensors through a table of addresses, so that forty weights of a model are one launch and not forty.
 Hyperparameters are read from device memory: they may change between the replays of a captured CUDA graph, and no
@@ -12,8 +11,6 @@ leaves every byte as it was, and the host never has to know.
 Import this module only where Triton is installed (see `dispatch.py`).
 """
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,28 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "AdamWPrograms",
-    "MatrixLayout",
-    "adamw_programs",
-    "adamw_tensors_",
-    "apply_updates_",
-    "momentum_directions_",
-    "on_device_of",
-]
+from quintic.kernels.weights import (
+    MASTER,
+    TRITON_DTYPE,
+    load_full_precision,
+    on_device_of,
+    pointers_at,
+    stepped_weight,
+    store_weight,
+)
 
-# Elements per program. H200, 2026-11: AdamW reached 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
-_MATRIX_BLOCK = 2048
-_ADAMW_BLOCK = 1024
+__all__ = ["MatrixLayout", "apply_updates_", "momentum_directions_"]
+
+# Entries per program. H200, 2026-11: 4.4 TB/s and more (docs/LOG.md).
+_BLOCK = 2048
 _NUM_WARPS = 8
-
-# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
-_ALONE_PROGRAMS = 2048
-
-_TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-# What a table's row of masters holds.
-_MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +75,6 @@ class MatrixLayout:
         return not grouped and (row_stride == columns or rows == 1) and (column_stride == 1 or columns == 1)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamWPrograms:
-    """How the programs of `adamw_tensors_` are divided among its tensors."""
-
-    alone: tuple[tuple[int, int], ...]
-    """(number, programs) of each large tensor: one launch each."""
-    tensor_of_program: Tensor
-    """(p,) int32: which of the small tensors each program works on."""
-    tile_of_program: Tensor
-    """(p,) int32: which of its tiles."""
-
-
-def adamw_programs(numels: Sequence[int]) -> AdamWPrograms:
-    """Return the division for tensors of so many entries, on the CPU."""
-    tiles = [-(-numel // _ADAMW_BLOCK) for numel in numels]
-    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
-    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
-    first_program = (small.cumsum(0) - small)[tensors]
-    return AdamWPrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
-
-
 @triton.jit
 def _matrix_offsets(
     element,
@@ -128,15 +96,6 @@ def _matrix_offsets(
             row = row % rows_of_group
         offsets += row.to(tl.int64) * row_stride
     return offsets
-
-
-@triton.jit
-def _pointers(base, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointers = base.to(tl.pointer_type(dtype)) + offsets
-    if ALIGNED:
-        # Addresses from a table carry no alignment: without the hint every entry would be a load of its own.
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), 16)
-    return pointers
 
 
 @triton.jit
@@ -168,8 +127,8 @@ def _momentum_kernel(
     offsets = _matrix_offsets(
         element, columns, rows_of_group, group_stride, row_stride, column_stride, CONTIGUOUS, GROUPED
     )
-    gradients = _pointers(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
-    momenta = _pointers(tl.load(addresses + num_matrices + matrix), offsets, tl.float32, ALIGNED)
+    gradients = pointers_at(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
+    momenta = pointers_at(tl.load(addresses + num_matrices + matrix), offsets, tl.float32, ALIGNED)
     rest = (1.0 - tl.load(hyperparameters + MU)).to(tl.float32)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
     momentum = tl.load(momenta, mask=inside, other=0.0)
@@ -183,56 +142,6 @@ def _momentum_kernel(
         direction = momentum + (gradient - momentum) * rest
     stacked = directions + matrix.to(tl.int64) * numel + element
     tl.store(stacked, direction.to(directions.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _full_precision(weight, masters, mask, MASTER: tl.constexpr):
-    """Return the float32 value behind a weight; see optim/precision.py."""
-    if MASTER == 2:
-        low = tl.load(masters, mask=mask, other=0).to(tl.uint32)
-        high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
-        value = ((high << 16) | low).to(tl.float32, bitcast=True)
-    else:
-        value = weight.to(tl.float32)
-    if MASTER == 1:
-        master = tl.load(masters, mask=mask, other=0.0)
-        # A weight that is not its master's was written by somebody else: then the weight counts.
-        value = tl.where(_rounded(master, weight.dtype).to(tl.float32) == value, master, value)
-    return value
-
-
-@triton.jit
-def _rounded(value, dtype: tl.constexpr):
-    if dtype == tl.bfloat16:
-        rounded = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = value.to(dtype)
-    return rounded
-
-
-@triton.jit
-def _store(weights, masters, value, mask, MASTER: tl.constexpr):
-    dtype: tl.constexpr = weights.dtype.element_ty
-    if MASTER == 0:
-        tl.store(weights, value.to(dtype), mask=mask)
-    else:
-        tl.store(weights, _rounded(value, dtype), mask=mask)
-    if MASTER == 1:
-        tl.store(masters, value, mask=mask)
-    if MASTER == 2:
-        tl.store(masters, (value.to(tl.uint32, bitcast=True) & 0xFFFF).to(tl.uint16), mask=mask)
-
-
-@triton.jit
-def _stepped(value, update, factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr):
-    """Return the weight after decay and update; see optim/update.py apply_."""
-    decay_rate = weight_decay
-    if SQUARED:
-        decay_rate = weight_decay * lr
-    decay = value * decay_rate.to(tl.float32)
-    if CAUTIOUS:
-        decay = tl.where(update * value >= 0, decay, 0.0)
-    return value - lr.to(tl.float32) * (update * factor + decay)
 
 
 @triton.jit
@@ -276,11 +185,11 @@ def _apply_kernel(
     offsets = _matrix_offsets(
         element, columns, rows_of_group, group_stride, row_stride, column_stride, CONTIGUOUS, GROUPED
     )
-    weights = _pointers(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
+    weights = pointers_at(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
     master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
     masters = weights
     if MASTER != 0:
-        masters = _pointers(tl.load(addresses + num_matrices + matrix), offsets, master_dtype, ALIGNED)
+        masters = pointers_at(tl.load(addresses + num_matrices + matrix), offsets, master_dtype, ALIGNED)
     row = element // columns
     column = element % columns
     if UPDATE_CONTIGUOUS:
@@ -300,77 +209,9 @@ def _apply_kernel(
     keep = inside
     if GUARDED:
         keep = element < numel * tl.load(go)
-    value = _full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
-    value = _stepped(value, update, factor, lr, weight_decay, CAUTIOUS, SQUARED)
-    _store(weights, masters, value, keep, MASTER)
-
-
-@triton.jit
-def _adamw_kernel(
-    addresses,
-    numels,
-    tensor_of_program,
-    tile_of_program,
-    corrections,
-    hyperparameters,
-    go,
-    num_tensors,
-    only_tensor,
-    ALONE: tl.constexpr,
-    LR: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    EPS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    MASTER: tl.constexpr,
-    CAUTIOUS: tl.constexpr,
-    SQUARED: tl.constexpr,
-    GUARDED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if ALONE:
-        tensor = only_tensor
-        tile = tl.program_id(0)
-    else:
-        tensor = tl.load(tensor_of_program + tl.program_id(0))
-        tile = tl.load(tile_of_program + tl.program_id(0))
-    # A tile's start may lie beyond 2^31, the place within it does not.
-    start = tile.to(tl.int64) * BLOCK
-    numel = tl.load(numels + tensor)
-    element = start + tl.arange(0, BLOCK)
-    inside = element < numel
-    gradients = _pointers(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
-    exp_avgs = _pointers(tl.load(addresses + num_tensors + tensor), element, tl.float32, ALIGNED)
-    exp_avg_sqs = _pointers(tl.load(addresses + 2 * num_tensors + tensor), element, tl.float32, ALIGNED)
-    weights = _pointers(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
-    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
-    masters = weights
-    if MASTER != 0:
-        masters = _pointers(tl.load(addresses + 4 * num_tensors + tensor), element, master_dtype, ALIGNED)
-    rest1 = (1.0 - tl.load(hyperparameters + BETA1)).to(tl.float32)
-    rest2 = (1.0 - tl.load(hyperparameters + BETA2)).to(tl.float32)
-    eps = tl.load(hyperparameters + EPS).to(tl.float32)
-    correction1 = tl.load(corrections + tensor)
-    correction2 = tl.load(corrections + num_tensors + tensor)
-    gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
-    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0)
-    exp_avg += (gradient - exp_avg) * rest1
-    exp_avg_sq += (gradient * gradient - exp_avg_sq) * rest2
-    update = (exp_avg / correction1) / (tl.sqrt_rn(exp_avg_sq / correction2) + eps)
-    lr = tl.load(hyperparameters + LR)
-    weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
-    keep = inside
-    if GUARDED:
-        keep = element < numel * tl.load(go)
-    value = _full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
-    value = _stepped(value, update, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
-    tl.store(exp_avgs, exp_avg, mask=keep)
-    tl.store(exp_avg_sqs, exp_avg_sq, mask=keep)
-    _store(weights, masters, value, keep, MASTER)
+    value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
+    value = stepped_weight(value, update, factor, lr, weight_decay, CAUTIOUS, SQUARED)
+    store_weight(weights, masters, value, keep, MASTER)
 
 
 def momentum_directions_(
@@ -410,13 +251,13 @@ def momentum_directions_(
             layout.numel,
             *geometry,
             MU=mu_index,
-            GRADIENT=_TRITON_DTYPE[gradient_dtype],
+            GRADIENT=TRITON_DTYPE[gradient_dtype],
             NESTEROV=nesterov,
             GUARDED=go is not None,
             CONTIGUOUS=layout.contiguous,
             GROUPED=layout.groups > 1,
             ALIGNED=aligned and layout.contiguous,
-            BLOCK=_MATRIX_BLOCK,
+            BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
         )
 
@@ -476,8 +317,8 @@ def apply_updates_(
             *factor_strides,
             LR=lr_index,
             WEIGHT_DECAY=weight_decay_index,
-            WEIGHT=_TRITON_DTYPE[weight_dtype],
-            MASTER=_MASTER[master_dtype],
+            WEIGHT=TRITON_DTYPE[weight_dtype],
+            MASTER=MASTER[master_dtype],
             CAUTIOUS=cautious,
             SQUARED=squared_lr_decay,
             GUARDED=go is not None,
@@ -486,87 +327,12 @@ def apply_updates_(
             PER_MATRIX=factors.shape[1:] == (1, 1),
             GROUPED=layout.groups > 1,
             ALIGNED=aligned and contiguous,
-            BLOCK=_MATRIX_BLOCK,
+            BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
         )
-
-
-def adamw_tensors_(
-    addresses: Tensor,
-    numels: Tensor,
-    programs: AdamWPrograms,
-    corrections: Tensor,
-    hyperparameters: Tensor,
-    *,
-    weight_dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    master_dtype: torch.dtype | None,
-    indices: tuple[int, int, int, int, int],
-    cautious: bool,
-    squared_lr_decay: bool,
-    go: Tensor | None,
-    aligned: bool,
-) -> None:
-    """Advance AdamW on many tensors at once.
-
-    Args:
-        addresses: (5, t) int64 on the device: of each tensor's gradient, float32 first and second moment, weight, and
-            master (any number without masters); all but the gradient are changed. Entries are paired by their place in
-            memory.
-        numels: (t,) int64 on the device: entries of each tensor.
-        programs: how the work is divided.
-        corrections: (2, t) float32: 1 - beta^step for both moments.
-        hyperparameters: (k,) float64 on the device.
-        weight_dtype: of the weights.
-        gradient_dtype: of the gradients.
-        master_dtype: as in `apply_updates_`.
-        indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
-        cautious: as in `apply_updates_`.
-        squared_lr_decay: as in `apply_updates_`.
-        go: as in `apply_updates_`.
-        aligned: as in `apply_updates_`.
-    """
-    lr, weight_decay, beta1, beta2, eps = indices
-    # (which tensor, its programs) of each launch; -1 for the one launch of all small tensors.
-    launches = list(programs.alone)
-    if programs.tensor_of_program.shape[0]:
-        launches.append((-1, programs.tensor_of_program.shape[0]))
-    with on_device_of(addresses):
-        for tensor, count in launches:
-            _adamw_kernel[(count,)](
-                addresses,
-                numels,
-                programs.tensor_of_program,
-                programs.tile_of_program,
-                corrections,
-                hyperparameters,
-                hyperparameters if go is None else go,
-                addresses.shape[1],
-                tensor,
-                ALONE=tensor >= 0,
-                LR=lr,
-                WEIGHT_DECAY=weight_decay,
-                BETA1=beta1,
-                BETA2=beta2,
-                EPS=eps,
-                WEIGHT=_TRITON_DTYPE[weight_dtype],
-                GRADIENT=_TRITON_DTYPE[gradient_dtype],
-                MASTER=_MASTER[master_dtype],
-                CAUTIOUS=cautious,
-                SQUARED=squared_lr_decay,
-                GUARDED=go is not None,
-                ALIGNED=aligned,
-                BLOCK=_ADAMW_BLOCK,
-                num_warps=_NUM_WARPS,
-            )
 
 
 def _tiles(layout: MatrixLayout) -> int:
     if layout.numel >= 2**31:
         raise ValueError(f"a matrix of {layout.rows * layout.groups} x {layout.columns} has 2^31 entries or more")
-    return -(-layout.numel // _MATRIX_BLOCK)
-
-
-def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Make the tensor's device the current one: Triton launches there."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return -(-layout.numel // _BLOCK)

@@ -1,0 +1,195 @@
+"""AdamW on many tensors at once in Triton, in one read and one write of everything. Twin: optim/update.py adamw_.
+
+For what PyTorch's fused kernel cannot do: low-precision weights with float32 moments, masters, cautious decay,
+hyperparameters read from device memory, steps that a flag on the device forbids. Tensors are found as in
+`matrix_update.py`.
+
+Import this module only where Triton is installed (see `dispatch.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quintic.kernels.weights import (
+    MASTER,
+    TRITON_DTYPE,
+    load_full_precision,
+    on_device_of,
+    pointers_at,
+    stepped_weight,
+    store_weight,
+)
+
+__all__ = ["AdamWPrograms", "adamw_programs", "adamw_tensors_"]
+
+# Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
+_BLOCK = 1024
+_NUM_WARPS = 8
+
+# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
+_ALONE_PROGRAMS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWPrograms:
+    """How the programs of `adamw_tensors_` are divided among its tensors."""
+
+    alone: tuple[tuple[int, int], ...]
+    """(number, programs) of each large tensor: one launch each."""
+    tensor_of_program: Tensor
+    """(p,) int32: which of the small tensors each program works on."""
+    tile_of_program: Tensor
+    """(p,) int32: which of its tiles."""
+
+
+def adamw_programs(numels: Sequence[int]) -> AdamWPrograms:
+    """Return the division for tensors of so many entries, on the CPU."""
+    tiles = [-(-numel // _BLOCK) for numel in numels]
+    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
+    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
+    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
+    first_program = (small.cumsum(0) - small)[tensors]
+    return AdamWPrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
+
+
+@triton.jit
+def _adamw_kernel(
+    addresses,
+    numels,
+    tensor_of_program,
+    tile_of_program,
+    corrections,
+    hyperparameters,
+    go,
+    num_tensors,
+    only_tensor,
+    ALONE: tl.constexpr,
+    LR: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MASTER: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    SQUARED: tl.constexpr,
+    GUARDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if ALONE:
+        tensor = only_tensor
+        tile = tl.program_id(0)
+    else:
+        tensor = tl.load(tensor_of_program + tl.program_id(0))
+        tile = tl.load(tile_of_program + tl.program_id(0))
+    # A tile's start may lie beyond 2^31, the place within it does not.
+    start = tile.to(tl.int64) * BLOCK
+    numel = tl.load(numels + tensor)
+    element = start + tl.arange(0, BLOCK)
+    inside = element < numel
+    gradients = pointers_at(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
+    exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, tl.float32, ALIGNED)
+    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, tl.float32, ALIGNED)
+    weights = pointers_at(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
+    master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
+    masters = weights
+    if MASTER != 0:
+        masters = pointers_at(tl.load(addresses + 4 * num_tensors + tensor), element, master_dtype, ALIGNED)
+    rest1 = (1.0 - tl.load(hyperparameters + BETA1)).to(tl.float32)
+    rest2 = (1.0 - tl.load(hyperparameters + BETA2)).to(tl.float32)
+    eps = tl.load(hyperparameters + EPS).to(tl.float32)
+    correction1 = tl.load(corrections + tensor)
+    correction2 = tl.load(corrections + num_tensors + tensor)
+    gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
+    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0)
+    exp_avg += (gradient - exp_avg) * rest1
+    exp_avg_sq += (gradient * gradient - exp_avg_sq) * rest2
+    update = (exp_avg / correction1) / (tl.sqrt_rn(exp_avg_sq / correction2) + eps)
+    lr = tl.load(hyperparameters + LR)
+    weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
+    keep = inside
+    if GUARDED:
+        keep = element < numel * tl.load(go)
+    value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
+    value = stepped_weight(value, update, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
+    tl.store(exp_avgs, exp_avg, mask=keep)
+    tl.store(exp_avg_sqs, exp_avg_sq, mask=keep)
+    store_weight(weights, masters, value, keep, MASTER)
+
+
+def adamw_tensors_(
+    addresses: Tensor,
+    numels: Tensor,
+    programs: AdamWPrograms,
+    corrections: Tensor,
+    hyperparameters: Tensor,
+    *,
+    weight_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    master_dtype: torch.dtype | None,
+    indices: tuple[int, int, int, int, int],
+    cautious: bool,
+    squared_lr_decay: bool,
+    go: Tensor | None,
+    aligned: bool,
+) -> None:
+    """Advance AdamW on many tensors at once.
+
+    Args:
+        addresses: (5, t) int64 on the device: of each tensor's gradient, float32 first and second moment, weight, and
+            master (any number without masters); all but the gradient are changed. Entries are paired by their place in
+            memory.
+        numels: (t,) int64 on the device: entries of each tensor.
+        programs: how the work is divided.
+        corrections: (2, t) float32: 1 - beta^step for both moments.
+        hyperparameters: (k,) float64 on the device.
+        weight_dtype: of the weights.
+        gradient_dtype: of the gradients.
+        master_dtype: as in `matrix_update.apply_updates_`.
+        indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
+        cautious: as in `matrix_update.apply_updates_`.
+        squared_lr_decay: as in `matrix_update.apply_updates_`.
+        go: as in `matrix_update.apply_updates_`.
+        aligned: as in `matrix_update.apply_updates_`.
+    """
+    lr, weight_decay, beta1, beta2, eps = indices
+    # (which tensor, its programs) of each launch; -1 for the one launch of all small tensors.
+    launches = list(programs.alone)
+    if programs.tensor_of_program.shape[0]:
+        launches.append((-1, programs.tensor_of_program.shape[0]))
+    with on_device_of(addresses):
+        for tensor, count in launches:
+            _adamw_kernel[(count,)](
+                addresses,
+                numels,
+                programs.tensor_of_program,
+                programs.tile_of_program,
+                corrections,
+                hyperparameters,
+                hyperparameters if go is None else go,
+                addresses.shape[1],
+                tensor,
+                ALONE=tensor >= 0,
+                LR=lr,
+                WEIGHT_DECAY=weight_decay,
+                BETA1=beta1,
+                BETA2=beta2,
+                EPS=eps,
+                WEIGHT=TRITON_DTYPE[weight_dtype],
+                GRADIENT=TRITON_DTYPE[gradient_dtype],
+                MASTER=MASTER[master_dtype],
+                CAUTIOUS=cautious,
+                SQUARED=squared_lr_decay,
+                GUARDED=go is not None,
+                ALIGNED=aligned,
+                BLOCK=_BLOCK,
+                num_warps=_NUM_WARPS,
+            )

@@ -1,0 +1,93 @@
+"""What the kernels of the update share: tensors found by address, low-precision weights, decay.
+
+These are functions for kernels (`matrix_update.py`, `adamw.py`), compiled into them. Import this module only where
+Triton is installed (see `dispatch.py`).
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "MASTER",
+    "TRITON_DTYPE",
+    "load_full_precision",
+    "on_device_of",
+    "pointers_at",
+    "stepped_weight",
+    "store_weight",
+]
+
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
+"""What a kernel's MASTER is for a dtype of masters; see optim/precision.py."""
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Make the tensor's device the current one: Triton launches there."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def pointers_at(base, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to entries `offsets` of the tensor at address `base`."""
+    pointers = base.to(tl.pointer_type(dtype)) + offsets
+    if ALIGNED:
+        # Addresses from a table carry no alignment: without the hint every entry would be a load of its own.
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), 16)
+    return pointers
+
+
+@triton.jit
+def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
+    """Return the float32 value behind a weight; see optim/precision.py."""
+    if MASTER == 2:
+        low = tl.load(masters, mask=mask, other=0).to(tl.uint32)
+        high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
+        value = ((high << 16) | low).to(tl.float32, bitcast=True)
+    else:
+        value = weight.to(tl.float32)
+    if MASTER == 1:
+        master = tl.load(masters, mask=mask, other=0.0)
+        # A weight that is not its master's was written by somebody else: then the weight counts.
+        value = tl.where(_rounded(master, weight.dtype).to(tl.float32) == value, master, value)
+    return value
+
+
+@triton.jit
+def _rounded(value, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        rounded = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = value.to(dtype)
+    return rounded
+
+
+@triton.jit
+def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
+    """Write a float32 value into a weight and its master; see optim/precision.py."""
+    dtype: tl.constexpr = weights.dtype.element_ty
+    if MASTER == 0:
+        tl.store(weights, value.to(dtype), mask=mask)
+    else:
+        tl.store(weights, _rounded(value, dtype), mask=mask)
+    if MASTER == 1:
+        tl.store(masters, value, mask=mask)
+    if MASTER == 2:
+        tl.store(masters, (value.to(tl.uint32, bitcast=True) & 0xFFFF).to(tl.uint16), mask=mask)
+
+
+@triton.jit
+def stepped_weight(value, update, factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr):
+    """Return the weight after decay and update; see optim/update.py apply_."""
+    decay_rate = weight_decay
+    if SQUARED:
+        decay_rate = weight_decay * lr
+    decay = value * decay_rate.to(tl.float32)
+    if CAUTIOUS:
+        decay = tl.where(update * value >= 0, decay, 0.0)
+    return value - lr.to(tl.float32) * (update * factor + decay)
