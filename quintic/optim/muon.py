@@ -22,7 +22,7 @@ from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.pipeline import Observer, Operands, operands, step_adamw, step_matrices
 from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan, build_plan
 from quintic.optim.precision import full_precision, store_
-from quintic.optim.qk_clip import LayerClip, QKClip
+from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
 from quintic.optim.state import CODE_KEYS, init_state, load_state, master_of
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, measure
 from quintic.optim.update import DecayCoupling, LrScale
@@ -111,7 +111,7 @@ class Muon(Optimizer):
     _planned_options: list[list[Any]]
     _memory: dict[int, DeviceMemory]
     _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
-    _clips: dict[str | int, LayerClip]
+    _clips: dict[str | int, tuple[LayerClip, dict[str, Tensor]]]
     # What the user may ask about the steps made.
     _measured: dict[int, tuple[list[Member], Tensor]]
     _skipped: Tensor | None
@@ -217,19 +217,23 @@ class Muon(Optimizer):
                 loss = closure()
             if loss is None:
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
-        clips = self._layer_clips(qk_logits or {})
-        works, waiting = self._works()
+        row_factors = self._row_factors(qk_logits or {})
+        works, pending_steps = self._works()
         go = self._guard(works)
+        # From here on nothing raises that could have been known.
         host_go = True
         if go is not None and any(work.bucket.kernels == "torch" for work in works):
             host_go = bool(go)
         for work in works:
             if work.active.params and work.bucket.numel and (host_go or work.group["on_nonfinite"] == "propagate"):
                 self._run(work, go)
-        for clip, maxima in clips:
-            self._clip(clip, maxima, go)
+        for param, factors in row_factors:
+            self._scale(param, factors, go)
+        for group, pending in zip(self.param_groups, pending_steps, strict=True):
+            group["pending_steps"] = pending
+        waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
         self._num_steps += 1
-        self._report = _report(works, waiting, len(clips)), go
+        self._report = _report(works, waiting, len(qk_logits or {})), go
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -318,26 +322,21 @@ class Muon(Optimizer):
         self._clips = {}
         self._measured = {}
 
-    def _works(self) -> tuple[list[_Work], int]:
-        """Return what there is to do, and how many parameters wait for a later step."""
-        due, waiting = [], 0
+    def _works(self) -> tuple[list[_Work], list[int]]:
+        """Return what there is to do, and the pending steps of each group after it."""
+        pending_steps = []
         for group in self.param_groups:
-            if group["step_every"] == 1:
-                due.append(True)
-                continue
-            if any(is_capturing(param.device) for param in group["params"]):
+            if group["step_every"] > 1 and any(is_capturing(param.device) for param in group["params"]):
                 raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
-            group["pending_steps"] = (group["pending_steps"] + 1) % group["step_every"]
-            due.append(group["pending_steps"] == 0)
-            waiting += 0 if due[-1] else len(group["params"])
+            pending_steps.append((group["pending_steps"] + 1) % group["step_every"])
         works = []
         for number, bucket in enumerate(self.plan()):
-            if due[bucket.group]:
+            if pending_steps[bucket.group] == 0:
                 if number not in self._memory:
                     self._memory[number] = DeviceMemory()
                 group, memory = self.param_groups[bucket.group], self._memory[number]
                 works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
-        return works, waiting
+        return works, pending_steps
 
     def _guard(self, works: Sequence[_Work]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks; counts the skipped steps."""
@@ -391,37 +390,40 @@ class Muon(Optimizer):
 
         return observe
 
-    def _layer_clips(self, qk_logits: Mapping[str | int, Tensor]) -> list[tuple[LayerClip, Tensor]]:
+    def _row_factors(self, qk_logits: Mapping[str | int, Tensor]) -> list[tuple[Tensor, RowFactors]]:
+        """Return what QK-clip multiplies which parameters with; every mistake in `qk_logits` is found here."""
         if not qk_logits:
             return []
         qk_clip = next((group["qk_clip"] for group in self.param_groups if group["qk_clip"] is not None), None)
         if qk_clip is None:
             raise ValueError("step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))")
+        found = []
         for layer, maxima in qk_logits.items():
             if layer not in self._clips:
-                named = list(self._named_groups())
-                self._clips[layer] = qk_clip.resolve(
+                named = {name: (param, group["view"]) for name, param, group in self._named_groups()}
+                clip = qk_clip.resolve(
                     layer,
-                    {name: param.shape for name, param, _ in named},
+                    {name: param.shape for name, (param, _) in named.items()},
                     maxima.numel(),
-                    views={name: group["view"] for name, _, group in named},
+                    views={name: view for name, (_, view) in named.items()},
                 )
-        return [(self._clips[layer], maxima) for layer, maxima in qk_logits.items()]
+                self._clips[layer] = clip, {name: named[name][0] for name in clip.names}
+            clip, params = self._clips[layer]
+            found += [(params[name], factors) for name, factors in clip.factors(maxima).items()]
+        return found
 
-    def _clip(self, clip: LayerClip, maxima: Tensor, go: Tensor | None) -> None:
-        params = {name: param for name, param, _ in self._named_groups() if name in clip.names}
-        for name, (factors, dim) in clip.factors(maxima).items():
-            param = params[name]
-            if go is not None:
-                factors = torch.where(go.to(factors.device) != 0, factors, torch.ones_like(factors))
-            shape = [1] * param.ndim
-            shape[dim] = -1
-            wide = factors.to(param.device).view(shape)
-            master = master_of(self.state[param])
-            if master is None:
-                param.mul_(wide)
-            else:
-                store_(param, master, full_precision(param, master) * wide)
+    def _scale(self, param: Tensor, row_factors: RowFactors, go: Tensor | None) -> None:
+        factor, dim = row_factors
+        if go is not None:
+            factor = torch.where(go.to(factor.device) != 0, factor, torch.ones_like(factor))
+        shape = [1] * param.ndim
+        shape[dim] = -1
+        wide = factor.to(param.device).view(shape)
+        master = master_of(self.state[param])
+        if master is None:
+            param.mul_(wide)
+        else:
+            store_(param, master, full_precision(param, master) * wide)
 
     def _named_groups(self) -> Iterable[tuple[str, Tensor, dict[str, Any]]]:
         for group in self.param_groups:

@@ -79,6 +79,13 @@ def test_mistakes_are_named():
 def test_a_mistake_in_the_layer_changes_nothing():
     model, optimizer = stepped()
     before = [param.detach().clone() for param in model.parameters()]
+    for wrong in ({"elsewhere": torch.ones(4)}, {"attn": torch.ones(3)}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            optimizer.step(qk_logits=wrong)
+    optimizer.step(qk_logits={"attn": torch.ones(4)})
+    with pytest.raises(ValueError, match="attn"):
+        optimizer.step(qk_logits={"attn": torch.ones(2)})
+    model, optimizer = stepped()
     with pytest.raises(ValueError, match="elsewhere"):
         optimizer.step(qk_logits={"elsewhere": torch.ones(4)})
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -80,6 +80,18 @@ def test_raise_names_the_parameter_and_changes_nothing():
     optimizer.step()
 
 
+def test_an_error_does_not_count_as_a_step():
+    param = nn.Parameter(torch.randn(3))
+    groups = [{"params": [("w", param)], "algorithm": "adamw", "step_every": 2}]
+    optimizer = Muon(groups, on_nonfinite="raise")
+    param.grad = torch.randn(3)
+    optimizer.step()
+    param.grad = torch.full((3,), float("nan"))
+    with pytest.raises(FloatingPointError, match="w: "):
+        optimizer.step()
+    assert optimizer.param_groups[0]["pending_steps"] == 1
+
+
 def test_propagate_lets_them_through():
     params, optimizer = optimizer_of()
     give_gradients(params)
