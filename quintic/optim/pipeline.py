@@ -6,7 +6,7 @@ order, and with which implementation of the element-wise passes: plain PyTorch i
 factors (b, m or 1, n or 1).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.device_memory import upload
 from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import Bucket, Member, direction_dtype, matrices_of
+from quintic.optim.plan import Bucket, Member, adamw_entries, direction_dtype, matrices_of
 from quintic.optim.state import MASTER_KEYS, second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.views import View
@@ -211,21 +211,42 @@ def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> No
             maximize=False,
         )
         return
+    entries = adamw_entries(group["max_workspace_bytes"])
     for param, master, gradient, state in rows:
-        adamw_(
-            param,
-            master,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state["step"],
-            lr=lr,
-            betas=(beta1, beta2),
-            eps=eps,
-            weight_decay=weight_decay,
-            decay_coupling=group["decay_coupling"],
-            cautious=group["cautious"],
-        )
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        for piece, piece_master, piece_gradient, exp_avg, exp_avg_sq in _pieces(
+            (param, master, gradient, *moments), entries
+        ):
+            step = state["step"].clone()  # counted once, after the last piece
+            adamw_(
+                piece,
+                piece_master,
+                piece_gradient,
+                exp_avg,
+                exp_avg_sq,
+                step,
+                lr=lr,
+                betas=(beta1, beta2),
+                eps=eps,
+                weight_decay=weight_decay,
+                decay_coupling=group["decay_coupling"],
+                cautious=group["cautious"],
+            )
+        state["step"] += 1
+
+
+def _pieces(tensors: Sequence[Tensor | None], entries: int | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the same runs of at most `entries` entries of tensors of one shape, sharing memory; whole ones if strided.
+
+    `None` among the tensors stays None.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    numel = present[0].numel()
+    if entries is None or numel <= entries or not all(tensor.is_contiguous() for tensor in present):
+        yield tuple(tensors)
+        return
+    for start in range(0, numel, entries):
+        yield tuple(None if t is None else t.view(-1)[start : start + entries] for t in tensors)
 
 
 def orthogonalized(directions: Tensor, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:

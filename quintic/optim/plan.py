@@ -15,7 +15,16 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.forms import Form, resolve
 
-__all__ = ["PLANNED_OPTIONS", "Bucket", "Member", "Plan", "build_plan", "direction_dtype", "matrices_of"]
+__all__ = [
+    "PLANNED_OPTIONS",
+    "Bucket",
+    "Member",
+    "Plan",
+    "adamw_entries",
+    "build_plan",
+    "direction_dtype",
+    "matrices_of",
+]
 
 PLANNED_OPTIONS = (
     "orthogonalizer",
@@ -27,6 +36,9 @@ PLANNED_OPTIONS = (
     "view",
 )
 """Options of a group that the plan depends on: when one changes, the plan is made anew."""
+
+# Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time.
+_ADAMW_BYTES = 7 * 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +152,9 @@ def _adamw_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
     buckets = []
     for (dtype, device, kernels), found in members.items():
         numels = [group["params"][member.index].numel() for member in found]
-        # The kernel needs none; PyTorch's fused update none; the plain update works on one parameter at a time.
-        workspace = 0 if kernels == "triton" else 6 * 4 * max(numels)
+        # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
+        largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
+        workspace = 0 if kernels == "triton" else _ADAMW_BYTES * largest
         buckets.append(
             Bucket(
                 algorithm="adamw",
@@ -206,6 +219,11 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
                 )
             )
     return buckets
+
+
+def adamw_entries(max_workspace_bytes: int | None) -> int | None:
+    """Return how many entries the plain AdamW update may work on at a time, None for any number."""
+    return None if max_workspace_bytes is None else max(1, max_workspace_bytes // _ADAMW_BYTES)
 
 
 def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,13 @@ VIEWS = [
     (Heads(3), (6, 4)),
     (Heads(2, transposed=True), (5, 6)),
     (Split((1, 2, 3)), (6, 4)),
+    (Heads(3, dim=1), (4, 6)),
+    (Heads(2, transposed=True, dim=1), (6, 5)),
+    (Split((2, 2, 2), groups=2), (12, 5)),  # interleaved per head
+    (Split((4, 4, 2, 2), groups=2), (24, 5)),  # gated, per key/value head
+    (Split((6, 2, 2), heads=(3, 1, 1)), (10, 4)),
+    (Split((3, 2)), (2, 5, 4)),  # experts with fused gate and up
+    (Split((1, 1), groups=3, transposed=True), (2, 4, 6)),
     (Experts(), (3, 2, 5)),
     (Experts(transposed=True), (3, 5, 2)),
     (Rows(2), (6, 4)),

@@ -156,6 +156,33 @@ def test_a_split_parameter_without_gradient_counts_once():
     assert optimizer.last_step().without_gradient == 1
 
 
+# -- workspace ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"cautious": True}, {"master": "fp32"}, {"master": "mantissa", "cautious": True}])
+@pytest.mark.parametrize("shape", [(1000,), (50, 20)])
+def test_adamw_in_pieces_is_adamw(options, shape):
+    start = torch.randn(shape).bfloat16()
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [
+        Muon(
+            [{"params": [p], "algorithm": "adamw"}],
+            adamw_lr=0.01,
+            weight_decay=0.1,
+            max_workspace_bytes=bound,
+            **options,
+        )
+        for p, bound in zip(params, (None, 5000), strict=True)
+    ]
+    assert optimizers[1].plan().peak_workspace_bytes <= 5000
+    for _ in range(3):
+        gradient = torch.randn(shape).bfloat16()
+        for param, optimizer in zip(params, optimizers, strict=True):
+            stepped(optimizer, [param], [gradient.clone()])
+    assert torch.equal(*params)
+    assert float(optimizers[1].state[params[1]]["step"]) == 3
+
+
 # -- options that the plan depends on ----------------------------------------------------------------------------------
 
 
