@@ -318,8 +318,10 @@ class _Search:
         num_parts = len(layout.sizes)
         if sum(layout.sizes) * layout.groups != features:
             raise self._error(f"{projection.name}: {layout} does not add up to its {features} output features")
-        # Four parts may be query, gate, key, value, or a Split into heads: that must not be guessed.
-        if num_parts < len(roles) or (num_parts > 3 and self.parts == (0, 1)):
+        # Four parts may be query, gate, key, value, or a Split into heads, and two the key and value of
+        # cross-attention: that must not be guessed.
+        unsaid = self.parts == (0, 1) and self._explicit(projection) is None
+        if num_parts < len(roles) or (unsaid and (num_parts > 3 or (len(roles) == 2 and num_parts < 3))):
             raise self._error(
                 f"{projection.name}: {layout} has {num_parts} parts; say with quintic.QKClip(parts=(i, j)) which one "
                 f"is the queries and which one the keys, or describe the weight with quintic.QKClip(layouts=...)"

@@ -385,3 +385,13 @@ def test_models_of_transformers_with_norms_are_refused():
         parameters = {key: param.shape for key, param in model.named_parameters()}
         with pytest.raises(ValueError, match=r"layers.0.self_attn.q_norm.weight normalises"):
             QKClip().resolve(0, parameters, 6)
+
+
+def test_two_fused_parts_are_not_guessed():
+    """The key and value of cross-attention would be taken for query and key."""
+    shapes = {"cross.c_attn.weight": torch.Size((16, 32))}
+    views = {"cross.c_attn.weight": Split((16, 16), transposed=True)}
+    with pytest.raises(ValueError, match="has 2 parts"):
+        QKClip().resolve("cross", shapes, 4, views)
+    clip = QKClip(layouts={"cross.*": Split((16, 16), transposed=True)}).resolve("cross", shapes, 4)
+    assert clip.names == ("cross.c_attn.weight",)
