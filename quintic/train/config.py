@@ -112,7 +112,7 @@ class OptimConfig:
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """How Muon orthogonalises its updates; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron"] | None = None
-    """'neuron' gives NorMuon: updates evened out per neuron."""
+    """'neuron' is NorMuon: updates evened out per neuron; None is plain Muon."""
     weight_decay: float = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls linearly to zero over the run."""
     adamw_weight_decay: float = 0.1
