@@ -131,15 +131,20 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto") -> Tensor
     Args:
         x: as for `orthogonalize`.
         form: from `resolve`.
-        kernels: implementation of the normalisation, see `quintic.kernels.dispatch`.
+        kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; for dtypes and
+            sizes that Triton's kernels do not take, or are slower at, plain PyTorch is taken in any case.
+
+    Raises:
+        ValueError: `kernels="triton"` cannot be honoured for `x`.
     """
     _check_matrices(x)
+    on_device = choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=form.compute_dtype, device=x.device)
     with nothing_ambient(x.device.type, form.compute_dtype):
         if form.method == "svd":
             return _svd(_normalized(x, 1.0, form.compute_dtype))
-        return _iterate(x.reshape(-1, *x.shape[-2:]), form, kernels).reshape(x.shape)
+        return _iterate(x.reshape(-1, *x.shape[-2:]), form, on_device).reshape(x.shape)
 
 
 def _check_matrices(x: Tensor) -> None:
@@ -149,19 +154,19 @@ def _check_matrices(x: Tensor) -> None:
         raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
 
 
-def _normalized(x: Tensor, norm: float, dtype: torch.dtype, kernels: KernelsOption = "torch") -> Tensor:
+def _normalized(x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False) -> Tensor:
     """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
 
     Args:
         x: (..., m, n) floating point, not empty; not modified.
         norm: of every result but zero.
         dtype: of the result. The arithmetic is float32, or float64 where `x` or the result is.
-        kernels: where not `"torch"`, Triton's kernel is taken if it can do this.
+        on_device: take Triton's kernel where it can do this.
 
     Returns:
         (..., m, n), a new tensor; all NaN where a matrix has a NaN or an infinity.
     """
-    if choose_kernels(kernels, x) == "triton":
+    if on_device:
         from quintic.kernels.normalize import can_normalize, normalize_matrices
 
         if can_normalize(x, dtype):
@@ -178,17 +183,17 @@ def _normalized(x: Tensor, norm: float, dtype: torch.dtype, kernels: KernelsOpti
     return out.to(dtype)
 
 
-def _iterate(x: Tensor, form: Form, kernels: KernelsOption) -> Tensor:
+def _iterate(x: Tensor, form: Form, on_device: bool) -> Tensor:
     """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
     norm = _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
     # Always `x`, and no second name: the normalised matrices are freed after the first step.
-    x = _normalized(x, norm, form.compute_dtype, kernels)
+    x = _normalized(x, norm, form.compute_dtype, on_device=on_device)
     # In the order of memory, so that products read and write rows.
     transposed = not x.is_contiguous() and x.mT.is_contiguous()
     x = x.mT if transposed else x.contiguous()
     # The small Gram matrix is the one on the short side: x becomes q x, or x q.
     wide = x.shape[-2] <= x.shape[-1]
-    on_device = _symmetric_kernel_pays(x, kernels)
+    on_device = on_device and _symmetric_kernel_pays(x)
     scale = _ENTRY_NORM
     for start, stop in form.segments:
         # q = shift I + rest. Apart from its diagonal, rest is exact to more digits while singular values are small;
@@ -221,9 +226,7 @@ def _iterate(x: Tensor, form: Form, kernels: KernelsOption) -> Tensor:
     return x.mT if transposed else x
 
 
-def _symmetric_kernel_pays(x: Tensor, kernels: KernelsOption) -> bool:
-    if choose_kernels(kernels, x) != "triton" or x.requires_grad:
-        return False
+def _symmetric_kernel_pays(x: Tensor) -> bool:
     from quintic.kernels.symmetric import can_multiply
 
     return can_multiply(x)

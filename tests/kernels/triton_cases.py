@@ -308,6 +308,17 @@ def test_symmetric_products(dtype, count, side, inner):
     assert torch.equal(symmetric_multiply_add(None, x[:1], x[:1].mT)[0], symmetric_multiply_add(None, x, x.mT)[0])
 
 
+@pytest.mark.parametrize("orthogonalizer", ["auto", "gram", "svd"])
+def test_products_of_a_dtype_without_kernels(orthogonalizer):
+    """The kernels were insisted on for the float64 operands of float32 weights, and refused them."""
+    options = {"orthogonalizer": orthogonalizer, "compute_dtype": torch.float64}
+    params, optimizers = pair(Matrix(), (300, 280), torch.float32, **options)
+    give_gradients(params)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_alike(params, optimizers, 1e-5)
+
+
 def test_symmetric_products_where_the_kernel_pays():
     assert can_multiply(torch.empty(1, 256, 300, dtype=torch.float16))
     assert not can_multiply(torch.empty(1, 255, 300, dtype=torch.float16))
