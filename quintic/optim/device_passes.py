@@ -176,16 +176,6 @@ def step_adamw_on_device(
 
     active = _with_one_gradient_dtype(active)
     master = master_of(active.states[0])
-    steps = [state["step"] for state in active.states]
-    if go is None:
-        torch._foreach_add_(steps, 1)
-    else:
-        torch._foreach_add_(
-            steps, [go.float()] * len(steps)
-        )  # one tensor in place of the list would be read by the host
-    betas = hyperparameters.values[_BETA1 : _BETA2 + 1]
-    # Double precision: 1 - beta^step loses digits.
-    corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()
     bases = _addresses(active, "exp_avg")
 
     def addresses() -> Tensor:
@@ -193,6 +183,15 @@ def step_adamw_on_device(
         return torch.tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)
+    steps = [state["step"] for state in active.states]
+    if go is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        # One tensor in place of the list would be read by the host.
+        torch._foreach_add_(steps, [go.float()] * len(steps))
+    betas = hyperparameters.values[_BETA1 : _BETA2 + 1]
+    # Double precision: 1 - beta^step loses digits.
+    corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()
     numels, programs = memory.programs(active, bucket.device)
     adamw_tensors_(
         table,
