@@ -413,17 +413,15 @@ class Muon(Optimizer):
         return found
 
     def _scale(self, param: Tensor, row_factors: RowFactors, go: Tensor | None) -> None:
-        factor, dim = row_factors
+        factor = row_factors.factor
         if go is not None:
             factor = torch.where(go.to(factor.device) != 0, factor, torch.ones_like(factor))
-        shape = [1] * param.ndim
-        shape[dim] = -1
-        wide = factor.to(param.device).view(shape)
+            row_factors = row_factors._replace(factor=factor)
         master = master_of(self.state[param])
         if master is None:
-            param.mul_(wide)
+            row_factors.scale_(param)
         else:
-            store_(param, master, full_precision(param, master) * wide)
+            store_(param, master, full_precision(param, master) * row_factors.over(param))
 
     def _named_groups(self) -> Iterable[tuple[str, Tensor, dict[str, Any]]]:
         for group in self.param_groups:

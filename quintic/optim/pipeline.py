@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from quintic.optim.device_memory import upload
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, direction_dtype, matrices_of
-from quintic.optim.state import MASTER_KEYS, second_moments
+from quintic.optim.state import master_key, second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.views import View
 
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 
     def masters(self) -> list[Tensor] | None:
         """Return what completes each parameter to float32, or None."""
-        key = next((key for key in MASTER_KEYS if key in self.states[0]), None)
+        key = master_key(self.states[0])
         return None if key is None else [state[key] for state in self.states]
 
 
@@ -89,7 +89,7 @@ class BucketMemory:
         key = (active.members, tuple(map(id, buffers)), tuple(map(Tensor.data_ptr, buffers)))
         if key != self._moments_key:
             self._moments = [
-                second_moments(buffer, param, view)[member.block][member.start : member.start + member.num_matrices]
+                matrices_of(second_moments(buffer, param, view)[member.block], member)
                 for member, param, buffer in zip(active.members, active.params, buffers, strict=True)
             ]
             self._moments_key = key

@@ -6,7 +6,7 @@ built once and again only when the groups change; `optimizer.plan()` returns it,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -261,16 +261,8 @@ def _chunks(members: Sequence[Member], per_matrix: int, budget: int | None) -> I
         start, left = member.start, member.num_matrices
         while left > 0:
             take = min(left, free)
-            chunk.append(
-                Member(
-                    name=member.name,
-                    index=member.index,
-                    block=member.block,
-                    start=start,
-                    num_matrices=take,
-                    first_matrix=member.first_matrix + start - member.start,
-                )
-            )
+            skipped = start - member.start
+            chunk.append(replace(member, start=start, num_matrices=take, first_matrix=member.first_matrix + skipped))
             start, left, free = start + take, left - take, free - take
             if free == 0:
                 yield chunk
@@ -280,5 +272,5 @@ def _chunks(members: Sequence[Member], per_matrix: int, budget: int | None) -> I
 
 
 def matrices_of(block: Tensor, member: Member) -> Tensor:
-    """Return the member's matrices of a view's block, (num_matrices, g, r, n), sharing memory."""
+    """Return the member's matrices of what holds all those of its block, (num_matrices, ...), sharing memory."""
     return block[member.start : member.start + member.num_matrices]

@@ -45,11 +45,15 @@ class RowFactors(NamedTuple):
     factor: Tensor
     dim: int
 
-    def scale_(self, tensor: Tensor) -> Tensor:
-        """Multiply a whole parameter in place and return it; where the factor is 1 it keeps its bits."""
+    def over(self, tensor: Tensor) -> Tensor:
+        """Return the factor on the device of a whole parameter, in a shape that spreads over it."""
         shape = [1] * tensor.ndim
         shape[self.dim] = -1
-        return tensor.mul_(self.factor.view(shape))
+        return self.factor.to(tensor.device).view(shape)
+
+    def scale_(self, tensor: Tensor) -> Tensor:
+        """Multiply a whole parameter in place and return it; where the factor is 1 it keeps its bits."""
+        return tensor.mul_(self.over(tensor))
 
 
 @dataclass(frozen=True)

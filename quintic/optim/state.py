@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
 
-__all__ = ["CODE_KEYS", "MASTER_KEYS", "init_state", "load_state", "master_of", "second_moments"]
+__all__ = ["CODE_KEYS", "init_state", "load_state", "master_key", "master_of", "second_moments"]
 
 CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
 
-MASTER_KEYS = ("master", "mantissa")
-"""Names of what completes a low-precision parameter to float32; a parameter has one of them, or none."""
+# What completes a low-precision parameter to float32; a parameter has one of them, or none.
+_MASTER_KEYS = ("master", "mantissa")
 
 # What a group is, as opposed to how it is stepped, and what is code: loading must not change these.
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
@@ -57,9 +57,15 @@ def init_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     return state
 
 
+def master_key(state: Mapping[str, Tensor]) -> str | None:
+    """Return the name of what completes a parameter to float32 in its state: `master`, `mantissa`, or None."""
+    return next((key for key in _MASTER_KEYS if key in state), None)
+
+
 def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return what completes a parameter to float32, or None: `master` or `mantissa` of its state."""
-    return next((state[key] for key in MASTER_KEYS if key in state), None)
+    """Return what completes a parameter to float32, or None."""
+    key = master_key(state)
+    return None if key is None else state[key]
 
 
 def second_moments(buffer: Tensor, param: Tensor, view: View) -> list[Tensor]:
