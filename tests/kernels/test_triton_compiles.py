@@ -4,9 +4,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from quintic.kernels import adamw, matrix_update, normalize, symmetric  # noqa: E402
 
@@ -14,8 +13,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]
-
-HOPPER = GPUTarget("cuda", 90, 32)
 
 # Types of what a kernel gets besides integers and constants.
 POINTERS = {
@@ -39,13 +36,7 @@ PRECISIONS = [
 
 
 def compile_kernel(kernel, constants, num_warps=8, num_stages=3, **types):
-    names = kernel.arg_names
-    assert set(constants) <= set(names)
-    signature = {name: types.get(name, POINTERS.get(name, "i32")) for name in names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": num_stages})
-    assert compiled.asm["cubin"]
+    compiling.compile_kernel(kernel, constants, POINTERS | types, num_warps, num_stages)
 
 
 @pytest.fixture(autouse=True)
