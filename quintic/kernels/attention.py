@@ -1,8 +1,9 @@
-"""Attention: one call over PyTorch's implementations, with documents, sliding windows and grouped queries.
+"""Attention: one call over several implementations, with documents, sliding windows and grouped queries.
 
 A batch row holds several documents one after the other; a token sees the tokens of its own document that lie at most
-`window - 1` positions back. Three implementations compute the same function:
+`window - 1` positions back. All implementations compute the same function:
 
+- `"fa3"`, `"fa4"`: FlashAttention 3 and 4, where they are installed; see `flash.py`.
 - `"varlen"`: `torch.nn.attention.varlen` (FlashAttention over variable-length sequences); CUDA, bfloat16 or float16.
 - `"flex"`: FlexAttention with a block mask; CUDA, best under `torch.compile`.
 - `"sdpa"`: scaled dot-product attention with an explicit mask; everywhere.
@@ -12,14 +13,23 @@ A batch row holds several documents one after the other; a token sees the tokens
 dimension.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quintic.kernels.flash import FlashName, attend, obstacle_to_flash
+from quintic.kernels.flex import (
+    block_mask_of,
+    flex_function,
+    flex_with_maxima,
+    returns_maxima,
+    shared_block_mask,
+    visibility,
+)
 
 __all__ = [
     "AttentionName",
@@ -27,11 +37,20 @@ __all__ = [
     "attention",
     "attention_with_max_logits",
     "choose_attention",
+    "choose_max_logits",
     "document_mask",
+    "fastest_attention",
     "max_logits",
+    "needs_document_starts",
+    "obstacle_to_attention",
 ]
 
-AttentionName = Literal["sdpa", "flex", "varlen"]
+AttentionName = Literal["sdpa", "flex", "varlen", "fa3", "fa4"]
+
+_FLASH = get_args(FlashName)
+
+# What "auto" tries before "sdpa".
+_FASTEST_FIRST: tuple[FlashName, ...] = ("fa3", "fa4", "varlen")
 
 # Scores that `max_logits` holds at a time in plain PyTorch.
 _MAX_SCORES = 2**24
@@ -43,22 +62,43 @@ def choose_attention(
     """Return the implementation to use: the requested one, or for `"auto"` the fastest that the device and dtype allow.
 
     Raises:
-        ValueError: the requested implementation cannot run on this device or dtype, or its name is unknown.
+        ValueError: the requested implementation cannot run on this device or dtype, its package is not installed, or
+            its name is unknown.
     """
-    varlen_runs = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None
     if requested == "auto":
-        return "varlen" if varlen_runs else "sdpa"
+        return fastest_attention(device, dtype)[0]
     if requested not in get_args(AttentionName):
         names = ", ".join(map(repr, get_args(AttentionName)))
         raise ValueError(f"attention={requested!r}: choose 'auto' or one of {names}")
-    if requested == "varlen" and not varlen_runs:
-        raise ValueError(
-            f"attention='varlen' needs a CUDA device, bfloat16 or float16 and torch.nn.attention.varlen; "
-            f"this run has {device.type} and {str(dtype).removeprefix('torch.')}; use 'sdpa'"
-        )
-    if requested == "flex" and device.type != "cuda":
-        raise ValueError(f"attention='flex' needs a CUDA device, this run has {device.type}; use 'sdpa'")
+    obstacle = obstacle_to_attention(requested, device, dtype)
+    if obstacle is not None:
+        raise ValueError(f"attention={requested!r} {obstacle}; use 'sdpa'")
     return requested
+
+
+def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[AttentionName, list[str]]:
+    """Return what `"auto"` takes, and sentences with what stands against each that it would have preferred."""
+    reasons: list[str] = []
+    for name in _FASTEST_FIRST:
+        obstacle = obstacle_to_flash(name, device, dtype)
+        if obstacle is None:
+            return name, reasons
+        reasons.append(f"{name} {obstacle}")
+    return "sdpa", reasons
+
+
+def obstacle_to_attention(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why an implementation cannot run, as what follows on its name in a sentence, or None."""
+    if name == "sdpa":
+        return None
+    if name == "flex":
+        return None if device.type == "cuda" else f"needs a CUDA device, this run has {device.type}"
+    return obstacle_to_flash(name, device, dtype)
+
+
+def needs_document_starts(name: AttentionName) -> TypeGuard[FlashName]:
+    """Return whether an implementation's `document_mask` needs `document_starts`."""
+    return name in _FLASH
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +107,9 @@ class DocumentMask:
 
     implementation: AttentionName
     per_window: dict[int, Any] = field(default_factory=dict)
-    """sdpa: (B, 1, T, T) additive mask per window; flex: block mask per window; varlen: empty."""
+    """sdpa: (B, 1, T, T) additive mask per window; flex: block mask per window; others: empty."""
     document_starts: Tensor | None = None
-    """varlen: (num_documents + 1,) int32 cumulative offsets into the flattened B*T positions."""
+    """varlen, fa3, fa4: (num_documents + 1,) int32 cumulative offsets into the flattened B*T positions."""
     documents: Tensor | None = None
     """(B, T) number of each position's document within its row."""
 
@@ -91,20 +131,23 @@ def document_mask(
         windows: window sizes (positions, itself included) that the layers use.
         implementation: what `choose_attention` returned.
         dtype: dtype of queries and keys.
-        document_starts: (num_documents + 1,) int32 cumulative offsets on the device of `inputs`, needed by "varlen";
-            may be padded at the end with B*T, so that its size stays the same from batch to batch.
+        document_starts: (num_documents + 1,) int32 cumulative offsets on the device of `inputs`, for implementations
+            that need it (`needs_document_starts`); may be padded at the end with B*T, so that its size stays the same
+            from batch to batch.
 
     Raises:
-        ValueError: `"varlen"` without `document_starts`.
+        ValueError: `document_starts` is needed and missing.
     """
     document_BT = (inputs == bos_id).cumsum(dim=1)
-    if implementation == "varlen":
+    if needs_document_starts(implementation):
         if document_starts is None:
-            raise ValueError("attention='varlen' needs document_starts; the data loader's batches carry them")
-        return DocumentMask("varlen", document_starts=document_starts, documents=document_BT)
+            raise ValueError(
+                f"attention={implementation!r} needs document_starts; the data loader's batches carry them"
+            )
+        return DocumentMask(implementation, document_starts=document_starts, documents=document_BT)
     length = inputs.shape[1]
     if implementation == "flex":
-        per_window = {window: _block_mask(document_BT, window) for window in set(windows)}
+        per_window = {window: block_mask_of(document_BT, window) for window in set(windows)}
         return DocumentMask("flex", per_window, documents=document_BT)
     position = torch.arange(length, device=inputs.device)
     distance = position[:, None] - position[None, :]
@@ -130,12 +173,17 @@ def attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask
     Returns:
         (B, T, H, D) in the dtype of the queries.
     """
-    if mask.implementation == "varlen":
-        return _varlen(q_BTHD, k_BTGD, v_BTGD, mask, window)
+    if needs_document_starts(mask.implementation):
+        assert mask.document_starts is not None
+        q_NHD, k_NGD, v_NGD = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
+        rows, length = q_BTHD.shape[:2]
+        out_NHD = attend(mask.implementation, q_NHD, k_NGD, v_NGD, mask.document_starts, longest=length, window=window)
+        flash_BTHD: Tensor = out_NHD.unflatten(0, (rows, length))
+        return flash_BTHD
     groups = q_BTHD.shape[2] // k_BTGD.shape[2]
     q_BHTD = q_BTHD.transpose(1, 2)
     if mask.implementation == "flex":
-        out_BHTD = _flex_attention()(
+        out_BHTD = flex_function()(
             q_BHTD, k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2), block_mask=mask.per_window[window], enable_gqa=True
         )
         flex_BTHD: Tensor = out_BHTD.transpose(1, 2)
@@ -158,10 +206,15 @@ def attention_with_max_logits(
     """
     if mask.implementation == "flex":
         q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
-        out_BHTD, maxima_BHT = _flex_with_maxima(q_BHTD, k_BGTD, v_BGTD, block_mask=mask.per_window[window])
+        out_BHTD, maxima_BHT = flex_with_maxima(q_BHTD, k_BGTD, v_BGTD, block_mask=mask.per_window[window])
         return out_BHTD.transpose(1, 2), maxima_BHT.amax(dim=(0, 2))
     out_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, mask, window)
     return out_BTHD, max_logits(q_BTHD, k_BTGD, window=window, documents=mask.documents)
+
+
+def choose_max_logits(q_BTHD: Tensor) -> Literal["flex", "chunked"]:
+    """Return what `max_logits` takes for these queries where it may choose."""
+    return "flex" if returns_maxima(q_BTHD) else "chunked"
 
 
 @torch.no_grad()
@@ -202,7 +255,7 @@ def max_logits(
         raise ValueError(f"{length} queries and {k_BTGD.shape[1]} keys: a mask needs as many keys as queries")
     if implementation not in ("auto", "flex", "chunked"):
         raise ValueError(f"implementation={implementation!r}: choose 'auto', 'flex' or 'chunked'")
-    if implementation == "flex" and not _flex_runs(q_BTHD):
+    if implementation == "flex" and not returns_maxima(q_BTHD):
         raise ValueError(
             f"implementation='flex' needs a CUDA device, 16 or more channels per head, at most 32 bits and a torch "
             f"whose FlexAttention returns max_scores; got {q_BTHD.device.type}, {head_dim} channels and "
@@ -210,9 +263,9 @@ def max_logits(
         )
     if window is not None and window >= max(length, k_BTGD.shape[1]):
         window = None
-    if implementation != "chunked" and _flex_runs(q_BTHD):
+    if implementation == "flex" or (implementation == "auto" and choose_max_logits(q_BTHD) == "flex"):
         return _flex_max_logits(q_BTHD, k_BTGD, window, documents, causal, scale)
-    return _chunked_max_logits(q_BTHD, k_BTGD, _visible(documents, window, causal), scale)
+    return _chunked_max_logits(q_BTHD, k_BTGD, visibility(documents, window, causal), scale)
 
 
 def _flex_max_logits(
@@ -223,31 +276,16 @@ def _flex_max_logits(
         return torch.where(documents[b, q] == documents[b, k], score, float("-inf"))
 
     q_BHTD, k_BGTD = q_BTHD.transpose(1, 2), k_BTGD.transpose(1, 2)
-    _, maxima_BHT = _flex_with_maxima(
+    _, maxima_BHT = flex_with_maxima(
         q_BHTD,
         k_BGTD,
         k_BGTD[..., :16].contiguous(),  # the values do not matter: as few channels as the kernel takes
         # Making a block mask of the documents takes longer than looking at all that the window allows.
-        block_mask=_shared_block_mask(q_BTHD.shape[1], k_BTGD.shape[1], window, causal, q_BTHD.device),
+        block_mask=shared_block_mask(q_BTHD.shape[1], k_BTGD.shape[1], window, causal, q_BTHD.device),
         score_mod=None if documents is None else within_document,
         scale=scale,
     )
     return maxima_BHT.amax(dim=(0, 2))
-
-
-def _flex_with_maxima(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    *,
-    block_mask: Any,
-    score_mod: Any = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's output and its row maxima, (B, H, T) float32 without gradient."""
-    flex = _flex_and_maxima if torch.compiler.is_compiling() else _compiled_flex_and_maxima()
-    out_BHTD, maxima_BHT = flex(q_BHTD, k_BGTD, v_BGTD, block_mask, score_mod, scale)
-    return out_BHTD, maxima_BHT.detach()
 
 
 def _chunked_max_logits(q_BTHD: Tensor, k_BTGD: Tensor, visible: Callable[..., Tensor], scale: float | None) -> Tensor:
@@ -270,119 +308,3 @@ def _chunked_max_logits(q_BTHD: Tensor, k_BTGD: Tensor, visible: Callable[..., T
         chunk_H = scores.masked_fill(hidden, float("-inf")).amax(dim=(0, 3, 4)).flatten()
         largest_H = torch.maximum(largest_H, chunk_H.float())
     return largest_H
-
-
-def _varlen(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask, window: int) -> Tensor:
-    varlen_attn = _varlen_attn()
-    assert varlen_attn is not None
-    rows, length, num_heads, _ = q_BTHD.shape
-    groups = num_heads // k_BTGD.shape[2]
-    if groups > 1:
-        k_BTGD, v_BTGD = (kv.repeat_interleave(groups, dim=2) for kv in (k_BTGD, v_BTGD))
-    left = -1 if window >= length else window - 1
-    out = varlen_attn(
-        q_BTHD.flatten(0, 1),
-        k_BTGD.flatten(0, 1),
-        v_BTGD.flatten(0, 1),
-        mask.document_starts,
-        mask.document_starts,
-        length,
-        length,
-        window_size=(left, 0),
-    )
-    attended: Tensor = out.unflatten(0, (rows, length))
-    return attended
-
-
-def _varlen_attn() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Uncompiled it would write all scores to memory. A model that is being compiled takes it in as it is.
-    if torch.compiler.is_compiling():
-        plain: Callable[..., Any] = flex_attention
-        return plain
-    return _compiled_flex_attention()
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
-    return compiled
-
-
-# A function of its own: PyTorch limits how often it compiles one function, for other masks, sizes and options.
-def _flex_and_maxima(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, block_mask: Any, score_mod: Any, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
-    out_BHTD, aux = flex_attention(
-        q_BHTD,
-        k_BGTD,
-        v_BGTD,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=True,
-        return_aux=AuxRequest(max_scores=True),
-    )
-    assert aux.max_scores is not None
-    return out_BHTD, aux.max_scores
-
-
-@functools.cache
-def _compiled_flex_and_maxima() -> Callable[..., tuple[Tensor, Tensor]]:
-    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_flex_and_maxima)
-    return compiled
-
-
-def _flex_runs(q_BTHD: Tensor) -> bool:
-    """Return whether FlexAttention can return maxima for these queries: its CPU kernel cannot."""
-    from torch.nn.attention import flex_attention
-
-    dtype_fits = q_BTHD.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return q_BTHD.is_cuda and dtype_fits and q_BTHD.shape[3] >= 16 and hasattr(flex_attention, "AuxRequest")
-
-
-def _visible(document_BT: Tensor | None, window: int | None, causal: bool) -> Callable[..., Tensor]:
-    """Return who sees whom, as FlexAttention asks for it: (row, head, query, key) -> bool, broadcast."""
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        result = (q >= k) if causal else (q >= 0) | (k >= 0)
-        if window is not None:
-            result = result & (q - k < window)
-            if not causal:
-                result = result & (k - q < window)
-        if document_BT is not None:
-            result = result & (document_BT[b, q] == document_BT[b, k])
-        return result
-
-    return visible
-
-
-# Not compiled: fused into an evaluation graph, the mask was read out of bounds (torch 2.11 on an H200, 2026-11).
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _block_mask(document_BT: Tensor, window: int) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    rows, length = document_BT.shape
-    mask_mod = _visible(document_BT, window, causal=True)
-    return create_block_mask(mask_mod, rows, None, length, length, device=document_BT.device)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@functools.lru_cache(maxsize=16)
-def _shared_block_mask(length: int, num_keys: int, window: int | None, causal: bool, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(_visible(None, window, causal), None, None, length, num_keys, device=device)

@@ -1,14 +1,29 @@
-"""Which implementation of the element-wise passes runs: Triton on CUDA devices, plain PyTorch everywhere else."""
+"""Which implementation of an operation runs: Triton on CUDA devices, plain PyTorch everywhere else.
+
+`choose_kernels` answers for a parameter and the passes of the optimizer. An operation with conditions of its own says
+them as an obstacle, a sentence or None, and asks `decide`.
+"""
 
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kernels", "KernelsOption", "choose_kernels", "triton_is_installed"]
+__all__ = [
+    "Kernels",
+    "KernelsOption",
+    "ProductKernels",
+    "choose_kernels",
+    "choose_products",
+    "decide",
+    "obstacle_to_kernels",
+    "obstacle_to_triton",
+    "triton_is_installed",
+]
 
 Kernels = Literal["torch", "triton"]
 KernelsOption = Literal["auto", "torch", "triton"]
@@ -37,24 +52,49 @@ def choose_kernels(option: KernelsOption, param: Tensor) -> Kernels:
     Raises:
         ValueError: `"triton"` cannot be honoured, or the option is unknown.
     """
+    return decide(option, param.device, lambda: obstacle_to_kernels(param))[0]
+
+
+def decide(
+    option: KernelsOption, device: torch.device, obstacle: Callable[[], str | None]
+) -> tuple[Kernels, str | None]:
+    """Return the implementation of an operation, and why it is not Triton where `"auto"` would have taken that.
+
+    Args:
+        option: as for `choose_kernels`.
+        device: of the operation's tensors.
+        obstacle: returns what keeps Triton from computing this, as a part of a sentence, or None; called where Triton
+            comes into question. Begin it with `obstacle_to_triton`.
+
+    Raises:
+        ValueError: `"triton"` cannot be honoured, or the option is unknown.
+    """
     if option not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels={option!r}: choose 'auto', 'torch' or 'triton'")
-    if option == "torch" or (option == "auto" and param.device.type != "cuda"):
-        return "torch"
-    obstacle = _obstacle(param)
-    if obstacle is None:
-        return "triton"
+    if option == "torch" or (option == "auto" and device.type != "cuda"):
+        return "torch", None
+    reason = obstacle()
+    if reason is None:
+        return "triton", None
     if option == "triton":
-        raise ValueError(f"kernels='triton': {obstacle}; use kernels='auto'")
-    return "torch"
+        raise ValueError(f"kernels='triton': {reason}; use kernels='auto'")
+    return "torch", reason
 
 
-def _obstacle(param: Tensor) -> str | None:
-    """Return what keeps Triton from updating a parameter, or None."""
-    if param.device.type != "cuda" and not (param.device.type == "cpu" and triton_is_interpreted()):
-        return f"the parameter is on {param.device.type!r}, Triton needs a CUDA device"
+def obstacle_to_triton(device: torch.device, what: str = "the tensor") -> str | None:
+    """Return what keeps Triton from running on a device, or None; `what` is there."""
+    if device.type != "cuda" and not (device.type == "cpu" and triton_is_interpreted()):
+        return f"{what} is on {device.type!r}, Triton needs a CUDA device"
     if not triton_is_installed():
         return "Triton is not installed"
+    return None
+
+
+def obstacle_to_kernels(param: Tensor) -> str | None:
+    """Return what keeps Triton from updating a parameter, or None."""
+    obstacle = obstacle_to_triton(param.device, "the parameter")
+    if obstacle is not None:
+        return obstacle
     if param.dtype not in _TRITON_DTYPES:
         return f"{param.dtype} has no kernel"
     if not _is_dense(param):
@@ -71,3 +111,30 @@ def _is_dense(param: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+ProductKernels = Literal["queue", "hopper", "symmetric"]
+"""Kernels for the products of an orthogonalisation: all in one launch on Hopper GPUs (`hopper_program.py`), one by one
+there (`hopper.py`), or symmetric products anywhere (`symmetric.py`), with cuBLAS for the others."""
+
+# Multiplications of one product, a batch of them together, up to which the queue is better: beyond that a launch takes
+# less time than its product, and each tile costs the queue more (H200, 2026-11, docs/LOG.md).
+_QUEUE_LIMIT = 5e10
+
+
+def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ProductKernels | None:
+    """Return the kernels for products with matrices (b, m, n), contiguous, where Triton runs; None for plain PyTorch.
+
+    "queue" and "hopper" give the same bits, and only between these two does the number of matrices decide.
+    """
+    from quintic.kernels.symmetric import can_multiply
+
+    if device.type == "cuda":
+        from quintic.kernels.hopper import can_multiply_on_hopper
+
+        if can_multiply_on_hopper(shape, dtype, device):
+            batch, m, n = shape
+            small = batch * min(m, n) ** 2 * max(m, n) <= _QUEUE_LIMIT
+            # A captured graph launches for nothing, and could not upload the queue's tables.
+            return "queue" if small and not torch.cuda.is_current_stream_capturing() else "hopper"
+    return "symmetric" if can_multiply(shape, dtype) else None

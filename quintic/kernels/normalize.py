@@ -15,59 +15,91 @@ from quintic.kernels.weights import on_device_of
 
 __all__ = ["can_normalize", "normalize_matrices"]
 
-_BLOCK = 4096
-# Tiles that one program of the second kernel combines at a time.
-_COMBINE_BLOCK = 1024
+_BLOCK = 8192
+# Tiles that one program combines at a time.
+_COMBINE_BLOCK = 512
+# Up to so many tiles of a matrix every program combines them by itself; more are combined once, in a launch between.
+_MAX_TILES = 1024
 _NUM_WARPS = 8
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _tile_kernel(x, peaks, sums, numel, BLOCK: tl.constexpr):
-    """Largest absolute entry of each tile, and the sum of squares relative to it."""
+def _exponent(peak):
+    """Biased exponent of a float32 that is not negative, as its bits say: 255 for infinity and NaN."""
+    return peak.to(tl.int32, bitcast=True) >> 23
+
+
+@triton.jit
+def _inverse_power(exponent):
+    """The power of two that brings numbers of a biased exponent near one; NaN for infinity and NaN."""
+    # Beyond these the power would not be a normal number.
+    bits = (254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23
+    return tl.where(exponent < 255, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def _tile_kernel(x, exponents, sums, numel, BLOCK: tl.constexpr):
+    """Exponent of the largest entry of each tile, and the sum of squares relative to it."""
     tiles = tl.cdiv(numel, BLOCK)
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + matrix.to(tl.int64) * numel + element, mask=element < numel, other=0.0).to(tl.float32)
-    peak = tl.max(tl.abs(value))
-    relative = value / tl.where(peak > 0, peak, 1.0)
-    tl.store(peaks + tl.program_id(0), peak)
+    # Not through tl.max, which loses NaN: the largest bits are those of the largest number, or of NaN.
+    exponent = tl.max(_exponent(tl.abs(value)))
+    relative = value * _inverse_power(exponent)
+    tl.store(exponents + tl.program_id(0), exponent)
     tl.store(sums + tl.program_id(0), tl.sum(relative * relative))
 
 
 @triton.jit
-def _combine_kernel(peaks, sums, divisors, factors, tiles, norm, BLOCK: tl.constexpr):
-    """Per matrix: its largest entry, and what multiplies entries over that for the norm to be `norm`."""
-    matrix = tl.program_id(0)
-    first = matrix.to(tl.int64) * tiles
-    largest = tl.zeros((BLOCK,), tl.float32)
+def _combined(exponents, sums, first, tiles, norm, BLOCK: tl.constexpr):
+    """Of one matrix: the power that its entries are multiplied with first, and the factor that follows.
+
+    Two factors: one alone could leave float32's range for tiny or huge matrices.
+    """
+    largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(peaks + first + tile, mask=tile < tiles, other=0.0))
-    peak = tl.max(largest)
-    divisor = tl.where(peak > 0, peak, 1.0)
+        largest = tl.maximum(largest, tl.load(exponents + first + tile, mask=tile < tiles, other=0))
+    exponent = tl.max(largest)
+    power = _inverse_power(exponent)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
-        ratio = tl.load(peaks + first + tile, mask=tile < tiles, other=0.0) / divisor
+        own = tl.load(exponents + first + tile, mask=tile < tiles, other=0)
+        # What a tile's power was too large by; both are powers of two within float32's range.
+        ratio = power / _inverse_power(own)
         total += tl.load(sums + first + tile, mask=tile < tiles, other=0.0) * ratio * ratio
     root = tl.sqrt_rn(tl.sum(total))
-    tl.store(divisors + matrix, divisor)
-    tl.store(factors + matrix, norm / tl.where(root == 0, 1.0, root))
+    return power, norm / tl.where(root == 0, 1.0, root)
 
 
 @triton.jit
-def _scale_kernel(x, out, divisors, factors, numel, BLOCK: tl.constexpr):
+def _combine_kernel(exponents, sums, factors, tiles, norm, BLOCK: tl.constexpr):
+    matrix = tl.program_id(0)
+    power, factor = _combined(exponents, sums, matrix.to(tl.int64) * tiles, tiles, norm, BLOCK)
+    tl.store(factors + 2 * matrix, power)
+    tl.store(factors + 2 * matrix + 1, factor)
+
+
+@triton.jit
+def _scale_kernel(
+    x, out, exponents, sums, factors, numel, norm, COMBINED: tl.constexpr, BLOCK: tl.constexpr, COMBINE: tl.constexpr
+):
     tiles = tl.cdiv(numel, BLOCK)
     matrix = tl.program_id(0) // tiles
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     place = matrix.to(tl.int64) * numel + element
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    # Two factors: one alone could leave float32's range for tiny or huge matrices.
-    value = value / tl.load(divisors + matrix) * tl.load(factors + matrix)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+    if COMBINED:
+        power = tl.load(factors + 2 * matrix)
+        factor = tl.load(factors + 2 * matrix + 1)
+    else:
+        power, factor = _combined(exponents, sums, matrix.to(tl.int64) * tiles, tiles, norm, COMBINE)
+    tl.store(out + place, (value * power * factor).to(out.dtype.element_ty), mask=inside)
 
 
 def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
@@ -78,27 +110,44 @@ def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
     return x.numel() > 0 and m * n < 2**31 and (x.is_contiguous() or x.mT.is_contiguous())
 
 
-def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype) -> Tensor:
+def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
 
     Args:
         x: (b, m, n) float32, bfloat16 or float16, contiguous or with contiguous transposes, not empty; not modified.
         norm: of every result but zero.
         dtype: of the result; the arithmetic is float32.
+        out: where the result goes, of that dtype and in the memory order of `x`; None for a new tensor.
 
     Returns:
-        (b, m, n), a new tensor in the memory order of `x`; all NaN where a matrix has a NaN or an infinity.
+        (b, m, n) in the memory order of `x`; all NaN where a matrix has a NaN or an infinity.
     """
     if not x.is_contiguous():
-        return normalize_matrices(x.mT, norm, dtype).mT
+        return normalize_matrices(x.mT, norm, dtype, None if out is None else out.mT).mT
     count, m, n = x.shape
     numel = m * n
     tiles = triton.cdiv(numel, _BLOCK)
-    peaks, sums = torch.empty((2, count, tiles), dtype=torch.float32, device=x.device)
-    divisors, factors = torch.empty((2, count), dtype=torch.float32, device=x.device)
-    out = torch.empty_like(x, dtype=dtype)
+    exponents = torch.empty((count, tiles), dtype=torch.int32, device=x.device)
+    sums = torch.empty((count, tiles), dtype=torch.float32, device=x.device)
+    combined = tiles > _MAX_TILES
+    factors = torch.empty((count, 2), dtype=torch.float32, device=x.device) if combined else sums
+    out = torch.empty_like(x, dtype=dtype) if out is None else out
+    grid = (count * tiles,)
     with on_device_of(x):
-        _tile_kernel[(count * tiles,)](x, peaks, sums, numel, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
-        _combine_kernel[(count,)](peaks, sums, divisors, factors, tiles, norm, BLOCK=_COMBINE_BLOCK, num_warps=4)
-        _scale_kernel[(count * tiles,)](x, out, divisors, factors, numel, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        _tile_kernel[grid](x, exponents, sums, numel, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        if combined:
+            _combine_kernel[(count,)](exponents, sums, factors, tiles, norm, BLOCK=_COMBINE_BLOCK, num_warps=4)
+        _scale_kernel[grid](
+            x,
+            out,
+            exponents,
+            sums,
+            factors,
+            numel,
+            norm,
+            COMBINED=combined,
+            BLOCK=_BLOCK,
+            COMBINE=_COMBINE_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
     return out

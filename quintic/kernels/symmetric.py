@@ -1,8 +1,8 @@
 """Products whose result is known to be symmetric, in Triton: half of the tiles are computed, the others mirrored.
 
 Every small product of Newton-Schulz is one: X X^T, and products of polynomials of one symmetric matrix, which commute.
-The linear term is added before the only rounding, so that it needs no copy. The plain twins are `multiply` and
-`multiply_add` of optim/products.py. A result does not depend on how many matrices are in the batch.
+The linear term is added before the only rounding, so that it needs no copy. The plain twin is `multiply` of
+optim/products.py. A result does not depend on how many matrices are in the batch.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintic.kernels.weights import on_device_of
 
-__all__ = ["can_multiply", "symmetric_multiply_add"]
+__all__ = ["can_multiply", "symmetric_multiply"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -42,6 +42,7 @@ def _symmetric_kernel(
     b_column,
     alpha,
     beta,
+    diagonal,
     tiles,
     ADD: tl.constexpr,
     EVEN_SIDE: tl.constexpr,
@@ -79,6 +80,8 @@ def _symmetric_kernel(
     inside = (rows[:, None] < side) & (columns[None, :] < side)
     if ADD:
         total += beta * tl.load(c + place + here, mask=inside, other=0.0).to(tl.float32)
+    if row_tile == column_tile:
+        total += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
     result = total.to(out.dtype.element_ty)
     tl.store(out + place + here, result, mask=inside)
     if row_tile != column_tile:
@@ -87,27 +90,29 @@ def _symmetric_kernel(
         tl.store(out + place + mirrored, tl.trans(result), mask=outside)
 
 
-def can_multiply(x: Tensor) -> bool:
+def can_multiply(shape: torch.Size, dtype: torch.dtype) -> bool:
     """Return whether the kernel pays for products of this dtype and (batch, m, n) on the short side."""
-    return x.dtype in _DTYPES and min(x.shape[-2:]) >= _MIN_SIDE
+    return dtype in _DTYPES and min(shape[-2:]) >= _MIN_SIDE
 
 
-def symmetric_multiply_add(
-    c: Tensor | None,
+def symmetric_multiply(
     a: Tensor,
     b: Tensor,
     *,
-    beta: float = 0.0,
     alpha: float = 1.0,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
 ) -> Tensor:
-    """Return beta c + alpha a @ b where that is symmetric, rounded once; the upper half mirrors the lower.
+    """Return alpha a @ b + beta c + diagonal I where that is symmetric, rounded once; the upper half mirrors the lower.
 
     Args:
-        c: (batch, s, s) contiguous, or None.
         a: (batch, s, k) bfloat16 or float16, any strides.
         b: (batch, k, s) of the same dtype, any strides.
-        beta: factor of `c`.
         alpha: factor of the product.
+        c: (batch, s, s) contiguous, or None.
+        beta: factor of `c`.
+        diagonal: added to the entries of the diagonal.
 
     Returns:
         (batch, s, s) contiguous in that dtype, a new tensor, symmetric to the bit except within diagonal tiles.
@@ -127,6 +132,7 @@ def symmetric_multiply_add(
             *b.stride(),
             alpha,
             beta,
+            diagonal,
             tiles,
             ADD=c is not None,
             EVEN_SIDE=side % _BLOCK == 0,

@@ -242,7 +242,8 @@ class GPT(nn.Module):
         Args:
             inputs: (B, T) int64 tokens. Without a cache a document starts at each `bos_id`.
             targets: (B, T) int64 next tokens.
-            document_starts: (num_documents + 1,) int32 cumulative offsets, needed by attention "varlen".
+            document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and
+                "fa4".
             reduction: `"mean"` for a scalar, `"none"` for (B, T) losses.
             cache: what was seen before these inputs (generation); updated.
 

@@ -49,7 +49,7 @@ _REMEZ_TOLERANCE = decimal.Decimal("1e-12")
 # `_GRAM_DIGITS` significant bits; fewer bits may enlarge it less. Such an error is half a unit roundoff or less, so
 # that 60 of them in float16 change a singular value by some 60 / 2 / 2^11 = 1.5 %: what SAFETY is there for. Measured
 # in benchmarks/gram_error.py: up to 120 the errors are close to those of the standard form, beyond that they grow.
-_GRAM_AMPLIFICATION = 60.0
+GRAM_AMPLIFICATION = 60.0
 _GRAM_DIGITS = 11
 
 # Points at which the slopes of a polynomial are looked at.
@@ -115,7 +115,7 @@ def polar_express_coefficients(
 
 @functools.cache
 def gram_restarts(
-    coefficients: Coefficients, significant_bits: int, amplification: float = _GRAM_AMPLIFICATION
+    coefficients: Coefficients, significant_bits: int, amplification: float = GRAM_AMPLIFICATION
 ) -> tuple[int, ...]:
     """Return the steps before which the Gram form computes its Gram matrix anew, in ascending order; never 0.
 

@@ -8,7 +8,7 @@ polynomial of the same matrix:
     gram        the polynomials are multiplied with each other first, on the small R alone; X is multiplied, and R
                 computed anew, only where rounding errors would grow too much otherwise (a restart)
 
-so that the standard form is the Gram form with a restart at every step, and one function computes both. The SVD
+so that the standard form is the Gram form with a restart at every step, and one list of products computes both. The SVD
 computes the factor exactly and is the reference the others are measured against. Which of them runs is decided in
 `forms.py`. Nothing here knows of parameters, learning rates or ranks. Read next: `update.py`; the maths and the
 measured errors: docs/orthogonalization.md.
@@ -24,17 +24,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from quintic.kernels.dispatch import KernelsOption, choose_kernels
+from quintic.kernels.dispatch import KernelsOption, choose_kernels, choose_products
 from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
-from quintic.optim.products import (
-    add,
-    add_to_diagonal,
-    multiply_add,
-    nothing_ambient,
-    symmetric_multiply,
-    symmetric_multiply_add,
-)
+from quintic.optim.products import nothing_ambient
+from quintic.optim.program import multiplier, products_of, run_products, run_queue
 
 __all__ = [
     "DEFAULT_STEPS",
@@ -91,7 +85,7 @@ def orthogonalize(
         ValueError: fewer than two dimensions, or see `check_orthogonalizer`.
         TypeError: `x` is not floating point.
     """
-    return polar_factor(x, method, steps, coefficients=coefficients, compute_dtype=compute_dtype).to(x.dtype)
+    return polar_factor(x, method, steps, coefficients=coefficients, compute_dtype=compute_dtype, dtype=x.dtype)
 
 
 @_disable_dynamo
@@ -102,13 +96,14 @@ def polar_factor(
     *,
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return what `orthogonalize` returns, before the cast to the dtype of `x`.
+    """Return what `orthogonalize` returns, in the dtype of the products unless `dtype` names another.
 
-    Arguments and errors are those of `orthogonalize`.
+    The other arguments and errors are those of `orthogonalize`.
 
     Returns:
-        (..., m, n) in the dtype of the products; never an alias of `x`.
+        (..., m, n); never an alias of `x`.
     """
     _check_matrices(x)
     form = resolve(
@@ -121,11 +116,11 @@ def polar_factor(
         device_type=x.device.type,
         dtype=x.dtype,
     )
-    return apply_form(x, form)
+    return apply_form(x, form, dtype=dtype)
 
 
 @_disable_dynamo
-def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto") -> Tensor:
+def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says.
 
     Args:
@@ -133,6 +128,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto") -> Tensor
         form: from `resolve`.
         kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; for dtypes and
             sizes that Triton's kernels do not take, or are slower at, plain PyTorch is taken in any case.
+        dtype: of the result; None for that of the products.
 
     Raises:
         ValueError: `kernels="triton"` cannot be honoured for `x`.
@@ -140,11 +136,11 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto") -> Tensor
     _check_matrices(x)
     on_device = choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
-        return torch.zeros(x.shape, dtype=form.compute_dtype, device=x.device)
+        return torch.zeros(x.shape, dtype=dtype or form.compute_dtype, device=x.device)
     with nothing_ambient(x.device.type, form.compute_dtype):
         if form.method == "svd":
-            return _svd(_normalized(x, 1.0, form.compute_dtype))
-        return _iterate(x.reshape(-1, *x.shape[-2:]), form, on_device).reshape(x.shape)
+            return _svd(_normalized(x, 1.0, form.compute_dtype)).to(dtype or form.compute_dtype)
+        return _iterate(x.reshape(-1, *x.shape[-2:]), form, on_device, dtype).reshape(x.shape)
 
 
 def _check_matrices(x: Tensor) -> None:
@@ -154,7 +150,9 @@ def _check_matrices(x: Tensor) -> None:
         raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
 
 
-def _normalized(x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False) -> Tensor:
+def _normalized(
+    x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
 
     Args:
@@ -162,15 +160,16 @@ def _normalized(x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool =
         norm: of every result but zero.
         dtype: of the result. The arithmetic is float32, or float64 where `x` or the result is.
         on_device: take Triton's kernel where it can do this.
+        out: where the result goes, in the memory order of `x`; None for a new tensor.
 
     Returns:
-        (..., m, n), a new tensor; all NaN where a matrix has a NaN or an infinity.
+        (..., m, n); all NaN where a matrix has a NaN or an infinity.
     """
     if on_device:
         from quintic.kernels.normalize import can_normalize, normalize_matrices
 
         if can_normalize(x, dtype):
-            return normalize_matrices(x, norm, dtype)
+            return normalize_matrices(x, norm, dtype, out)
     work_dtype = torch.promote_types(x.dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
     peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)
@@ -179,57 +178,28 @@ def _normalized(x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool =
     # in parts that depend on how many matrices there are, and the last bit with them.
     total = torch.linalg.vector_norm(torch.linalg.vector_norm(work, dim=-1, keepdim=True), dim=-2, keepdim=True)
     divisor = total.masked_fill(total == 0, 1) / norm
-    out: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
-    return out.to(dtype)
+    result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
+    return result.to(dtype) if out is None else out.copy_(result)
 
 
-def _iterate(x: Tensor, form: Form, on_device: bool) -> Tensor:
+def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
     """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
     norm = _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
-    # Always `x`, and no second name: the normalised matrices are freed after the first step.
-    x = _normalized(x, norm, form.compute_dtype, on_device=on_device)
     # In the order of memory, so that products read and write rows.
     transposed = not x.is_contiguous() and x.mT.is_contiguous()
     x = x.mT if transposed else x.contiguous()
-    # The small Gram matrix is the one on the short side: x becomes q x, or x q.
-    wide = x.shape[-2] <= x.shape[-1]
-    on_device = on_device and _symmetric_kernel_pays(x)
-    scale = _ENTRY_NORM
-    for start, stop in form.segments:
-        # q = shift I + rest. Apart from its diagonal, rest is exact to more digits while singular values are small;
-        # later q is near 1 / sigma, and the two would cancel.
-        apart = start == 0 or stop - start == 1
-        left, right = (x, x.mT) if wide else (x.mT, x)
-        gram = symmetric_multiply(left, right, on_device=on_device)
-        del left, right
-        square = scale**2  # gram is `square` times the Gram matrix of the singular values meant
-        rest: Tensor | None = None
-        shift = 0.0
-        for step in range(start, stop):
-            a, b, c = form.coefficients[step]
-            z = symmetric_multiply_add(gram, gram, gram, beta=b / square, alpha=c / square**2, on_device=on_device)
-            if rest is None:
-                rest, shift = (z, a) if apart else (add_to_diagonal(z, a), 0.0)
-            else:  # q <- q (a I + z)
-                known = add(rest, z, alpha=shift / a) if shift else rest
-                rest, shift = symmetric_multiply_add(known, rest, z, beta=a, on_device=on_device), shift * a
-            if step + 1 < stop:  # gram <- (a I + z) gram (a I + z)
-                half = symmetric_multiply_add(gram, gram, z, beta=a / square, alpha=1 / square, on_device=on_device)
-                gram = symmetric_multiply_add(half, z, half, beta=a, on_device=on_device)
-            square = 1.0
-        assert rest is not None
-        if wide:
-            x = multiply_add(x, rest, x, beta=shift / scale, alpha=1 / scale)
-        else:
-            x = multiply_add(x, x, rest, beta=shift / scale, alpha=1 / scale)
-        scale = 1.0
-    return x.mT if transposed else x
-
-
-def _symmetric_kernel_pays(x: Tensor) -> bool:
-    from quintic.kernels.symmetric import can_multiply
-
-    return can_multiply(x)
+    program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
+    kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device else None
+    if kernels == "queue":
+        pair = x.new_empty((2, *x.shape), dtype=form.compute_dtype)
+        _normalized(x, norm, form.compute_dtype, on_device=True, out=pair[0])
+        result = run_queue(program, pair, dtype)
+    else:
+        # In a list, which the program empties: the normalised matrices are freed after the first segment.
+        result = run_products(
+            program, [_normalized(x, norm, form.compute_dtype, on_device=on_device)], multiplier(kernels), dtype
+        )
+    return result.mT if transposed else result
 
 
 def _svd(x: Tensor) -> Tensor:

@@ -6,19 +6,12 @@ accumulation in 16 bits, autocast. `nothing_ambient` turns them off around a com
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "add",
-    "add_to_diagonal",
-    "multiply_add",
-    "nothing_ambient",
-    "symmetric_multiply",
-    "symmetric_multiply_add",
-]
+__all__ = ["Multiply", "multiply", "nothing_ambient"]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
 _SMALL_PRODUCT = 16**3
@@ -49,84 +42,79 @@ def nothing_ambient(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b.
+class Multiply(Protocol):
+    """What computes a product: `multiply` below, or a kernel."""
 
-    Args:
-        a: (batch, m, k).
-        b: (batch, k, n) of the same dtype.
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *,
+        symmetric: bool,
+        alpha: float = 1.0,
+        c: Tensor | None = None,
+        beta: float = 0.0,
+        diagonal: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return alpha a @ b + beta c + diagonal I, rounded once.
 
-    Returns:
-        (batch, m, n) in that dtype, a new tensor.
-    """
-    if _needs_float32(a, b):
-        return torch.bmm(a.float(), b.float()).to(a.dtype)
-    return torch.bmm(a, b)
+        Args:
+            a: (batch, m, k).
+            b: (batch, k, n) of the same dtype.
+            symmetric: the result is known to be: a kernel may compute half of it.
+            alpha: a number, as exact as float32 at least; so are the others.
+            c: (batch, m, n) of the same dtype, or None.
+            beta: factor of `c`.
+            diagonal: added to the entries of the diagonal; only for symmetric results.
+            dtype: of the result, where it is not symmetric; None for that of the operands.
 
-
-def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """Return beta c + alpha a @ b, rounded once.
-
-    Args:
-        c: (batch, m, n); not read where `beta` is zero.
-        a: (batch, m, k) of the same dtype.
-        b: (batch, k, n) of the same dtype.
-        beta: a number, as exact as float32 at least.
-        alpha: likewise.
-
-    Returns:
-        (batch, m, n) in that dtype, a new tensor.
-    """
-    # Without a product there is nothing to accumulate, and PyTorch 2.13 forgets beta then (bfloat16 on CPUs).
-    if _needs_float32(a, b) or (alpha == 0 and a.itemsize == 2):
-        return torch.baddbmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
-    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
-
-
-def symmetric_multiply(a: Tensor, b: Tensor, *, on_device: bool) -> Tensor:
-    """Return a @ b, (batch, s, s), known to be symmetric; `on_device` takes the kernel of kernels/symmetric.py."""
-    if not on_device:
-        return multiply(a, b)
-    from quintic.kernels.symmetric import symmetric_multiply_add as kernel
-
-    return kernel(None, a, b)
+        Returns:
+            (batch, m, n), a new tensor.
+        """
+        ...
 
 
-def symmetric_multiply_add(
-    c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, on_device: bool
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    *,
+    symmetric: bool,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return what `multiply_add` returns, known to be symmetric; `on_device` as for `symmetric_multiply`."""
-    if not on_device:
-        return multiply_add(c, a, b, beta=beta, alpha=alpha)
-    from quintic.kernels.symmetric import symmetric_multiply_add as kernel
-
-    return kernel(c, a, b, beta=beta, alpha=alpha)
-
-
-def add(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:
-    """Return a + alpha b, rounded once; alpha as exact as float32 at least. Shapes and dtypes are equal."""
-    if a.device.type == "cpu" and a.itemsize == 2:  # PyTorch would round alpha first
-        return a.float().add_(b, alpha=alpha).to(a.dtype)
-    return torch.add(a, b, alpha=alpha)
+    """`Multiply` in plain PyTorch: the twin of the kernels. The diagonal of 16-bit results is rounded twice."""
+    dtype = dtype or a.dtype
+    if _needs_float32(a, b, alpha):
+        a, b, c = a.float(), b.float(), None if c is None else c.float()
+    if c is None and alpha == 1:
+        out = torch.bmm(a, b)
+    else:
+        out = torch.baddbmm(a.new_zeros(()) if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha)
+    return (_add_to_diagonal(out, diagonal) if diagonal else out).to(dtype)
 
 
-def add_to_diagonal(a: Tensor, value: float) -> Tensor:
-    """Return a + value I for square matrices (batch, n, n), rounded once; value as exact as float32 at least."""
-    out = a.clone()
+def _add_to_diagonal(a: Tensor, value: float) -> Tensor:
+    """Return a + value I for square matrices (batch, n, n); value as exact as float32 at least."""
+    out = a.clone() if a.requires_grad else a
     diagonal = out.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(diagonal.to(torch.promote_types(a.dtype, torch.float32)) + value)
     return out
 
 
-def _needs_float32(a: Tensor, b: Tensor) -> bool:
+def _needs_float32(a: Tensor, b: Tensor, alpha: float) -> bool:
     """Return whether a product of 16-bit operands is computed as a GPU does: float32 sums, one rounding at the end.
 
-    On CPUs, where PyTorch's own float16 products are some 40 times slower, and where a bfloat16 product of small
-    matrices takes one of two ways by how many there are, which must not change a bit.
+    On CPUs, where PyTorch's own float16 products are some 40 times slower, where a bfloat16 product of small matrices
+    takes one of two ways by how many there are, which must not change a bit, and where PyTorch 2.13 forgets the
+    addend's factor if `alpha` is zero (bfloat16).
     """
     if a.device.type != "cpu" or a.itemsize != 2:
         return False
-    return a.dtype == torch.float16 or a.shape[-2] * a.shape[-1] * b.shape[-1] <= _SMALL_PRODUCT
+    return a.dtype == torch.float16 or alpha == 0 or a.shape[-2] * a.shape[-1] * b.shape[-1] <= _SMALL_PRODUCT
 
 
 @contextlib.contextmanager

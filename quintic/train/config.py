@@ -185,7 +185,7 @@ class RunConfig:
     """Where to compute; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Weights are float32."""
-    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention implementation; 'auto' takes the fastest the device has."""
     compile: bool | None = None
     """Compile the model with torch.compile; by default only on a GPU."""

@@ -18,6 +18,7 @@ from quintic.errors import CheckpointError
 from quintic.eval.generate import sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, score
+from quintic.kernels.attention import needs_document_starts
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config, to_dict
@@ -247,11 +248,11 @@ class Trainer:
         return {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
 
     def _starts(self, batch: Batch) -> Tensor | None:
-        return self._padded(batch.document_starts) if self.hardware.attention == "varlen" else None
+        return self._padded(batch.document_starts) if needs_document_starts(self.hardware.attention) else None
 
     def _padded(self, starts: Tensor) -> Tensor:
         """Pad document starts to a size that rarely changes, so that compiled code is not compiled again."""
-        if self.hardware.attention != "varlen":
+        if not needs_document_starts(self.hardware.attention):
             return starts
         while self.starts_capacity < len(starts):
             self.starts_capacity = max(1024, 2 * self.starts_capacity)

@@ -1,26 +1,46 @@
 """Compiles one Triton kernel for Hopper, on a machine without a GPU."""
 
+import contextlib
+import io
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3):
-    """Compile a jitted function.
+def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, **options):
+    """Compile a jitted function, of Triton or Gluon.
 
     Args:
-        kernel: what `triton.jit` returned.
+        kernel: what `triton.jit` or `gluon.jit` returned.
         constants: values of its constexpr arguments.
         types: Triton's type names of the others, as in "*fp16"; "i32" for those not named.
         num_warps: as for a launch.
-        num_stages: as for a launch.
+        num_stages: as for a launch; Gluon has none.
+        options: other options of the compiler.
     """
     names = kernel.arg_names
     assert set(constants) <= set(names)
     signature = {name: types.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": num_stages})
+    values = {(names.index(name),): value for name, value in constants.items()}
+    options["num_warps"] = num_warps
+    if kernel.is_gluon():
+        source = GluonASTSource(kernel, signature, values)
+    else:
+        source = ASTSource(kernel, signature, values)
+        options["num_stages"] = num_stages
+    compiled = triton.compile(source, target=HOPPER, options=options)
     assert compiled.asm["cubin"]
     return compiled
+
+
+@contextlib.contextmanager
+def assembler_log():
+    """Collect what the assembler says of the kernels compiled meanwhile; nothing of those from the cache."""
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield log

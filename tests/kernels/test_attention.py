@@ -1,7 +1,17 @@
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
-from quintic.kernels.attention import attention, choose_attention, document_mask
+from quintic.kernels.attention import (
+    AttentionName,
+    attention,
+    choose_attention,
+    document_mask,
+    needs_document_starts,
+    obstacle_to_attention,
+)
+from quintic.train.config import RunConfig
 
 BOS = 0
 CPU = torch.device("cpu")
@@ -59,28 +69,35 @@ def test_auto_is_sdpa_on_the_cpu():
     assert choose_attention("sdpa", device=CPU, dtype=torch.float32) == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex"])
+@pytest.mark.parametrize("name", ["varlen", "flex", "fa3", "fa4"])
 def test_what_cannot_run_here_is_an_error(name):
     with pytest.raises(ValueError, match=f"attention='{name}' needs a CUDA device"):
         choose_attention(name, device=CPU, dtype=torch.bfloat16)
 
 
 def test_unknown_names_are_errors():
-    with pytest.raises(ValueError, match=r"attention='flash'.*'sdpa', 'flex', 'varlen'"):
+    with pytest.raises(ValueError, match=r"attention='flash'.*'sdpa', 'flex', 'varlen', 'fa3', 'fa4'"):
         choose_attention("flash", device=CPU, dtype=torch.float32)
 
 
-def test_varlen_needs_the_starts():
-    with pytest.raises(ValueError, match="document_starts"):
-        document_mask(torch.zeros(1, 4).long(), bos_id=BOS, windows=[4], implementation="varlen", dtype=torch.bfloat16)
+def test_a_run_can_ask_for_every_implementation():
+    assert get_args(get_type_hints(RunConfig)["attention"]) == ("auto", *get_args(AttentionName))
+
+
+@pytest.mark.parametrize("name", ["varlen", "fa3", "fa4"])
+def test_flash_attention_needs_the_starts(name):
+    with pytest.raises(ValueError, match=f"attention='{name}' needs document_starts"):
+        document_mask(torch.zeros(1, 4).long(), bos_id=BOS, windows=[4], implementation=name, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about its own ways
-@pytest.mark.parametrize("name", ["varlen", "flex"])
+@pytest.mark.parametrize("name", ["varlen", "flex", "fa3", "fa4"])
 @pytest.mark.parametrize("window", [16, 100, 256])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_gpu_implementations_equal_sdpa(name, window, kv_heads):
+    if obstacle_to_attention(name, torch.device("cuda"), torch.bfloat16) is not None:
+        pytest.skip(f"{name} is not installed, or not for this device")
     inputs, q, k, v = (t.cuda() for t in case(rows=3, length=256, kv_heads=kv_heads, dim=64))
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     starts = torch.cat(
@@ -95,7 +112,7 @@ def test_gpu_implementations_equal_sdpa(name, window, kv_heads):
             windows=[window],
             implementation=implementation,
             dtype=q.dtype,
-            document_starts=starts if implementation == "varlen" else None,
+            document_starts=starts if needs_document_starts(implementation) else None,
         )
         out = attention(*leaves, mask, window)
         out.float().square().sum().backward()

@@ -21,11 +21,12 @@ POINTERS = {
     "tensor_of_program": "*i32",
     "tile_of_program": "*i32",
     "go": "*i32",
+    "exponents": "*i32",
     "hyperparameters": "*fp64",
     "directions": "*bf16",
     "updates": "*fp16",
-    **dict.fromkeys(("factors", "corrections", "peaks", "sums", "divisors"), "*fp32"),
-    **dict.fromkeys(("norm", "alpha", "beta"), "fp32"),
+    **dict.fromkeys(("factors", "corrections", "sums"), "*fp32"),
+    **dict.fromkeys(("norm", "alpha", "beta", "diagonal"), "fp32"),
 }
 
 # Weights and what a kernel's MASTER is for them: none, float32, the mantissa of bfloat16.
@@ -65,9 +66,12 @@ def test_adamw(weight, master, alone):
 
 @pytest.mark.parametrize(("given", "made"), [("*bf16", "*fp16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])
 def test_normalisation(given, made):
-    compile_kernel(normalize._tile_kernel, {"BLOCK": 4096}, x=given)
-    compile_kernel(normalize._combine_kernel, {"BLOCK": 1024}, num_warps=4)
-    compile_kernel(normalize._scale_kernel, {"BLOCK": 4096}, x=given, out=made)
+    block, combine, num_warps = normalize._BLOCK, normalize._COMBINE_BLOCK, normalize._NUM_WARPS
+    compile_kernel(normalize._tile_kernel, {"BLOCK": block}, num_warps, x=given)
+    compile_kernel(normalize._combine_kernel, {"BLOCK": combine}, num_warps=4)
+    for combined in (True, False):
+        constants = {"BLOCK": block, "COMBINE": combine, "COMBINED": combined}
+        compile_kernel(normalize._scale_kernel, constants, num_warps, x=given, out=made)
 
 
 @pytest.mark.parametrize("dtype", ["*fp16", "*bf16"])

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels import adamw, matrix_update
+from quintic.kernels import adamw, matrix_update, normalize
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.matrix_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
-from quintic.kernels.symmetric import can_multiply, symmetric_multiply_add
+from quintic.kernels.symmetric import can_multiply, symmetric_multiply
 from quintic.optim import device_passes
 from quintic.optim.orthogonalize import apply_form, resolve
 from quintic.optim.precision import full_precision
@@ -260,11 +260,13 @@ def test_a_layout_of_memory_in_order_is_recognised():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 70, 90), (4, 1, 3000), (2, 300, 20)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 170, 190), (4, 1, 3000), (2, 300, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e20, 1e35])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_normalisation(shape, dtype, scale, transposed):
+@pytest.mark.parametrize("combined", [False, True])
+def test_normalisation(shape, dtype, scale, transposed, combined, monkeypatch):
+    monkeypatch.setattr(normalize, "_MAX_TILES", 0 if combined else 1024)
     x = torch.randn(shape) * scale
     x[0, 0, 0] = 0
     if shape[0] > 2:
@@ -284,7 +286,7 @@ def test_normalisation(shape, dtype, scale, transposed):
 
 
 def test_normalisation_does_not_depend_on_the_batch():
-    x = torch.randn(5, 90, 110).to(DEVICE)
+    x = torch.randn(5, 190, 110).to(DEVICE)
     together = normalize_matrices(x, 1.0, torch.float16)
     for matrix, expected in zip(x, together, strict=True):
         assert torch.equal(normalize_matrices(matrix.unsqueeze(0), 1.0, torch.float16)[0], expected)
@@ -298,14 +300,17 @@ def test_symmetric_products(dtype, count, side, inner):
     exact = x.double() @ x.double().mT
     column_major = x.mT.contiguous().mT
     for left, right in ((x, x.mT), (column_major, column_major.mT)):
-        gram = symmetric_multiply_add(None, left, right)
+        gram = symmetric_multiply(left, right)
         torch.testing.assert_close(gram.double(), exact, rtol=tolerance, atol=tolerance)
-    added = symmetric_multiply_add(gram, gram, gram, beta=2.5, alpha=-0.5)
-    exact = 2.5 * gram.double() - 0.5 * gram.double() @ gram.double()
-    torch.testing.assert_close(added.double(), exact, rtol=tolerance, atol=2 * tolerance)
-    # Tiles beside the diagonal are mirrored; within one, a sum may be made in another order.
-    torch.testing.assert_close(added, added.mT, rtol=2 * tolerance, atol=2 * tolerance)
-    assert torch.equal(symmetric_multiply_add(None, x[:1], x[:1].mT)[0], symmetric_multiply_add(None, x, x.mT)[0])
+    identity = torch.eye(side, dtype=torch.float64, device=DEVICE)
+    for beta, diagonal in ((2.5, 0.0), (0.0, 1.5), (2.5, -3.0)):
+        c = gram if beta else None
+        added = symmetric_multiply(gram, gram, alpha=-0.5, c=c, beta=beta, diagonal=diagonal)
+        exact = beta * gram.double() - 0.5 * gram.double() @ gram.double() + diagonal * identity
+        torch.testing.assert_close(added.double(), exact, rtol=tolerance, atol=2 * tolerance)
+        # Tiles beside the diagonal are mirrored; within one, a sum may be made in another order.
+        torch.testing.assert_close(added, added.mT, rtol=2 * tolerance, atol=2 * tolerance)
+    assert torch.equal(symmetric_multiply(x[:1], x[:1].mT)[0], symmetric_multiply(x, x.mT)[0])
 
 
 @pytest.mark.parametrize("orthogonalizer", ["auto", "gram", "svd"])
@@ -320,9 +325,10 @@ def test_products_of_a_dtype_without_kernels(orthogonalizer):
 
 
 def test_symmetric_products_where_the_kernel_pays():
-    assert can_multiply(torch.empty(1, 256, 300, dtype=torch.float16))
-    assert not can_multiply(torch.empty(1, 255, 300, dtype=torch.float16))
-    assert not can_multiply(torch.empty(1, 256, 300))
+    assert can_multiply(torch.Size((1, 256, 300)), torch.float16)
+    assert can_multiply(torch.Size((1, 300, 256)), torch.bfloat16)
+    assert not can_multiply(torch.Size((1, 255, 300)), torch.float16)
+    assert not can_multiply(torch.Size((1, 256, 300)), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 500), (2, 500, 300), (1, 256, 256)])

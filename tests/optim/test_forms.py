@@ -116,8 +116,9 @@ def test_flops_are_those_of_the_products_that_run(method, shape, steps, monkeypa
 def test_flops_of_known_shapes():
     assert orthogonalization_flops(768, 3072) == orthogonalization_flops(3072, 768)
     assert orthogonalization_flops(2, 3, steps=1) == 4 * 2 * 2 * 3 + 2 * 2**3
-    # Five steps in three segments (2 + 2 + 1), a quarter of the operations saved for four times as long as short.
-    assert orthogonalization_flops(10, 40, method="gram") == 3 * 4 * 10 * 10 * 40 + (5 + 5 + 1) * 2 * 10**3
+    # Five steps in two segments (2 + 3) for matrices twice as long as short and longer, else in three (2 + 2 + 1).
+    assert orthogonalization_flops(10, 40, method="gram") == 2 * 4 * 10 * 10 * 40 + (5 + 9) * 2 * 10**3
+    assert orthogonalization_flops(10, 19, method="gram") == 3 * 4 * 10 * 10 * 19 + (5 + 5 + 1) * 2 * 10**3
     assert orthogonalization_flops(512, 2048, method="auto") < 0.8 * orthogonalization_flops(512, 2048)
 
 

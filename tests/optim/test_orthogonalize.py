@@ -179,7 +179,7 @@ def test_more_steps_come_nearer_to_the_polar_factor():
 
 
 @pytest.mark.parametrize("method", ["polar_express", "newton_schulz", "gram"])
-@pytest.mark.parametrize("shape", [(128, 256), (96, 384), (320, 96)])
+@pytest.mark.parametrize("shape", [(128, 256), (128, 512), (320, 96)])
 def test_float16_is_within_three_thousandths(method, shape):
     x = torch.randn(shape)
     out = quintic.orthogonalize(x, method, compute_dtype=torch.float16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quintic.optim.orthogonalize import polar_factor
-from quintic.optim.products import add, add_to_diagonal, multiply, multiply_add, nothing_ambient
+from quintic.optim.products import multiply, nothing_ambient
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
@@ -158,32 +158,74 @@ def test_meta_tensors_have_shapes():
     assert out.shape == (2, 3, 5)
 
 
+FACTORS = [(0.3, 0.7), (-1e-6, 1e-9), (0.0, 0.1), (2.0, 0.0), (0.0, 0.0), (0.5, 1.0)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [4, 64])
-@pytest.mark.parametrize(("beta", "alpha"), [(0.3, 0.7), (-1e-6, 1e-9), (0.0, 0.1), (2.0, 0.0), (0.0, 0.0)])
-def test_products_round_once(dtype, size, beta, alpha):
+@pytest.mark.parametrize(("beta", "alpha"), FACTORS)
+@pytest.mark.parametrize("diagonal", [0.0, 1.7])
+def test_products_round_once(dtype, size, beta, alpha, diagonal):
     a, b, c = torch.randn(3, 2, size, size, dtype=torch.float64).to(dtype)
-    product = multiply(a, b)
-    total = multiply_add(c, a, b, beta=beta, alpha=alpha)
-    assert product.dtype == total.dtype == dtype
-    exact = a.double() @ b.double()
+    before = a.clone(), b.clone(), c.clone()
     # Sums in float32 (or float64) are off by little more than their terms' rounding.
     slack = {torch.float64: 2**-50}.get(dtype, 2**-20) * size
-    expected = beta * c.double() + alpha * exact
-    terms = abs(beta) * c.double().abs() + abs(alpha) * (a.double().abs() @ b.double().abs())
     smallest = torch.finfo(dtype).smallest_normal * UNIT_ROUNDOFF[dtype] * 2  # the spacing of subnormal numbers
     unit = UNIT_ROUNDOFF[dtype] * 1.01
-    assert ((product.double() - exact).abs() <= unit * exact.abs() + slack * (a.abs() @ b.abs()).double()).all()
-    assert ((total.double() - expected).abs() <= unit * expected.abs() + slack * terms + smallest).all()
+    identity = torch.eye(size, dtype=torch.float64)
+    for addend in (c, None):
+        factors = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
+        out = multiply(a, b, symmetric=diagonal != 0, c=addend, **factors)
+        assert out.dtype == dtype
+        exact, terms = alpha * (a.double() @ b.double()), abs(alpha) * (a.double().abs() @ b.double().abs())
+        if addend is not None:
+            exact, terms = exact + beta * c.double(), terms + abs(beta) * c.double().abs()
+        expected, terms = exact + diagonal * identity, terms + abs(diagonal) * identity
+        # On the diagonal the sum without it was rounded too.
+        rounded = unit * (expected.abs() + (exact.abs() * identity if diagonal else 0))
+        assert ((out.double() - expected).abs() <= rounded + slack * terms + smallest).all()
+    assert all(torch.equal(old, new) for old, new in zip(before, (a, b, c), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_are_not_rounded_before_they_are_used(dtype):
+@pytest.mark.parametrize("size", [2, 64])
+def test_numbers_are_not_rounded_before_they_are_used(dtype, size):
     value = 1 + 2**-9 + 2**-12  # needs more digits than 16-bit types have
-    a = torch.full((1, 2, 2), 256.0, dtype=dtype)
+    identity = torch.eye(size, dtype=dtype).unsqueeze(0)
+    a = torch.full((1, size, size), 256.0, dtype=dtype)
     expected = (a.double() + value * a.double()).to(dtype)
-    assert torch.equal(add(a, a, alpha=value), expected)
-    small = torch.full((1, 2, 2), -1.0, dtype=dtype)
-    diagonal = add_to_diagonal(small, value).double().diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(diagonal, torch.full((1, 2), value - 1, dtype=torch.float64), rtol=1e-6, atol=0)
-    assert torch.equal(small, torch.full_like(small, -1.0))
+    assert torch.equal(multiply(a, identity, symmetric=False, alpha=value, c=a, beta=1.0), expected)
+    assert torch.equal(multiply(a, identity, symmetric=False, c=a, beta=value), expected)
+    diagonal = multiply(identity, -identity, symmetric=True, diagonal=value).double().diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(diagonal, torch.full((1, size), value - 1, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_a_product_that_counts_for_nothing_leaves_the_factor_of_the_addend(dtype, beta, monkeypatch):
+    """PyTorch 2.13 forgets it in 16 bits where oneDNN multiplies, as on CPUs with bfloat16 instructions."""
+    original = torch.baddbmm
+
+    def forgetful(c, a, b, *, beta, alpha):
+        return c.clone() if alpha == 0 and a.itemsize == 2 else original(c, a, b, beta=beta, alpha=alpha)
+
+    monkeypatch.setattr(torch, "baddbmm", forgetful)
+    a, c = torch.randn(2, 1, 48, 48).to(dtype)
+    out = multiply(a, a, symmetric=False, alpha=0.0, c=c, beta=beta)
+    assert torch.equal(out, (beta * c.float()).to(dtype))
+    out = multiply(a, a, symmetric=True, alpha=0.0, c=c, beta=beta, diagonal=1.5)
+    expected = beta * c.double() + 1.5 * torch.eye(48, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=2 * UNIT_ROUNDOFF[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "factors", [{}, {"diagonal": 2.0}, {"alpha": 0.3}, {"alpha": 0.3, "beta": 2.0, "diagonal": 0.7}]
+)
+def test_products_are_differentiable(factors):
+    a, b, c = (tensor.requires_grad_() for tensor in torch.randn(3, 2, 3, 3, dtype=torch.float64))
+
+    def compute(a, b, c):
+        return multiply(a, b, symmetric=True, c=c if "beta" in factors else None, **factors)
+
+    inputs = (a, b, c) if "beta" in factors else (a, b, c.detach())
+    assert torch.autograd.gradcheck(compute, inputs)

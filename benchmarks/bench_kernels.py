@@ -1,0 +1,239 @@
+"""Measure every kernel on this machine beside what PyTorch does: time, bandwidth, memory, error.
+
+    python benchmarks/bench_kernels.py --out FOLDER --only optimizer,loss
+
+Subjects: copy (always measured, the bandwidth that others are compared with), optimizer, loss, linear, fp8, transpose,
+attention. What cannot run is reported with its error. FOLDER/NAME.md holds the tables, FOLDER/NAME.json everything.
+`--device cpu` tries the script, with tiny sizes. The cases are in `bench_kernels_cases.py` and
+`bench_kernels_optimizer.py`.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+from bench_kernels_cases import SUBJECTS  # noqa: E402
+from bench_kernels_optimizer import FULL, TINY, Case, Where  # noqa: E402
+from optimizer_step import git_commit, in_cell  # noqa: E402
+from optimizer_step_measure import MIB, Memory, device_name, time_device, time_steps, versions  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import quintic  # noqa: E402
+
+# More than any L2 cache.
+FLUSHED_BYTES = 2**28
+LEAST_REPETITIONS = 10
+
+NOTES = """\
+Medians and, in brackets, the 10th and 90th percentile of n calls, by CUDA events with the device kept busy until the
+host is done; random inputs, {sets} sets of them in turn, L2 overwritten before each call. Differentiable functions are
+timed forward and backward. **GB/s** counts the bytes that must be read and written, and their share of the bandwidth of
+a device copy; **TFLOP/s** the operations of the products alone. **peak**: most memory allocated over the inputs.
+**error**: the largest relative Frobenius error of results and gradients against float64."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write."""
+    options = parse(arguments)
+    cuda = options.device == "cuda"
+    where = Where(torch.device(options.device), FULL if cuda else TINY)
+    rows: list[dict[str, Any]] = []
+    for subject in SUBJECTS:
+        if subject != "copy" and options.only and subject not in options.only:
+            continue
+        for case in cases_of(subject, where, rows):
+            row = measured(case, where, options)
+            rows.append(row)
+            print(short_line(row, rows), flush=True)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = ["FOLDER" if word == str(options.out) else word for word in words]
+    result = {
+        "command": shlex.join(["python", "benchmarks/bench_kernels.py", *command]),
+        "commit": options.commit or git_commit(),
+        "device": device_name(cuda),
+        "versions": versions(),
+        "active": quintic.kernels.active(where.device),
+        "sets": options.sets,
+        "rows": rows,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.out.joinpath(f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.out.joinpath(f"{options.name}.md").write_text(page(result), encoding="utf-8")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's options."""
+
+    def subjects(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in SUBJECTS:
+                raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(SUBJECTS)}")
+        return found
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--name", default="kernels", help="of the results' files, without ending")
+    parser.add_argument("--only", type=subjects, default=[], help="subjects, separated by commas")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repetitions", type=int, default=50, help="timed calls, at most")
+    parser.add_argument("--seconds", type=float, default=4, help=f"for one case; {LEAST_REPETITIONS} calls at least")
+    parser.add_argument("--sets", type=int, default=3, help="sets of inputs")
+    parser.add_argument("--commit", help="of this repository, for the record; by default what git says")
+    return parser.parse_args(arguments)
+
+
+def cases_of(subject: str, where: Where, rows: list[dict[str, Any]]) -> Iterator[Case]:
+    """Yield the cases of a subject; one that cannot even be made ends it, with a row that says so."""
+    try:
+        yield from SUBJECTS[subject](where)
+    except Exception as error:  # whatever an implementation may raise: it is the result
+        traceback.print_exc()
+        rows.append({"subject": subject, "name": subject, "failed": describe_error(error)})
+
+
+def measured(case: Case, where: Where, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was found about one case."""
+    row: dict[str, Any] = {"subject": case.subject, "name": case.name, "moved": case.moved, "flops": case.flops}
+    try:
+        torch.manual_seed(1)
+        sets = [case.make() for _ in range(options.sets)]
+        for inputs in sets:  # compiles, too
+            case.run(*inputs)
+        row["peak_mib"] = peak(case, sets[0], where)
+        if case.exact is not None:
+            row["errors"] = errors(case.run(*sets[0]) or (), case.exact(*sets[0]))
+        row |= times(case, sets, where, options)
+    except Exception as error:  # the same
+        traceback.print_exc()
+        row["failed"] = describe_error(error)
+    sets = []
+    gc.collect()
+    return row
+
+
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
+def peak(case: Case, inputs: tuple[Any, ...], where: Where) -> float:
+    """Return the most memory that a call allocates, its results included, in MiB; 0 on a CPU."""
+    memory = Memory(where.cuda)
+    case.run(*inputs)
+    return memory.peak() / MIB
+
+
+def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Return the relative Frobenius error of each result."""
+    if len(found) != len(exact):
+        raise ValueError(f"{len(found)} results, {len(exact)} exact ones")
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)]
+
+
+def times(case: Case, sets: list[tuple[Any, ...]], where: Where, options: argparse.Namespace) -> dict[str, float | int]:
+    """Return median and percentiles of calls that go round the sets of inputs, in milliseconds."""
+    upcoming = itertools.cycle(sets)
+    flushed = torch.empty(FLUSHED_BYTES if where.cuda else 1, dtype=torch.uint8, device=where.device)
+
+    def call() -> None:
+        case.run(*next(upcoming))
+
+    def before(index: int) -> None:
+        flushed.fill_(index % 2)
+
+    start = time.perf_counter()
+    _, host_ms = time_steps(call, before, 5, where.cuda)
+    number = int(options.seconds / max((time.perf_counter() - start) / 5, 1e-6))
+    number = min(options.repetitions, max(LEAST_REPETITIONS, number))
+    if where.cuda:
+        values = time_device(call, before, number, statistics.median(host_ms))
+    else:
+        values, _ = time_steps(call, before, number, False)
+    return spread(values)
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Return median, 10th and 90th percentile, and number."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median_ms": statistics.median(values), "p10_ms": tenths[0], "p90_ms": tenths[-1], "n": len(values)}
+
+
+def bandwidth(row: dict[str, Any]) -> float:
+    """Return GB/s, 0 where bytes are not what counts."""
+    return row["moved"] / row["median_ms"] / 1e6 if row.get("moved") else 0.0
+
+
+def cells(row: dict[str, Any], copy: float) -> list[str]:
+    """Return the row's cells; `copy` is the bandwidth of a copy in GB/s, or 0."""
+    if "failed" in row:
+        return [row["name"], f"failed: {in_cell(row['failed'])}", "", "", "", ""]
+    rate = bandwidth(row)
+    share = f" ({100 * rate / copy:.0f} %)" if copy and row["subject"] != "copy" else ""
+    return [
+        row["name"],
+        f"{row['median_ms']:.4g} ({row['p10_ms']:.4g} to {row['p90_ms']:.4g}; n {row['n']})",
+        f"{rate:,.0f}{share}" if rate else "",
+        f"{row['flops'] / row['median_ms'] / 1e9:.4g}" if row["flops"] else "",
+        f"{row['peak_mib']:,.0f}",
+        f"{max(row['errors']):.2g}" if row.get("errors") else "",
+    ]
+
+
+def copy_bandwidth(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the bandwidth of the copy among rows, in GB/s; 0 if there is none."""
+    return next((bandwidth(row) for row in rows if row["subject"] == "copy" and "failed" not in row), 0.0)
+
+
+def short_line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Return one row for the terminal."""
+    name, taken, rate, operations, memory, error = cells(row, copy_bandwidth(rows))
+    parts = [rate and f"{rate} GB/s", operations and f"{operations} TFLOP/s", memory and f"{memory} MiB"]
+    notes = ", ".join(part for part in [*parts, error and f"error {error}"] if part)
+    return f"{row['subject']:10} {name:52} {taken} ms, {notes}" if notes else f"{row['subject']:10} {name:52} {taken}"
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the result as markdown."""
+    rows = result["rows"]
+    version_text = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"# Kernels on one {result['device']}",
+        "",
+        f"`{result['command']}` at commit {result['commit']}; {version_text}.",
+        "",
+        *NOTES.format(sets=result["sets"]).splitlines(),
+        "",
+        "`quintic.kernels.active()` for bfloat16: "
+        + ", ".join(f"{name} {in_cell(found)}" for name, found in result["active"].items())
+        + ".",
+    ]
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        lines += [
+            "",
+            f"## {subject}",
+            "",
+            "| case | ms | GB/s (of a copy) | TFLOP/s | peak (MiB) | error |",
+            "|---|---|---|---|---|---|",
+        ]
+        copy = copy_bandwidth(rows)
+        lines += [f"| {' | '.join(cells(row, copy))} |" for row in rows if row["subject"] == subject]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The kernels of linear.py and fp8.py compile for Hopper, on a machine without a GPU."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import compiling  # noqa: E402
+
+from quintic.kernels import fp8, relu2  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
+]
+
+SCALARS = dict.fromkeys(("scale", "a_scale", "b_scale"), "*fp32") | {"amax": "*i32"}
+STRIDES = dict.fromkeys(("a_column", "b_column"), 1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("operand", ["bf16", "fp16", "fp8e4nv"])
+@pytest.mark.parametrize(("backward", "transposed"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("configuration", "descriptors"), [("_LARGE", True), ("_SMALL", True), ("_POINTERS", False)])
+def test_products(operand, backward, transposed, configuration, descriptors):
+    is_fp8 = operand == "fp8e4nv"
+    if is_fp8 and backward:
+        pytest.skip("8-bit products are forward only")
+    block_m, block_n, inner_bytes, group, num_warps, num_stages = getattr(relu2, configuration)
+    block_k = inner_bytes // (1 if is_fp8 else 2)
+    result = "bf16" if is_fp8 else operand
+    b_block = [block_k, block_n] if transposed else [block_n, block_k]
+    blocks = {"a": [block_m, block_k], "b": b_block, "activation": [block_m, block_n // 2], "out": None}
+    blocks["out"] = blocks["activation"]
+    types = {}
+    for name, block in blocks.items():
+        dtype = operand if name in "ab" else result
+        types[name] = f"tensordesc<{dtype}{block}>".replace(" ", "") if descriptors else f"*{dtype}"
+    flags = {
+        "BACKWARD": backward,
+        "TRANSPOSED": transposed,
+        "SCALED": is_fp8,
+        "DESCRIPTORS": descriptors,
+        "WIDE": False,
+    }
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group}
+    constants = {**flags, **sizes, **STRIDES}
+    compiled = compiling.compile_kernel(relu2._product_kernel, constants, SCALARS | types, num_warps, num_stages)
+    # What a multiprocessor of Hopper has, and what other GPUs have.
+    assert compiled.metadata.shared <= (232_448 if configuration != "_POINTERS" else 101_376)
+    assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("source", ["*fp32", "*bf16", "*fp16"])
+@pytest.mark.parametrize("made", ["*fp8e4nv", "*fp8e5"])
+@pytest.mark.parametrize(("columns", "amax", "block"), [(True, True, "_BOTH_BLOCK"), (False, False, "_ROWS_BLOCK")])
+def test_quantising(source, made, columns, amax, block):
+    block_rows, block_columns = getattr(fp8, block)
+    sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "x_column": 1}
+    constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": columns, "AMAX": amax, "WIDE": not amax, **sizes}
+    types = SCALARS | {"x": source, "by_rows": made, "by_columns": made}
+    compiling.compile_kernel(fp8._quantize_kernel, constants, types)
+
+
+@pytest.mark.parametrize("source", ["*fp32", "*bf16", "*fp16"])
+def test_backward_of_the_activation(source):
+    types = {"grad": source, "activation": source, "out": source}
+    compiling.compile_kernel(relu2._relu2_backward_kernel, {"BLOCK": relu2._BACKWARD_BLOCK}, types)
+    block_rows, block_columns = relu2._BACKWARD_FP8_BLOCK
+    constants = {"LARGEST": 57344.0, "WIDE": False, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+    types |= SCALARS | {"by_rows": "*fp8e5", "by_columns": "*fp8e5"}
+    compiling.compile_kernel(relu2._relu2_backward_fp8_kernel, constants, types)
