@@ -226,16 +226,19 @@ def _quantize_kernel(
     value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
     if AMAX:
         raise_amax(amax, value)
-    quantized = quantized_value(value, tl.load(scale), LARGEST).to(by_rows.dtype.element_ty)
+    value = quantized_value(value, tl.load(scale), LARGEST)
     if ROWS:
         by_rows += row * num_columns + column
+        quantized = value.to(by_rows.dtype.element_ty)
         tl.store(by_rows + i[:, None] * num_columns + j[None, :], quantized, mask=inside)
     if COLUMNS:
         # Rows beyond the last were read as zeros, which is what the padding holds.
         padded_left = tl.minimum(padded_rows - row, BLOCK_ROWS).to(tl.int32)
         padded = (j[:, None] < columns_left) & (i[None, :] < padded_left)
         by_columns += column * padded_rows + row
-        tl.store(by_columns + j[:, None] * padded_rows + i[None, :], tl.trans(quantized), mask=padded)
+        # Turned before it is converted: Triton 3.6 moves tiles of 8-bit floats to wrong places (H200, 2026-11).
+        turned = tl.trans(value).to(by_columns.dtype.element_ty)
+        tl.store(by_columns + j[:, None] * padded_rows + i[None, :], turned, mask=padded)
 
 
 @jit

@@ -406,7 +406,10 @@ def hopper_multiply(
 
 def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return (batch, m, n) matrices, rows contiguous, as the copy engine sees them: a block of one at a time."""
-    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, columns], LAYOUT)
+    _, row, column = tensor.stride()
+    # The stride of a single matrix to the next may be any number; the copy engine wants multiples of 16 bytes.
+    matrix = tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row
+    return TensorDescriptor(tensor, tensor.shape, (matrix, row, column), [1, rows, columns], LAYOUT)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -253,11 +253,13 @@ def _fp8_gradient_kernel(
     if UPSTREAM:
         grad = grad * tl.load(upstream + i, mask=is_row, other=0.0)[:, None]
     grad = tl.where(inside, grad, 0.0)
-    quantised = quantized_value(grad, tl.load(quantum), LARGEST).to(by_rows.dtype.element_ty)
+    grad = quantized_value(grad, tl.load(quantum), LARGEST)
+    dtype: tl.constexpr = by_rows.dtype.element_ty
     within = j < columns
-    tl.store(by_rows + i[:, None] * columns + j[None, :], quantised, mask=is_row[:, None] & within[None, :])
-    turned = within[:, None] & (i[None, :] < written_rows)
-    tl.store(by_columns + j[:, None] * by_columns_row + i[None, :], tl.trans(quantised), mask=turned)
+    tl.store(by_rows + i[:, None] * columns + j[None, :], grad.to(dtype), mask=is_row[:, None] & within[None, :])
+    written = within[:, None] & (i[None, :] < written_rows)
+    # Turned before it is converted: see _quantize_kernel of fp8.py.
+    tl.store(by_columns + j[:, None] * by_columns_row + i[None, :], tl.trans(grad).to(dtype), mask=written)
 
 
 @jit

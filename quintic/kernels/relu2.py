@@ -179,13 +179,15 @@ def _relu2_backward_fp8_kernel(
         tl.load(activation + corner + here, mask=mask, other=0.0),
     )
     raise_amax(amax, value)
-    quantized = quantized_value(value, tl.load(scale), LARGEST).to(by_rows.dtype.element_ty)
-    tl.store(by_rows + corner + here, quantized, mask=mask)
+    value = quantized_value(value, tl.load(scale), LARGEST)
+    tl.store(by_rows + corner + here, value.to(by_rows.dtype.element_ty), mask=mask)
     # Rows beyond the last were read as zeros, which is what the padding holds.
     padded_left = tl.minimum(padded_rows - row, BLOCK_ROWS).to(tl.int32)
     padded = (j[:, None] < columns_left) & (i[None, :] < padded_left)
     by_columns += column * padded_rows + row
-    tl.store(by_columns + j[:, None] * padded_rows + i[None, :], tl.trans(quantized), mask=padded)
+    # Turned before it is converted: see _quantize_kernel.
+    turned = tl.trans(value).to(by_columns.dtype.element_ty)
+    tl.store(by_columns + j[:, None] * padded_rows + i[None, :], turned, mask=padded)
 
 
 # ------------------------------------------------------------------------------------------------------------ launches

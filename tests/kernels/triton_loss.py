@@ -52,7 +52,9 @@ def small_blocks(monkeypatch):
 
 
 def error(found, exact):
-    return float((found.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))
+    """Relative, and absolute where the exact values are zeros."""
+    norm = exact.double().norm()
+    return float((found.double() - exact.double()).norm() / torch.where(norm == 0, 1.0, norm))
 
 
 def make(sizes, dtype, num_targets=None, transposed=False, spread=1.0):
@@ -96,9 +98,11 @@ def compare(x, weight, targets, **options):
     usual = [loss.detach(), *torch.autograd.grad(loss, (x, weight), upstream)]
     leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
     exact = run(leaves, targets, upstream, kernels="torch", **options)
+    # On a device exponentials and reciprocals are approximate, to some 22 bits each.
+    allowed = 2e-6 if DEVICE == "cuda" else 1e-6
     for ours, theirs, true in zip(found, usual, exact, strict=True):
         assert ours.dtype == theirs.dtype
-        assert error(ours, true) <= 2 * error(theirs, true) + 1e-6
+        assert error(ours, true) <= 2 * error(theirs, true) + allowed
     if DEVICE == "cuda":
         again = run((x, weight), targets, upstream, kernels="triton", **options)
         for ours, second in zip(found, again, strict=True):
@@ -238,6 +242,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compiling for a device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, while it compiles
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_and_recorded(reduction):
     x, weight, targets = make((300, 64, 1024, 1000), torch.bfloat16)

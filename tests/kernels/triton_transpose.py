@@ -37,7 +37,11 @@ def made(shape, dtype, layout="rows"):
 
 
 def bits(x):
-    return x.contiguous().view(torch.uint8)
+    """The bytes of a tensor; not-a-numbers of any sign are one."""
+    x = x.contiguous()
+    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return x.view(torch.uint8).masked_fill(x.float().isnan(), 127)
+    return x.view(torch.uint8)
 
 
 def assert_like_the_twin(function, out, x):

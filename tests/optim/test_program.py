@@ -2,6 +2,7 @@ import contextlib
 import itertools
 import math
 import random
+import types
 import weakref
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from quintic.kernels.dispatch import choose_products
 from quintic.optim import program as module
 from quintic.optim.coefficients import polar_express_coefficients
 from quintic.optim.products import multiply
@@ -365,3 +367,70 @@ def test_tables_tell_how_many_tiles_are_finished_before(data, m, n):
         for i, j in tiles_of("apply" if is_apply else "square", short, long):
             for counter in rows_of("apply" if is_apply else "square", i, j):
                 counted[counter] += 1
+
+
+# ------------------------------------------------------------------------------------------- which kernels multiply
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make believe that there is a GPU: its compute capability, and whether a graph is being captured, to be set."""
+    pytest.importorskip("triton")
+    found = types.SimpleNamespace(capability=(9, 0), capturing=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found.capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_products_are_queued_and_large_ones_launched(gpu, dtype):
+    shapes = [(1, 256, 256), (12, 768, 768), (3, 3072, 768), (100, 2048, 2048), (1, 8192, 8192)]
+    expected = ["queue", "queue", "queue", "hopper", "hopper"]
+    assert [choose_products(torch.Size(shape), dtype, CUDA) for shape in shapes] == expected
+    gpu.capturing = True
+    assert [choose_products(torch.Size(shape), dtype, CUDA) for shape in shapes] == ["hopper"] * 5
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_have_kernels_for_symmetric_products(gpu, capability):
+    gpu.capability = capability
+    assert choose_products(torch.Size((2, 768, 768)), torch.float16, CUDA) == "symmetric"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((2, 260, 512), torch.float16, "symmetric"),  # rows that do not start at multiples of 16 bytes
+        ((2, 512, 260), torch.float16, "symmetric"),
+        ((2, 768, 769), torch.bfloat16, "symmetric"),
+        ((2, 248, 4096), torch.float16, None),
+        ((2, 4096, 248), torch.bfloat16, None),
+        ((2, 768, 768), torch.float32, None),
+        ((2, 768, 768), torch.float64, None),
+    ],
+)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_the_kernels_do_not_take_is_left_to_others(gpu, shape, dtype, expected, capturing):
+    gpu.capturing = capturing
+    assert choose_products(torch.Size(shape), dtype, CUDA) == expected
+
+
+@given(
+    side=st.integers(30, 400), length=st.integers(30, 4000), eights=st.booleans(), batches=st.sets(st.integers(1, 300))
+)
+def test_the_number_of_matrices_decides_nothing_that_changes_a_bit(side, length, eights, batches):
+    pytest.importorskip("triton")
+    m, n = (8 * side, 8 * length) if eights else (side, length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        found = {choose_products(torch.Size((batch, m, n)), torch.float16, CUDA) for batch in batches}
+    assert len(found) <= 1 or found == {"queue", "hopper"}
+
+
+def test_the_interpreter_has_symmetric_products():
+    pytest.importorskip("triton")
+    assert choose_products(torch.Size((2, 256, 300)), torch.float16, torch.device("cpu")) == "symmetric"
+    assert choose_products(torch.Size((2, 255, 300)), torch.float16, torch.device("cpu")) is None
