@@ -71,7 +71,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# Entries of a whole matrix multiply its width: 128-byte rows of 16-bit numbers, in three dimensions.
+# How a block of one matrix of a batch lies in shared memory, for the copy engine and the tensor cores alike.
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 

@@ -20,6 +20,7 @@ from quintic.kernels.fp8 import (
     quantized_value,
     raise_amax,
     tile_offsets,
+    tiles_are_trusted,
 )
 from quintic.kernels.jit import jit, tl, triton
 
@@ -315,7 +316,7 @@ def relu2_backward_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return 2 sqrt(activation) grad in e5m2: by rows, by padded columns, and its largest magnitude."""
     dtype = torch.float8_e5m2
-    if chosen == "torch":
+    if not tiles_are_trusted(grad, chosen):
         return quantized_layouts(relu2_backward_twin(grad, activation), scale, dtype, True, True, True, chosen)
     from quintic.kernels.weights import on_device_of
 

@@ -190,7 +190,8 @@ def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | 
 def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> Form:
     significant_bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     is_long = max(m, n) >= _GRAM_LONG * min(m, n)
-    amplification = _GRAM_LONG_AMPLIFICATION if is_long else GRAM_AMPLIFICATION
+    # Fewer bits than float16's are too few for it (benchmarks/gram_error.py).
+    amplification = _GRAM_LONG_AMPLIFICATION if is_long and significant_bits >= 11 else GRAM_AMPLIFICATION
     return Form("gram", dtype, triples, gram_restarts(triples, significant_bits, amplification))
 
 

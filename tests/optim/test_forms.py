@@ -146,3 +146,18 @@ def _peak_bytes(function):
             level += event.nbytes()
             peak = max(peak, level)
     return peak
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype", "restarts"),
+    [
+        (512, 512, torch.float16, (2, 4)),
+        (512, 1023, torch.float16, (2, 4)),
+        (512, 1024, torch.float16, (2,)),
+        (1024, 512, torch.float32, (2,)),
+        (512, 2048, torch.bfloat16, (1, 2, 3, 4)),
+    ],
+    ids=str,
+)
+def test_long_matrices_restart_less_often_in_dtypes_with_enough_digits(m, n, dtype, restarts):
+    assert resolve("gram", m, n, compute_dtype=dtype, device_type="cuda").restarts == restarts
