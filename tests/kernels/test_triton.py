@@ -20,6 +20,7 @@ def run_cases(cases, **environment):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_kernels_agree_with_their_twins_in_the_interpreter(cases):
     pytest.importorskip("triton")
     run_cases(cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

@@ -260,9 +260,9 @@ def test_a_layout_of_memory_in_order_is_recognised():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 170, 190), (4, 1, 3000), (2, 300, 20)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 170, 190), (4, 1, 3000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e20, 1e35])
+@pytest.mark.parametrize("scale", [1e-35, 1.0, 1e35])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("combined", [False, True])
 def test_normalisation(shape, dtype, scale, transposed, combined, monkeypatch):
