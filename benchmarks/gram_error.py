@@ -65,10 +65,16 @@ OTHER_LISTS: dict[str, Coefficients] = {
 }
 
 
-def form_of(kind: str, dtype: torch.dtype, coefficients: Coefficients, restarts: tuple[int, ...] | None = None) -> Form:
-    """Return a form whose matrices are all normalised alike, whatever the polynomials."""
+def form_of(
+    kind: str,
+    dtype: torch.dtype,
+    coefficients: Coefficients,
+    restarts: tuple[int, ...] | None = None,
+    shape: tuple[int, int] = (1, 1),
+) -> Form:
+    """Return the form for a shape whose matrices are all normalised alike, whatever the polynomials."""
     method = "gram" if kind == "gram" else "polar_express"
-    form = resolve(method, 1, 1, coefficients=coefficients, compute_dtype=dtype, device_type="cpu")
+    form = resolve(method, *shape, coefficients=coefficients, compute_dtype=dtype, device_type="cpu")
     return form if restarts is None else dataclasses.replace(form, restarts=restarts)
 
 
@@ -154,7 +160,7 @@ def error_tables(m: int, n: int, steps: int) -> None:
         exact = {name: Exact(x, coefficients) for name, x in matrices.items()}
         rows = []
         for kind, dtype in FORMS:
-            form = form_of(kind, dtype, coefficients)
+            form = form_of(kind, dtype, coefficients, shape=(m, n))
             label = f"{kind} {NAMES[dtype]}" + (f", restarts {form.restarts}" if kind == "gram" else "")
             cells = [exact[name].errors(module.apply_form(x, form)) for name, x in matrices.items()]
             rows.append([label, *(f"{number(float(norm))} / {number(float(one))}" for norm, one in cells)])

@@ -5,6 +5,7 @@ them as an obstacle, a sentence or None, and asks `decide`.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -122,6 +123,13 @@ there (`hopper.py`), or symmetric products anywhere (`symmetric.py`), with cuBLA
 _QUEUE_LIMIT = 5e10
 
 
+@functools.cache
+def _gluon_is_known() -> bool:
+    """Return whether this Triton is one that the Gluon kernels were tried with: Gluon is young and its names move."""
+    version = importlib.import_module("triton").__version__.split(".")
+    return (3, 6) <= (int(version[0]), int(version[1])) <= (3, 9)
+
+
 def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ProductKernels | None:
     """Return the kernels for products with matrices (b, m, n), contiguous, where Triton runs; None for plain PyTorch.
 
@@ -129,7 +137,7 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
     """
     from quintic.kernels.symmetric import can_multiply
 
-    if device.type == "cuda":
+    if device.type == "cuda" and _gluon_is_known():
         from quintic.kernels.hopper import can_multiply_on_hopper
 
         if can_multiply_on_hopper(shape, dtype, device):

@@ -54,9 +54,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
 _MIN_SIDE = 256
 
-# Gluon is young and its names move: with a Triton older or newer than those tried the kernels of other GPUs run.
-_GLUON_IS_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
-
 # Rows and columns of a tile, and what a stage holds of k.
 TILE = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -323,7 +320,6 @@ def can_multiply_on_hopper(shape: torch.Size, dtype: torch.dtype, device: torch.
         and m % 8 == 0
         and n % 8 == 0
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and _GLUON_IS_KNOWN
     )
 
 

@@ -92,7 +92,9 @@ class Form:
         longest = max(stop - start for start, stop in self.segments)
         products = item * (2 * size + (6 if longest > 1 else 3) * square)
         if device_type == "cpu" and item == 2:  # products through float32, or oneDNN's copies of operands
-            products += 4 * (3 * size + square) if self.compute_dtype == torch.float16 else item * 2 * size
+            products += (
+                4 * (3 * size + square) if self.compute_dtype == torch.float16 else item * 2 * size + 12 * square
+            )
         return max((work + item) * size, products)
 
 
