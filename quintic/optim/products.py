@@ -97,7 +97,7 @@ def multiply(
     if diagonal and out.itemsize == 2 and out.device.type == "cpu":
         # Computed apart, and rounded once: twice costs bfloat16 half as much error again.
         exact = alpha * (a.float() * b.mT.float()).sum(-1) + diagonal
-        exact = exact if c is None else exact + beta * c.diagonal(dim1=-2, dim2=-1)
+        exact = exact if c is None else exact + beta * c.diagonal(dim1=-2, dim2=-1).float()
         out = out.clone() if out.requires_grad else out
         out.diagonal(dim1=-2, dim2=-1).copy_(exact)
     elif diagonal:

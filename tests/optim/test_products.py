@@ -229,3 +229,18 @@ def test_products_are_differentiable(factors):
 
     inputs = (a, b, c) if "beta" in factors else (a, b, c.detach())
     assert torch.autograd.gradcheck(compute, inputs)
+
+
+def test_the_diagonal_of_bfloat16_results_is_rounded_once_on_cpus():
+    x = torch.randn(3, 96, 130, dtype=torch.float64)
+    gram = (x @ x.mT / x.square().sum((-2, -1), keepdim=True)).bfloat16()
+    # The terms cancel, as in a step of Polar Express: every rounding before the last would show.
+    out = multiply(gram, gram, symmetric=True, alpha=17.5, c=gram, beta=-25.3, diagonal=0.27)
+    exact = 17.5 * gram.double() @ gram.double() - 25.3 * gram.double() + 0.27 * torch.eye(96, dtype=torch.float64)
+    found, wanted = (each.diagonal(dim1=-2, dim2=-1).double() for each in (out, exact))
+    assert ((found - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-6).all()
+    assert relative_error(out, exact) < 3e-3
+
+
+def relative_error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
