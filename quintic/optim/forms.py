@@ -35,7 +35,7 @@ _GRAM_MIN_SIDE = 128
 
 # Matrices at least this much longer than wide seldom have small singular values, of which the Gram form loses digits:
 # for them it may enlarge rounding errors more before it restarts, which saves a seventh of the operations. With Polar
-# Express in float16 the errors stay below those of the standard form in bfloat16 (benchmarks/gram_error.py).
+# Express in float16 the errors are at most those of the standard form in bfloat16 (benchmarks/gram_error.py).
 _GRAM_LONG = 2
 _GRAM_LONG_AMPLIFICATION = 150.0
 
