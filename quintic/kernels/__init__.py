@@ -79,16 +79,16 @@ def _orthogonalize(probe: Tensor) -> str:
 
 def _linear_relu2(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.linear import _obstacle
+    from quintic.kernels.linear import obstacle_to_linear_relu2
 
-    return _said(*decide("auto", probe.device, lambda: _obstacle(probe)))
+    return _said(*decide("auto", probe.device, lambda: obstacle_to_linear_relu2(probe)))
 
 
 def _fp8_linear(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.fp8 import _obstacle
+    from quintic.kernels.fp8 import obstacle_to_fp8
 
-    return _said(*decide("auto", probe.device, lambda: _obstacle(probe.device)))
+    return _said(*decide("auto", probe.device, lambda: obstacle_to_fp8(probe.device)))
 
 
 def _softcap_cross_entropy(probe: Tensor) -> str:

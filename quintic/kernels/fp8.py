@@ -21,7 +21,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, KernelsOption, decide, obstacle_to_triton
 from quintic.kernels.jit import jit, tl, triton
 
-__all__ = ["Fp8LinearScales", "fp8_linear", "quantize_fp8", "quantize_fp8_both"]
+__all__ = ["Fp8LinearScales", "fp8_linear", "obstacle_to_fp8", "quantize_fp8", "quantize_fp8_both"]
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -109,10 +109,11 @@ def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
 
 def choose_fp8_kernels(option: str, x: Tensor) -> Kernels:
     """Return the implementation, Triton with tensor cores or the twin; inside operators only."""
-    return decide(cast(KernelsOption, option), x.device, lambda: _obstacle(x.device))[0]
+    return decide(cast(KernelsOption, option), x.device, lambda: obstacle_to_fp8(x.device))[0]
 
 
-def _obstacle(device: torch.device) -> str | None:
+def obstacle_to_fp8(device: torch.device) -> str | None:
+    """Return what keeps tensor cores from 8-bit products on a device, or None."""
     obstacle = obstacle_to_triton(device, "x")
     if obstacle is None and device.type == "cuda" and not _has_fp8(device):
         return f"{device} has no 8-bit floats, which began with compute capability 8.9"

@@ -33,16 +33,17 @@ from quintic.kernels.fp8 import (
 )
 from quintic.kernels.relu2 import product_relu2, relu2_backward, relu2_backward_fp8
 
-__all__ = ["linear_relu2", "mlp_relu2"]
+__all__ = ["linear_relu2", "mlp_relu2", "obstacle_to_linear_relu2"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _choose(option: str, x: Tensor) -> Kernels:
-    return decide(cast(KernelsOption, option), x.device, lambda: _obstacle(x))[0]
+    return decide(cast(KernelsOption, option), x.device, lambda: obstacle_to_linear_relu2(x))[0]
 
 
-def _obstacle(x: Tensor) -> str | None:
+def obstacle_to_linear_relu2(x: Tensor) -> str | None:
+    """Return what keeps Triton from computing `linear_relu2` of these inputs, or None."""
     if x.dtype not in _DTYPES:
         return f"products of {x.dtype} are left to PyTorch, which has a setting for their precision"
     return obstacle_to_triton(x.device, "x")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
-from quintic.kernels.fp8 import _obstacle as obstacle_to_fp8
-from quintic.kernels.fp8 import check_float, check_multiples, check_scalar
+from quintic.kernels.fp8 import check_float, check_multiples, check_scalar, obstacle_to_fp8
 from quintic.kernels.loss_chunks import (
     Fp8Scales,
     Problem,

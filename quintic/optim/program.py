@@ -108,7 +108,6 @@ def _placed(products: tuple[Product, ...]) -> Program:
         for matrix in (product.a, product.b, product.c):
             if matrix is not None:
                 last_uses[matrix] = number
-    last_uses[-1] = len(products)
     slots = [0]
     whole = 0
     free_after: list[int] = []  # for each place of a small matrix, the product after which it is free
