@@ -11,7 +11,8 @@ from bench_kernels_optimizer import Case, Where, optimizer_passes
 from torch import Tensor
 
 from quintic.kernels.attention import AttentionName, attention, document_mask, obstacle_to_attention
-from quintic.kernels.fp8 import LARGEST, fp8_linear
+from quintic.kernels.fp8 import fp8_linear
+from quintic.kernels.fp8_quantize import LARGEST
 from quintic.kernels.fp8_scaling import Fp8LinearScaling, update_fp8_scales
 from quintic.kernels.linear import linear_relu2, mlp_relu2
 from quintic.kernels.loss import Fp8Scales, softcap_cross_entropy

@@ -86,7 +86,7 @@ def _linear_relu2(probe: Tensor) -> str:
 
 def _fp8_linear(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.fp8 import obstacle_to_fp8
+    from quintic.kernels.fp8_quantize import obstacle_to_fp8
 
     return _said(*decide("auto", probe.device, lambda: obstacle_to_fp8(probe.device)))
 

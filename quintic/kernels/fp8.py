@@ -1,4 +1,4 @@
-"""Products of 8-bit floats: quantisation with per-tensor scales, and a linear layer as a function.
+"""Products of 8-bit floats with per-tensor scales, and a linear layer as a function.
 
 A tensor is kept as `quantised * scale`: e4m3 (4 bits of exponent, 3 of mantissa) for activations and weights, e5m2 for
 gradients, whose range is wider. Tensor cores multiply both and add in float32; the scales come in at the end. They take
@@ -8,307 +8,27 @@ is written transposed by the same pass that quantises.
 On CPUs, and on GPUs that have no such tensor cores, the twin quantises in the same way and multiplies in float32.
 
 Source: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433, sections 3, 4.
-Read next: fp8_scaling.py, where scales come from; linear.py.
+Read next: fp8_quantize.py; fp8_scaling.py, where scales come from; linear.py.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import Kernels, KernelsOption, decide, obstacle_to_triton
-from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.dispatch import Kernels, KernelsOption
+from quintic.kernels.fp8_quantize import (
+    MULTIPLE,
+    check_float,
+    check_scalar,
+    choose_fp8_kernels,
+    empty_quantized,
+    next_multiple,
+    quantized_layouts,
+)
 
-__all__ = ["Fp8LinearScales", "fp8_linear", "obstacle_to_fp8", "quantize_fp8", "quantize_fp8_both"]
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-# What tensor cores ask of the sizes of a product: 16 bytes.
-_MULTIPLE = 16
-
-
-# --------------------------------------------------------------------------------------------------------- quantising
-
-
-def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype, *, kernels: KernelsOption = "auto") -> Tensor:
-    """Return x / scale rounded to the nearest 8-bit float, ties to even.
-
-    What is too large, infinities included, becomes the dtype's largest finite value; NaN stays NaN.
-
-    Args:
-        x: float32, bfloat16 or float16, any shape and strides. No gradient flows through.
-        scale: () float32 on the device of `x`, > 0: one unit of the result. Value = quantised * scale.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        kernels: `"auto"`, `"triton"` or `"torch"`, see `dispatch.py`; all of them give the same bits.
-
-    Returns:
-        Tensor of the shape of `x`, contiguous.
-
-    Raises:
-        TypeError: `x` or `dtype` has no such quantisation.
-        ValueError: `scale` is not such a tensor, or `kernels="triton"` cannot be honoured.
-    """
-    _check_quantisation(x, scale, dtype)
-    flat = x.detach().reshape(1, -1)
-    quantised, _, _ = torch.ops.quintic.quantize_fp8(flat, scale, dtype, True, False, False, kernels)
-    out: Tensor = quantised.view(x.shape)
-    return out
-
-
-def quantize_fp8_both(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, kernels: KernelsOption = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise a matrix in both orientations and find its largest magnitude, in one pass.
-
-    Args:
-        x: (m, n) float32, bfloat16 or float16, any strides. No gradient flows through.
-        scale: as in `quantize_fp8`.
-        dtype: as in `quantize_fp8`.
-        kernels: as in `quantize_fp8`.
-
-    Returns:
-        quantised (m, n) contiguous; its transpose (n, m') contiguous, m' the next multiple of 16, padded with zeros;
-        the largest magnitude of `x`, () float32 (NaN where x has one, 0 without entries).
-
-    Raises:
-        TypeError: as `quantize_fp8`.
-        ValueError: as `quantize_fp8`, or `x` is not a matrix.
-    """
-    _check_quantisation(x, scale, dtype)
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; need a matrix")
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.quintic.quantize_fp8(
-        x.detach(), scale, dtype, True, True, True, kernels
-    )
-    return out
-
-
-def _check_quantisation(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    if dtype not in LARGEST:
-        raise TypeError(f"dtype={dtype}: choose torch.float8_e4m3fn or torch.float8_e5m2")
-    check_float("x", x)
-    check_scalar("scale", scale, x)
-
-
-def check_float(name: str, x: Tensor) -> None:
-    """Raise TypeError for a dtype that has no kernel."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name} is {x.dtype}; need float32, bfloat16 or float16")
-
-
-def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
-    """Raise ValueError for what is no () float32 tensor beside `x`."""
-    if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != x.device:
-        raise ValueError(
-            f"{name} is {scalar.dtype} of shape {tuple(scalar.shape)} on {str(scalar.device)!r}; "
-            f"need a () float32 tensor on {str(x.device)!r}"
-        )
-
-
-def choose_fp8_kernels(option: str, x: Tensor) -> Kernels:
-    """Return the implementation, Triton with tensor cores or the twin; inside operators only."""
-    return decide(cast(KernelsOption, option), x.device, lambda: obstacle_to_fp8(x.device))[0]
-
-
-def obstacle_to_fp8(device: torch.device) -> str | None:
-    """Return what keeps tensor cores from 8-bit products on a device, or None."""
-    obstacle = obstacle_to_triton(device, "x")
-    if obstacle is None and device.type == "cuda" and not _has_fp8(device):
-        return f"{device} has no 8-bit floats, which began with compute capability 8.9"
-    return obstacle
-
-
-@functools.cache
-def _has_fp8(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def tiles_are_trusted(x: Tensor, chosen: Kernels) -> bool:
-    """Return whether kernels may write tiles of 8-bit floats in both orientations.
-
-    Not on CUDA devices: there the tests found wrong entries (H200, Triton 3.6, 2026-11, docs/LOG.md), and the cause is
-    not known. PyTorch's own operations quantise there, in more passes; the products run on tensor cores all the same.
-    """
-    return chosen == "triton" and not x.is_cuda
-
-
-def next_multiple(size: int) -> int:
-    """Return the size with the padding that tensor cores want."""
-    return -(-size // _MULTIPLE) * _MULTIPLE
-
-
-@torch.library.custom_op("quintic::quantize_fp8", mutates_args=())
-def _quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, kernels: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return quantized_layouts(x, scale, dtype, rows, columns, amax, choose_fp8_kernels(kernels, x))
-
-
-def quantized_layouts(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, chosen: Kernels
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `quantize_fp8_both` does, with tensors of size 0 for what is not asked for: inside operators only."""
-    if tiles_are_trusted(x, chosen):
-        return _launch_quantize(x, scale, dtype, rows, columns, amax)
-    quantised = quantized_twin(x.float(), scale, dtype)
-    by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
-    if rows:
-        by_rows.copy_(quantised)
-    if columns:
-        by_columns.zero_()
-        by_columns[:, : x.shape[0]] = quantised.mT
-    if amax:
-        peak = x.abs().amax().float() if x.numel() else peak.zero_()
-    return by_rows, by_columns, peak
-
-
-@_quantize.register_fake
-def _quantize_fake(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, kernels: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_quantized(x, dtype, rows, columns, amax)
-
-
-def empty_quantized(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    return (
-        x.new_empty((m, n) if rows else (0,), dtype=dtype),
-        x.new_empty((n, next_multiple(m)) if columns else (0,), dtype=dtype),
-        x.new_empty(() if amax else (0,), dtype=torch.float32),
-    )
-
-
-def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a float32 tensor quantised, in plain PyTorch."""
-    return (value / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
-
-
-@jit
-def quantized_value(value, scale, LARGEST: tl.constexpr):
-    """Return value / scale within the range of an 8-bit float, in float32, for kernels to convert."""
-    # Exact division: with an approximate one the twin would differ in ties.
-    value = tl.div_rn(value, scale)
-    # Comparisons keep NaN, which minimum and maximum would drop.
-    value = tl.where(value > LARGEST, LARGEST, value)
-    return tl.where(value < -LARGEST, -LARGEST, value)
-
-
-@jit
-def raise_amax(amax, value):
-    """Raise the float32 at the int32 pointer `amax` to the largest magnitude of a tile."""
-    # Magnitudes are ordered as their bits are, NaN above all: an integer maximum, in whatever order, is deterministic.
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-
-
-@jit
-def _quantize_kernel(
-    x,
-    scale,
-    by_rows,
-    by_columns,
-    amax,
-    num_rows,
-    num_columns,
-    padded_rows,
-    x_row,
-    x_column,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    AMAX: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS
-    column = (tl.program_id(0) % column_tiles).to(tl.int64) * BLOCK_COLUMNS
-    i, j = tile_offsets(WIDE, BLOCK_ROWS, BLOCK_COLUMNS)
-    rows_left = tl.minimum(num_rows - row, BLOCK_ROWS).to(tl.int32)
-    columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
-    inside = (i[:, None] < rows_left) & (j[None, :] < columns_left)
-    x += row * x_row + column * x_column
-    value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
-    if AMAX:
-        raise_amax(amax, value)
-    value = quantized_value(value, tl.load(scale), LARGEST)
-    if ROWS:
-        by_rows += row * num_columns + column
-        quantized = value.to(by_rows.dtype.element_ty)
-        tl.store(by_rows + i[:, None] * num_columns + j[None, :], quantized, mask=inside)
-    if COLUMNS:
-        # Rows beyond the last were read as zeros, which is what the padding holds.
-        padded_left = tl.minimum(padded_rows - row, BLOCK_ROWS).to(tl.int32)
-        padded = (j[:, None] < columns_left) & (i[None, :] < padded_left)
-        by_columns += column * padded_rows + row
-        # Turned before it is converted: Triton 3.6 moves tiles of 8-bit floats to wrong places (H200, 2026-11).
-        turned = tl.trans(value).to(by_columns.dtype.element_ty)
-        tl.store(by_columns + j[:, None] * padded_rows + i[None, :], turned, mask=padded)
-
-
-@jit
-def tile_offsets(WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Return the indices of a tile's rows and columns: in 64 bits only where needed, they fill the registers."""
-    i = tl.arange(0, BLOCK_ROWS)
-    j = tl.arange(0, BLOCK_COLUMNS)
-    if WIDE:
-        i = i.to(tl.int64)
-        j = j.to(tl.int64)
-    return i, j
-
-
-def needs_wide_offsets(*strides: int) -> bool:
-    """Return whether a tile of at most 256 rows and columns spans more than 32 bits count."""
-    return max(strides) * 256 * 2 >= 2**31
-
-
-# Bound by memory: both orientations are written in lines of at least 64 bytes.
-_BOTH_BLOCK = (64, 128)
-_ROWS_BLOCK = (1, 4096)
-
-
-def _launch_quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from quintic.kernels.weights import on_device_of
-
-    by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
-    if amax:
-        peak.zero_()
-    m, n = x.shape
-    if m and n:
-        block_rows, block_columns = _BOTH_BLOCK if m > 1 else _ROWS_BLOCK
-        padded_rows = next_multiple(m) if columns else m
-        with on_device_of(x):
-            _quantize_kernel[(triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),)](
-                x,
-                scale,
-                by_rows if rows else by_columns,
-                by_columns,
-                peak.view(torch.int32),
-                m,
-                n,
-                padded_rows,
-                x.stride(0),
-                x.stride(1),
-                LARGEST=LARGEST[dtype],
-                ROWS=rows,
-                COLUMNS=columns,
-                AMAX=amax,
-                WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),
-                BLOCK_ROWS=block_rows,
-                BLOCK_COLUMNS=block_columns,
-                num_warps=8,
-            )
-    return by_rows, by_columns, peak
-
-
-# ----------------------------------------------------------------------------------------------------------- products
+__all__ = ["Fp8LinearScales", "fp8_linear"]
 
 
 def scaled_product(
@@ -364,10 +84,10 @@ def raise_(amax: Tensor | None, found: Tensor) -> None:
 
 def check_multiples(name: str, shape: torch.Size) -> None:
     """Raise ValueError for a weight that tensor cores do not take."""
-    if any(size % _MULTIPLE for size in shape):
+    if any(size % MULTIPLE for size in shape):
         padded = tuple(next_multiple(size) for size in shape)
         raise ValueError(
-            f"{name} has shape {tuple(shape)}; 8-bit products need multiples of {_MULTIPLE}: pad it to {padded}"
+            f"{name} has shape {tuple(shape)}; 8-bit products need multiples of {MULTIPLE}: pad it to {padded}"
         )
 
 

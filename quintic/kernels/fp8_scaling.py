@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.kernels.fp8 import LARGEST, Fp8LinearScales, check_float, check_multiples, fp8_linear
+from quintic.kernels.fp8 import Fp8LinearScales, check_multiples, fp8_linear
+from quintic.kernels.fp8_quantize import LARGEST, check_float
 
 __all__ = ["DelayedScaling", "Fp8Linear", "Fp8LinearScaling", "update_fp8_scales"]
 

@@ -21,16 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, KernelsOption, decide, obstacle_to_triton
-from quintic.kernels.fp8 import (
-    Fp8LinearScales,
-    check_float,
-    check_multiples,
-    choose_fp8_kernels,
-    empty_quantized,
-    quantized_layouts,
-    raise_,
-    scaled_product,
-)
+from quintic.kernels.fp8 import Fp8LinearScales, check_multiples, raise_, scaled_product
+from quintic.kernels.fp8_quantize import check_float, choose_fp8_kernels, empty_quantized, quantized_layouts
 from quintic.kernels.relu2 import product_relu2, relu2_backward, relu2_backward_fp8
 
 __all__ = ["linear_relu2", "mlp_relu2", "obstacle_to_linear_relu2"]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
-from quintic.kernels.fp8 import check_float, check_multiples, check_scalar, obstacle_to_fp8
+from quintic.kernels.fp8 import check_multiples
+from quintic.kernels.fp8_quantize import check_float, check_scalar, obstacle_to_fp8
 from quintic.kernels.loss_chunks import (
     Fp8Scales,
     Problem,
@@ -174,8 +175,6 @@ def _check_options(softcap: float | None, vocab_size: int, stored: int, reductio
 
 def obstacle_to_loss(x: Tensor, *, fp8: bool = False) -> str | None:
     """Return what keeps Triton from computing the loss of these hidden states, or None."""
-    if fp8 and x.is_cuda:
-        return "its kernel for 8 bits writes wrong entries on CUDA devices (docs/LOG.md)"
     obstacle = obstacle_to_fp8(x.device) if fp8 else obstacle_to_triton(x.device, "x")
     if obstacle is None and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype} has no kernel"

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintic.kernels.fp8 import next_multiple, quantized_layouts, quantized_twin, scaled_product
+from quintic.kernels.fp8 import scaled_product
+from quintic.kernels.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
 from quintic.kernels.loss_rows import launch_fp8, launch_rows, scale_rows, takes_one_pass
 
 __all__ = ["Fp8Scales", "Problem", "loss_on_device", "loss_twin"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.kernels.fp8 import LARGEST, quantized_value
+from quintic.kernels.fp8_quantize import LARGEST, quantized_value, store_quantized
 from quintic.kernels.jit import jit, tl, triton
 
 if TYPE_CHECKING:
@@ -225,13 +225,16 @@ def _fp8_gradient_kernel(
     CAPPED: tl.constexpr,
     UPSTREAM: tl.constexpr,
     APPROXIMATE: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Gradients of a tile of logits in 8 bits, in both orientations; zeros in rows of padding."""
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
-    i = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    j = (tl.program_id(0) % column_tiles).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS
+    column = (tl.program_id(0) % column_tiles).to(tl.int64) * BLOCK_COLUMNS
+    i = row + tl.arange(0, BLOCK_ROWS)
+    j = column + tl.arange(0, BLOCK_COLUMNS)
     is_row = i < num_rows
     inside = is_row[:, None] & (j[None, :] < vocab)
     logit = tl.load(logits + i[:, None] * logits_row + j[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -253,13 +256,11 @@ def _fp8_gradient_kernel(
     if UPSTREAM:
         grad = grad * tl.load(upstream + i, mask=is_row, other=0.0)[:, None]
     grad = tl.where(inside, grad, 0.0)
-    grad = quantized_value(grad, tl.load(quantum), LARGEST)
-    dtype: tl.constexpr = by_rows.dtype.element_ty
-    within = j < columns
-    tl.store(by_rows + i[:, None] * columns + j[None, :], grad.to(dtype), mask=is_row[:, None] & within[None, :])
-    written = within[:, None] & (i[None, :] < written_rows)
-    # Turned before it is converted: see _quantize_kernel of fp8.py.
-    tl.store(by_columns + j[:, None] * by_columns_row + i[None, :], tl.trans(grad).to(dtype), mask=written)
+    # fmt: off
+    store_quantized(quantized_value(grad, tl.load(quantum), LARGEST), by_rows, by_columns, row, column, num_rows,
+                    columns, written_rows, columns, by_columns_row, True, True, NATIVE, True, BLOCK_ROWS,
+                    BLOCK_COLUMNS)
+    # fmt: on
 
 
 @jit
@@ -388,6 +389,7 @@ def launch_fp8(
         CAPPED=cap is not None,
         UPSTREAM=upstream is not None,
         APPROXIMATE=_approximate(logits),
+        NATIVE=not triton_is_interpreted(),
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         num_warps=_FP8_WARPS,

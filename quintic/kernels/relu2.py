@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import Kernels
-from quintic.kernels.fp8 import (
+from quintic.kernels.dispatch import Kernels, triton_is_interpreted
+from quintic.kernels.fp8_quantize import (
     LARGEST,
     empty_quantized,
     needs_wide_offsets,
@@ -19,8 +19,9 @@ from quintic.kernels.fp8 import (
     quantized_layouts,
     quantized_value,
     raise_amax,
+    store_quantized,
+    takes_tiles,
     tile_offsets,
-    tiles_are_trusted,
 )
 from quintic.kernels.jit import jit, tl, triton
 
@@ -162,6 +163,7 @@ def _relu2_backward_fp8_kernel(
     num_columns,
     padded_rows,
     LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -172,6 +174,7 @@ def _relu2_backward_fp8_kernel(
     i, j = tile_offsets(WIDE, BLOCK_ROWS, BLOCK_COLUMNS)
     rows_left = tl.minimum(num_rows - row, BLOCK_ROWS).to(tl.int32)
     columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
+    # Rows beyond the last are read as zeros, which is what the padding holds.
     mask = (i[:, None] < rows_left) & (j[None, :] < columns_left)
     corner = row * num_columns + column
     here = i[:, None] * num_columns + j[None, :]
@@ -180,15 +183,11 @@ def _relu2_backward_fp8_kernel(
         tl.load(activation + corner + here, mask=mask, other=0.0),
     )
     raise_amax(amax, value)
-    value = quantized_value(value, tl.load(scale), LARGEST)
-    tl.store(by_rows + corner + here, value.to(by_rows.dtype.element_ty), mask=mask)
-    # Rows beyond the last were read as zeros, which is what the padding holds.
-    padded_left = tl.minimum(padded_rows - row, BLOCK_ROWS).to(tl.int32)
-    padded = (j[:, None] < columns_left) & (i[None, :] < padded_left)
-    by_columns += column * padded_rows + row
-    # Turned before it is converted: see _quantize_kernel.
-    turned = tl.trans(value).to(by_columns.dtype.element_ty)
-    tl.store(by_columns + j[:, None] * padded_rows + i[None, :], turned, mask=padded)
+    # fmt: off
+    store_quantized(quantized_value(value, tl.load(scale), LARGEST), by_rows, by_columns, row, column, num_rows,
+                    num_columns, padded_rows, num_columns, padded_rows, True, True, NATIVE, WIDE, BLOCK_ROWS,
+                    BLOCK_COLUMNS)
+    # fmt: on
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -316,7 +315,7 @@ def relu2_backward_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return 2 sqrt(activation) grad in e5m2: by rows, by padded columns, and its largest magnitude."""
     dtype = torch.float8_e5m2
-    if not tiles_are_trusted(grad, chosen):
+    if not takes_tiles(grad.shape[1], chosen):
         return quantized_layouts(relu2_backward_twin(grad, activation), scale, dtype, True, True, True, chosen)
     from quintic.kernels.weights import on_device_of
 
@@ -339,6 +338,7 @@ def relu2_backward_fp8(
                 n,
                 padded_rows,
                 LARGEST=LARGEST[dtype],
+                NATIVE=not triton_is_interpreted(),
                 WIDE=needs_wide_offsets(n, padded_rows),
                 BLOCK_ROWS=block_rows,
                 BLOCK_COLUMNS=block_columns,

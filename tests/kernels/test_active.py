@@ -99,12 +99,12 @@ def test_dtypes_without_kernels():
 @pytest.mark.usefixtures("on_hopper")
 def test_an_older_device(monkeypatch):
     pytest.importorskip("triton")
-    from quintic.kernels import fp8
+    from quintic.kernels import fp8_quantize
 
-    fp8._has_fp8.cache_clear()
+    fp8_quantize._has_fp8.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     found = active()
-    fp8._has_fp8.cache_clear()
+    fp8_quantize._has_fp8.cache_clear()
     assert found["fp8_linear"].startswith("torch (cuda:0 has no 8-bit floats")
     assert found["attention"].startswith("varlen (fa3 needs a device of compute capability 9.x; this one has 8.0; fa4")
     assert found["linear_relu2"] == "triton"

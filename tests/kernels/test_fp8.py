@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from quintic.kernels.fp8 import fp8_linear, quantize_fp8, quantize_fp8_both
+from quintic.kernels.fp8 import fp8_linear
+from quintic.kernels.fp8_quantize import quantize_fp8, quantize_fp8_both
 from quintic.kernels.fp8_scaling import DelayedScaling, Fp8Linear, update_fp8_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

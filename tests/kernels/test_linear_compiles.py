@@ -6,7 +6,7 @@ triton = pytest.importorskip("triton")
 
 import compiling  # noqa: E402
 
-from quintic.kernels import fp8, relu2  # noqa: E402
+from quintic.kernels import fp8_quantize, relu2  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
@@ -58,11 +58,12 @@ def test_products(operand, backward, transposed, configuration, descriptors):
 @pytest.mark.parametrize("made", ["*fp8e4nv", "*fp8e5"])
 @pytest.mark.parametrize(("columns", "amax", "block"), [(True, True, "_BOTH_BLOCK"), (False, False, "_ROWS_BLOCK")])
 def test_quantising(source, made, columns, amax, block):
-    block_rows, block_columns = getattr(fp8, block)
+    block_rows, block_columns = getattr(fp8_quantize, block)
     sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "x_column": 1}
-    constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": columns, "AMAX": amax, "WIDE": not amax, **sizes}
+    constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": columns, "AMAX": amax, "WIDE": not amax}
     types = SCALARS | {"x": source, "by_rows": made, "by_columns": made}
-    compiling.compile_kernel(fp8._quantize_kernel, constants, types)
+    compiled = compiling.compile_kernel(fp8_quantize._quantize_kernel, constants | sizes | {"NATIVE": True}, types)
+    assert "e5m2x2.f32" in compiled.asm["ptx"] if made == "*fp8e5" else "e4m3x2.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("source", ["*fp32", "*bf16", "*fp16"])
@@ -70,6 +71,12 @@ def test_backward_of_the_activation(source):
     types = {"grad": source, "activation": source, "out": source}
     compiling.compile_kernel(relu2._relu2_backward_kernel, {"BLOCK": relu2._BACKWARD_BLOCK}, types)
     block_rows, block_columns = relu2._BACKWARD_FP8_BLOCK
-    constants = {"LARGEST": 57344.0, "WIDE": False, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+    constants = {
+        "LARGEST": 57344.0,
+        "NATIVE": True,
+        "WIDE": False,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLUMNS": block_columns,
+    }
     types |= SCALARS | {"by_rows": "*fp8e5", "by_columns": "*fp8e5"}
     compiling.compile_kernel(relu2._relu2_backward_fp8_kernel, constants, types)

@@ -52,7 +52,7 @@ def test_gradients_in_8_bits(logits, capped, weighted, upstream):
     rows, columns = loss_rows._FP8_BLOCK
     constants = {
         **{"LARGEST": 57344.0, "WEIGHTED": weighted, "CAPPED": capped, "UPSTREAM": upstream, "APPROXIMATE": True},
-        **{"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
+        **{"NATIVE": True, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns},
     }
     compiling.compile_kernel(
         loss_rows._fp8_gradient_kernel, constants, TYPES | {"logits": logits}, loss_rows._FP8_WARPS

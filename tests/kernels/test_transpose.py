@@ -30,7 +30,12 @@ def laid_out(values, layout):
 
 def entries(x):
     """Return the entries as Python numbers, row by row."""
-    return [[float(entry) for entry in row] for row in x.double()]
+    return [[comparable(float(entry)) for entry in row] for row in x.double()]
+
+
+def comparable(value):
+    """Return a number; for every not-a-number the same object, which lists take as equal."""
+    return math.nan if math.isnan(value) else value
 
 
 def rounded(value, dtype):
@@ -38,7 +43,7 @@ def rounded(value, dtype):
     if dtype in FLOAT8:
         largest = torch.finfo(dtype).max
         value = math.copysign(min(abs(value), largest), value) if not math.isnan(value) else value
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+    return comparable(float(torch.tensor(value, dtype=torch.float64).to(dtype)))
 
 
 sizes = st.integers(0, 9)

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quintic.kernels import fp8, relu2
+from quintic.kernels import fp8_quantize, relu2
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.kernels.fp8 import LARGEST, Fp8LinearScales, fp8_linear, quantize_fp8, quantize_fp8_both
+from quintic.kernels.fp8 import Fp8LinearScales, fp8_linear
+from quintic.kernels.fp8_quantize import LARGEST, quantize_fp8, quantize_fp8_both
 from quintic.kernels.linear import linear_relu2, mlp_relu2
 from quintic.kernels.relu2 import product_relu2, relu2_backward, relu2_backward_fp8, relu2_backward_twin
 
@@ -103,7 +104,7 @@ def test_every_configuration(configuration, monkeypatch):
 
 
 def test_offsets_beyond_32_bits(monkeypatch):
-    for module in (fp8, relu2):
+    for module in (fp8_quantize, relu2):
         monkeypatch.setattr(module, "needs_wide_offsets", lambda *strides: True)
     a, b = operands((140, 33, 135), torch.float16)
     exact = F.linear(a.double(), b.double()).relu().square()
@@ -168,7 +169,7 @@ def representable(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9000), (37, 50), (130, 260), (256, 128)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9000), (37, 50), (37, 52), (16, 16), (70, 144), (130, 260), (256, 128)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_quantising_moves_every_value_to_its_place(shape, dtype, transposed):
     x = representable(shape, dtype).to(DEVICE)

@@ -244,7 +244,9 @@ def test_second_derivatives_are_refused():
 @pytest.mark.skipif(DEVICE == "cpu", reason="compiling for a device")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, while it compiles
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled_and_recorded(reduction):
+def test_compiled_and_recorded(reduction, monkeypatch):
+    # Poison would become a part of what is compiled.
+    monkeypatch.undo()
     x, weight, targets = make((300, 64, 1024, 1000), torch.bfloat16)
 
     def loss(x, weight, targets):
@@ -262,15 +264,6 @@ def test_compiled_and_recorded(reduction):
 
 
 @needs_fp8
-def test_8_bits_are_refused_on_cuda_devices():
-    x, weight, targets = make((64, 64, 512, 509), torch.bfloat16)
-    scales = Fp8Scales(*(torch.tensor(1.0, device=DEVICE) for _ in range(3)))
-    with pytest.raises(ValueError, match="writes wrong entries"):
-        softcap_cross_entropy(x, weight, targets, softcap=15.0, fp8=scales, kernels="triton")
-
-
-@needs_fp8
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="refused until its kernel is right: docs/LOG.md")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("transposed", [False, True])
