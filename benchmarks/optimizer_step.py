@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", choices=SETS, default=["params500", "gpt124m", "qwen1.7b"], dest="sets")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), help="of the weights; by default the set's")
     parser.add_argument(
-        "--only", nargs="+", help="names of contestants, or parts of them; also where not measured else"
+        "--only", nargs="+", help="names of contestants, or parts of several; also where not measured else"
     )
     parser.add_argument("--peers", action="append", default=[], help="folder with the packages of other libraries")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -101,6 +101,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def names_contestant(part: str, name: str) -> bool:
+    """Return whether a word of `--only` means a contestant: its name, or a part of names that is not itself one."""
+    return part == name if any(part == each.name for each in CONTESTANTS) else part in name
+
+
 def plan_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what is to be measured, in order."""
     for name in options.sets:
@@ -109,7 +114,7 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if dtype not in contestant.dtypes:
                     continue
                 if options.only:
-                    if not any(part in contestant.name for part in options.only):
+                    if not any(names_contestant(part, contestant.name) for part in options.only):
                         continue
                 elif name not in contestant.sets:
                     continue
