@@ -59,6 +59,7 @@ def test_commands_and_options_exist(page):
     for section in dataclasses.fields(Config):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
     own = {"sample": {"--tokens", "--temperature", "--top-k"}, "eval": {"--tokens"}, "report": set()}
+    own["tune"] = {"--seconds", "--only"}
     commands = {"train", "compare", "prepare", "plan", *own}
     for command, rest in re.findall(r"\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")):
         if "--" not in rest:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quintic.kernels.configurations import ADAMW
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
@@ -29,7 +30,6 @@ __all__ = ["AdamWPrograms", "adamw_programs", "adamw_tensors_"]
 
 # Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
 _BLOCK = 1024
-_NUM_WARPS = 8
 
 # Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
 _ALONE_PROGRAMS = 2048
@@ -161,6 +161,7 @@ def adamw_tensors_(
         aligned: as in `matrix_update.apply_updates_`.
     """
     lr, weight_decay, beta1, beta2, eps = indices
+    num_warps = ADAMW.on(addresses.device).num_warps
     # (which tensor, its programs) of each launch; -1 for the one launch of all small tensors.
     launches = list(programs.alone)
     if programs.tensor_of_program.shape[0]:
@@ -191,5 +192,5 @@ def adamw_tensors_(
                 GUARDED=go is not None,
                 ALIGNED=aligned,
                 BLOCK=_BLOCK,
-                num_warps=_NUM_WARPS,
+                num_warps=num_warps,
             )

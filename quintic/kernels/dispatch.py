@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "Kernels",
     "KernelsOption",
     "ProductKernels",
+    "cache_folder",
     "choose_kernels",
     "choose_products",
     "decide",
@@ -41,6 +43,20 @@ def triton_is_installed() -> bool:
 def triton_is_interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, which works on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for what a process finds out and later ones use, which may not exist; None without a home.
+
+    That is `$QUINTIC_CACHE`, else `quintic` in `$XDG_CACHE_HOME`, else `quintic` in `~/.cache`.
+    """
+    named = os.environ.get("QUINTIC_CACHE")
+    if named:
+        return Path(named)
+    # Relative ones count as unset, says the standard; so does a home that cannot be found out.
+    caches = os.environ.get("XDG_CACHE_HOME") or ""
+    folder = Path(caches) if os.path.isabs(caches) else Path(os.path.expanduser("~"), ".cache")
+    return folder / "quintic" if folder.is_absolute() else None
 
 
 def choose_kernels(option: KernelsOption, param: Tensor) -> Kernels:

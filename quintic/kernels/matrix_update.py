@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quintic.kernels.configurations import MOMENTUM, WEIGHTS
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
@@ -29,10 +30,6 @@ from quintic.kernels.weights import (
 )
 
 __all__ = ["MatrixLayout", "apply_updates_", "momentum_directions_"]
-
-# Entries per program. H200, 2026-11: 4.4 TB/s and more (docs/LOG.md).
-_BLOCK = 2048
-_NUM_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +101,7 @@ def _momentum_kernel(
     directions,
     hyperparameters,
     go,
+    go_stride,
     num_matrices,
     numel,
     columns,
@@ -135,7 +133,7 @@ def _momentum_kernel(
     momentum += (gradient - momentum) * rest
     keep = inside
     if GUARDED:
-        keep = element < numel * tl.load(go)
+        keep = element < numel * tl.load(go + matrix * go_stride)
     tl.store(momenta, momentum, mask=keep)
     direction = momentum
     if NESTEROV:
@@ -151,6 +149,7 @@ def _apply_kernel(
     factors,
     hyperparameters,
     go,
+    go_stride,
     num_matrices,
     numel,
     columns,
@@ -208,7 +207,7 @@ def _apply_kernel(
     weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
     if GUARDED:
-        keep = element < numel * tl.load(go)
+        keep = element < numel * tl.load(go + matrix * go_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, factor, lr, weight_decay, CAUTIOUS, SQUARED)
     store_weight(weights, masters, value, keep, MASTER)
@@ -236,17 +235,19 @@ def momentum_directions_(
         gradient_dtype: of the gradients.
         mu_index: where the momentum coefficient stands in `hyperparameters`.
         nesterov: whether the direction looks one gradient ahead.
-        go: () int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
+        go: () or (b,) int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
         aligned: whether all addresses are multiples of 16.
     """
     count = addresses.shape[1]
     _, *geometry = layout.physical()
+    configuration = MOMENTUM.on(directions.device)
     with on_device_of(directions):
-        _momentum_kernel[(count * _tiles(layout),)](
+        _momentum_kernel[(count * _tiles(layout, configuration.block),)](
             addresses,
             directions,
             hyperparameters,
             hyperparameters if go is None else go,
+            0 if go is None or go.ndim == 0 else 1,
             count,
             layout.numel,
             *geometry,
@@ -257,8 +258,8 @@ def momentum_directions_(
             CONTIGUOUS=layout.contiguous,
             GROUPED=layout.groups > 1,
             ALIGNED=aligned and layout.contiguous,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
+            BLOCK=configuration.block,
+            num_warps=configuration.num_warps,
         )
 
 
@@ -292,7 +293,7 @@ def apply_updates_(
         weight_decay_index: where the weight decay stands there.
         cautious: decay only entries where update and weight agree in sign.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
-        go: () int32 on the device, 1 or 0: at 0 nothing is written. None for always.
+        go: () or (b,) int32 on the device, 1 or 0: at 0 nothing is written. None for always.
         aligned: whether all addresses are multiples of 16.
     """
     count = addresses.shape[1]
@@ -302,13 +303,15 @@ def apply_updates_(
     factor = factor.mT if layout.transposed else factor
     factor_strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
     contiguous = layout.contiguous
+    configuration = WEIGHTS.on(updates.device)
     with on_device_of(updates):
-        _apply_kernel[(count * _tiles(layout),)](
+        _apply_kernel[(count * _tiles(layout, configuration.block),)](
             addresses,
             updates,
             factors,
             hyperparameters,
             hyperparameters if go is None else go,
+            0 if go is None or go.ndim == 0 else 1,
             count,
             layout.numel,
             columns,
@@ -327,12 +330,12 @@ def apply_updates_(
             PER_MATRIX=factors.shape[1:] == (1, 1),
             GROUPED=layout.groups > 1,
             ALIGNED=aligned and contiguous,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
+            BLOCK=configuration.block,
+            num_warps=configuration.num_warps,
         )
 
 
-def _tiles(layout: MatrixLayout) -> int:
+def _tiles(layout: MatrixLayout, block: int) -> int:
     if layout.numel >= 2**31:
         raise ValueError(f"a matrix of {layout.rows * layout.groups} x {layout.columns} has 2^31 entries or more")
-    return -(-layout.numel // _BLOCK)
+    return -(-layout.numel // block)

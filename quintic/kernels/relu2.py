@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from quintic.kernels.configurations import RELU2_LARGE, RELU2_POINTERS, RELU2_SMALL
 from quintic.kernels.dispatch import Kernels, triton_is_interpreted
 from quintic.kernels.fp8_quantize import (
     LARGEST,
@@ -25,7 +26,7 @@ from quintic.kernels.fp8_quantize import (
 )
 from quintic.kernels.jit import jit, tl, triton
 
-__all__ = ["product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
+__all__ = ["device_limits", "product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -192,18 +193,12 @@ def _relu2_backward_fp8_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launches
 
-# Rows, columns, inner in bytes, tiles in a group of rows; warps, stages. Chosen from shape and device only.
-_LARGE = (128, 256, 128, 8, 8, 3)
-_SMALL = (128, 128, 128, 8, 8, 3)
-# Without descriptors; within the 100 KB of shared memory that every GPU has.
-_POINTERS = (128, 128, 64, 8, 8, 3)
-
 # In the interpreter: few programs, so that each takes several tiles.
 _INTERPRETED_PROGRAMS = 2
 
 
 @functools.cache
-def _device_limits(device: torch.device) -> tuple[int, bool]:
+def device_limits(device: torch.device) -> tuple[int, bool]:
     """Return the number of multiprocessors, and whether shared memory and descriptors are as Hopper's."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS, True
@@ -236,14 +231,18 @@ def product_relu2(
     out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):
         return out.zero_()
-    programs, is_hopper = _device_limits(a.device)
+    programs, is_hopper = device_limits(a.device)
     tensors = [a, b, out, *([] if activation is None else [activation])]
     descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in tensors)
-    tiles_large = triton.cdiv(m, _LARGE[0]) * triton.cdiv(n, _LARGE[1])
-    block_m, block_n, inner_bytes, group, num_warps, num_stages = (
-        _POINTERS if not descriptors else _LARGE if tiles_large >= programs else _SMALL
-    )
-    block_k = inner_bytes // a.element_size()
+    configuration = RELU2_LARGE.on(a.device)
+    tiles_large = triton.cdiv(m, configuration.block_m) * triton.cdiv(n, configuration.block_n)
+    # Chosen from shape and device only.
+    if not descriptors:
+        configuration = RELU2_POINTERS.on(a.device)
+    elif tiles_large < programs:
+        configuration = RELU2_SMALL.on(a.device)
+    block_m, block_n = configuration.block_m, configuration.block_n
+    block_k = configuration.inner_bytes // a.element_size()
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
     place = out if activation is None else activation
     operands = [a, b, place, out]
@@ -270,9 +269,9 @@ def product_relu2(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            GROUP=group,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            GROUP=configuration.group,
+            num_warps=configuration.num_warps,
+            num_stages=configuration.num_stages,
         )
     return out
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quintic.kernels.configurations import SYMMETRIC
 from quintic.kernels.weights import on_device_of
 
 __all__ = ["can_multiply", "symmetric_multiply"]
@@ -21,9 +22,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
 _MIN_SIDE = 256
 
-# H200, 2026-11: within 5 % of the fastest of six settings for batches of 768 to 2048 (docs/LOG.md).
-_BLOCK, _BLOCK_K = 128, 32
-_NUM_WARPS, _NUM_STAGES = 8, 5
+# Side of a tile of the result. Not for a search: it decides which entries are mirrored.
+_BLOCK = 128
 
 
 @triton.jit
@@ -119,6 +119,7 @@ def symmetric_multiply(
     """
     count, side, inner = a.shape
     tiles = triton.cdiv(side, _BLOCK)
+    configuration = SYMMETRIC.on(a.device)
     out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)
     with on_device_of(a):
         _symmetric_kernel[(count * tiles * (tiles + 1) // 2,)](
@@ -136,10 +137,10 @@ def symmetric_multiply(
             tiles,
             ADD=c is not None,
             EVEN_SIDE=side % _BLOCK == 0,
-            EVEN_INNER=inner % _BLOCK_K == 0,
+            EVEN_INNER=inner % configuration.block_k == 0,
             BLOCK=_BLOCK,
-            BLOCK_K=_BLOCK_K,
-            num_warps=_NUM_WARPS,
-            num_stages=_NUM_STAGES,
+            BLOCK_K=configuration.block_k,
+            num_warps=configuration.num_warps,
+            num_stages=configuration.num_stages,
         )
     return out

@@ -6,14 +6,15 @@ when the allocator hands out other memory, so every step compares them and uploa
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, is_capturing, upload
-from quintic.optim.pipeline import BucketMemory, Observer, Operands, orthogonalized, update_factors
-from quintic.optim.plan import Bucket, direction_dtype
+from quintic.optim.pipeline import BucketMemory, Operands
+from quintic.optim.plan import Bucket, block_of, direction_dtype
 from quintic.optim.state import master_of
 from quintic.optim.views import View
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.adamw import AdamWPrograms
     from quintic.kernels.matrix_update import MatrixLayout
 
-__all__ = ["DeviceMemory", "step_adamw_on_device", "step_matrices_on_device"]
+__all__ = ["DeviceMemory", "DevicePasses", "step_adamw_on_device"]
 
 _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS))
 _ALIGNMENT = 16
@@ -65,7 +66,8 @@ class DeviceMemory(BucketMemory):
     def __init__(self) -> None:
         super().__init__()
         self.table = AddressTable()
-        self.layout: MatrixLayout | None = None
+        self.runs: list[tuple[MatrixLayout, int]] | None = None
+        """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._programs_key: object = None
         self._programs: tuple[Tensor, AdamWPrograms] | None = None
 
@@ -86,81 +88,113 @@ class DeviceMemory(BucketMemory):
         return self._programs
 
 
-def step_matrices_on_device(
-    bucket: Bucket,
-    group: Mapping[str, Any],
-    active: Operands,
-    memory: DeviceMemory,
-    hyperparameters: DeviceHyperparameters,
-    go: Tensor | None,
-    observer: Observer | None,
-) -> None:
-    """Step a bucket of matrices with the kernels.
+class DevicePasses:
+    """The passes over a bucket's matrices with the kernels, see `pipeline.Passes`.
 
     Args:
         bucket: of the plan.
         group: its parameter group.
-        active: the members that have a gradient.
+        active: the members that have a gradient, at least one.
         memory: the bucket's own.
         hyperparameters: up to date.
-        go: () int32 on the device; where it is zero nothing changes. None for always.
-        observer: is shown directions, updates and factors, or None.
+        go: () or (matrices,) int32 on the device; where it is zero nothing changes. None for always.
     """
-    from quintic.kernels.matrix_update import MatrixLayout, apply_updates_, momentum_directions_
 
-    assert bucket.shape is not None
-    if memory.layout is None:
-        block = group["view"].blocks(active.params[0])[active.members[0].block]
-        memory.layout = MatrixLayout(*block.shape[1:], *block.stride()[1:])
-    layout = memory.layout
-    active = _with_one_gradient_dtype(active)
-    gradient_dtype, master = active.gradients[0].dtype, master_of(active.states[0])
-    master_dtype = None if master is None else master.dtype
-    item_sizes = [gradient_dtype.itemsize, 4, bucket.dtype.itemsize, 0 if master is None else master.dtype.itemsize]
-    bases = _addresses(active, "momentum_buffer")
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Mapping[str, Any],
+        active: Operands,
+        memory: DeviceMemory,
+        hyperparameters: DeviceHyperparameters,
+        go: Tensor | None,
+    ) -> None:
+        self._bucket, self._group, self._go = bucket, group, go
+        self._active = active = _with_one_gradient_dtype(active)
+        self._hyperparameters = hyperparameters.values
+        if memory.runs is None:
+            memory.runs = _runs(group["view"], memory.everything or active)
+        self._memory = memory
+        master = master_of(active.states[0])
+        self._master_dtype = None if master is None else master.dtype
+        sizes = [active.gradients[0].dtype.itemsize, 4, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
+        bases = _addresses(active, "momentum_buffer")
 
-    def addresses() -> Tensor:
-        _check_state(active, {"momentum_buffer": torch.float32})
-        owners, offsets = _matrix_places(group["view"], active)
-        return torch.tensor(bases).view(4, -1)[:, owners] + offsets * torch.tensor(item_sizes).view(4, 1)
+        def addresses() -> Tensor:
+            _check_state(active, {"momentum_buffer": torch.float32})
+            owners, offsets = _matrix_places(group["view"], active)
+            return torch.tensor(bases).view(4, -1)[:, owners] + offsets * torch.tensor(sizes).view(4, 1)
 
-    table = memory.table.get((bases, active.members), addresses, bucket.device)
-    rows, columns = layout.physical()[:2]
-    directions = torch.empty(
-        (table.shape[1], rows, columns), dtype=direction_dtype(bucket.form, bucket.dtype), device=bucket.device
-    )
-    momentum_directions_(
-        table[:2],
-        directions,
-        hyperparameters.values,
-        layout,
-        gradient_dtype=gradient_dtype,
-        mu_index=_MOMENTUM,
-        nesterov=group["nesterov"],
-        go=go,
-        aligned=memory.table.aligned,
-    )
-    if layout.transposed:
-        directions = directions.mT
-    update = orthogonalized(directions, bucket, group)
-    factors = update_factors(update, bucket, group, active, memory, go=go)
-    if observer is not None:
-        observer(active.members, directions, update, factors)
-    apply_updates_(
-        table[2:],
-        update,
-        factors,
-        hyperparameters.values,
-        layout,
-        weight_dtype=bucket.dtype,
-        master_dtype=master_dtype,
-        lr_index=_LR,
-        weight_decay_index=_WEIGHT_DECAY,
-        cautious=group["cautious"],
-        squared_lr_decay=group["decay_coupling"] == "lr_squared",
-        go=go,
-        aligned=memory.table.aligned,
-    )
+        self._table = memory.table.get((bases, active.members), addresses, bucket.device)
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the directions (b, m, n)."""
+        from quintic.kernels.matrix_update import momentum_directions_
+
+        found = []
+        for layout, part in self._parts():
+            rows, columns = layout.physical()[:2]
+            directions = torch.empty(
+                (part.stop - part.start, rows, columns),
+                dtype=direction_dtype(self._bucket.form, self._bucket.dtype),
+                device=self._bucket.device,
+            )
+            momentum_directions_(
+                self._table[:2, part],
+                directions,
+                self._hyperparameters,
+                layout,
+                gradient_dtype=self._active.gradients[0].dtype,
+                mu_index=_MOMENTUM,
+                nesterov=self._group["nesterov"],
+                go=self._go_of(part),
+                aligned=self._memory.table.aligned,
+            )
+            found.append(directions.mT if layout.transposed else directions)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights."""
+        from quintic.kernels.matrix_update import apply_updates_
+
+        for layout, part in self._parts():
+            apply_updates_(
+                self._table[2:, part],
+                update[part],
+                factors[part],
+                self._hyperparameters,
+                layout,
+                weight_dtype=self._bucket.dtype,
+                master_dtype=self._master_dtype,
+                lr_index=_LR,
+                weight_decay_index=_WEIGHT_DECAY,
+                cautious=self._group["cautious"],
+                squared_lr_decay=self._group["decay_coupling"] == "lr_squared",
+                go=self._go_of(part),
+                aligned=self._memory.table.aligned,
+            )
+
+    def _parts(self) -> "list[tuple[MatrixLayout, slice]]":
+        """Return the layouts, and which matrices have each."""
+        assert self._memory.runs is not None
+        if len(self._memory.runs) == 1:  # whatever members are left out for want of a gradient
+            return [(self._memory.runs[0][0], slice(0, self._table.shape[1]))]
+        parts, start = [], 0
+        for layout, count in self._memory.runs:
+            parts.append((layout, slice(start, start + count)))
+            start += count
+        return parts
+
+    def _go_of(self, part: slice) -> Tensor | None:
+        return self._go if self._go is None or self._go.ndim == 0 else self._go[part]
+
+
+def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
+    from quintic.kernels.matrix_update import MatrixLayout
+
+    blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
+    layouts = [(MatrixLayout(*block.shape[1:], *block.stride()[1:]), block.shape[0]) for block in blocks]
+    return [(layout, sum(count for _, count in run)) for layout, run in groupby(layouts, key=lambda pair: pair[0])]
 
 
 def step_adamw_on_device(
@@ -171,7 +205,7 @@ def step_adamw_on_device(
     hyperparameters: DeviceHyperparameters,
     go: Tensor | None,
 ) -> None:
-    """Step a bucket of AdamW parameters with the kernel; arguments as in `step_matrices_on_device`."""
+    """Step a bucket of AdamW parameters with the kernel; arguments as those of `DevicePasses`."""
     from quintic.kernels.adamw import adamw_tensors_
 
     active = _with_one_gradient_dtype(active)
@@ -245,11 +279,10 @@ def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
     owners: list[Tensor] = []
     offsets: list[Tensor] = []
     for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
-        block = view.blocks(param)[member.block]
-        matrices = torch.arange(member.start, member.start + member.num_matrices)
+        block = block_of(param, member, view)
         start = int(block.storage_offset()) - int(param.storage_offset())
-        offsets.append(matrices * int(block.stride(0)) + start)
-        owners.append(torch.full_like(matrices, number))
+        offsets.append(torch.arange(block.shape[0]) * int(block.stride(0)) + start)
+        owners.append(torch.full_like(offsets[-1], number))
     return torch.cat(owners), torch.cat(offsets)
 
 

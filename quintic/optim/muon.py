@@ -2,10 +2,10 @@
 
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
-is in `plan.py`; how a bucket is run is in `pipeline.py`.
+is in `plan.py`; how a bucket is run is in `pipeline.py`. Where matrices lie on several ranks: `travel.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
@@ -15,16 +15,29 @@ from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
+from quintic.optim.comms import (
+    Agreement,
+    Communicators,
+    ProcessGroup,
+    all_agree_,
+    check_same_plan,
+    describe,
+    layouts_of,
+    this_rank,
+)
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
-from quintic.optim.device_passes import DeviceMemory, step_adamw_on_device, step_matrices_on_device
+from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.forms import Method, Polynomials
+from quintic.optim.layouts import Layout
 from quintic.optim.non_finite import all_finite, first_non_finite
-from quintic.optim.pipeline import Observer, Operands, operands, step_adamw, step_matrices
-from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan, build_plan
+from quintic.optim.pipeline import Observer, Operands, Passes, PlainPasses, operands, step_adamw, step_matrices
+from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
 from quintic.optim.state import CODE_KEYS, init_state, load_state, master_of
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, measure
+from quintic.optim.travel import build_plan
+from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.validate import check_group, check_keys
 from quintic.optim.views import Matrix
@@ -83,8 +96,10 @@ class Muon(Optimizer):
         eps: AdamW's denominator guard.
         step_every: step only every k-th time. In between, `zero_grad` leaves the group's gradients alone, so that they
             add up (AdamW does not see their scale).
-        comms: `"none"`; this version runs on one device.
-        process_group: None.
+        comms: for plain tensors on several ranks (a `DTensor` carries its own layout). `"none"`: gradients are final
+            and this rank does all of the work; `"averaged"`: gradients are the same on all ranks, as under DDP, and the
+            ranks divide the orthogonalisation. Without an initialised process group there is one rank.
+        process_group: the ranks that `comms` speaks of; None for all.
         master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
             `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
             the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.
@@ -109,11 +124,14 @@ class Muon(Optimizer):
     # What follows from the groups, made when needed and dropped when they change.
     _plan: Plan | None
     _planned_options: list[list[Any]]
+    _layouts: list[list[Layout | None]]
+    _communicators: Communicators
+    _agreements: dict[tuple[int, ...], Agreement] | None
     _memory: dict[int, DeviceMemory]
     _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
     _clips: dict[str | int, tuple[LayerClip, dict[str, Tensor]]]
     # What the user may ask about the steps made.
-    _measured: dict[int, tuple[list[Member], Tensor]]
+    _measured: dict[tuple[int, int], tuple[list[Member], Tensor]]
     _skipped: Tensor | None
     _num_steps: int
     _report: tuple[StepReport, Tensor | None]
@@ -140,8 +158,8 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         step_every: int = 1,
-        comms: Literal["none"] = "none",
-        process_group: None = None,
+        comms: Literal["none", "averaged"] = "none",
+        process_group: ProcessGroup | None = None,
         master: Literal["fp32", "mantissa"] | None = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,
@@ -170,9 +188,11 @@ class Muon(Optimizer):
         added = self.param_groups[-1]
         try:
             check_group(number, added)
+            layouts = layouts_of(number, added)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._communicators.connect([added], [layouts])
         for param in added["params"]:
             self.state[param] = init_state(param, added)
         self._forget_plan()
@@ -182,7 +202,8 @@ class Muon(Optimizer):
         options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
         if self._plan is None or options != self._planned_options:
             self._forget_plan()
-            self._plan, self._planned_options = build_plan(self.param_groups), options
+            self._layouts = [layouts_of(number, group) for number, group in enumerate(self.param_groups)]
+            self._plan, self._planned_options = build_plan(self.param_groups, self._layouts, this_rank()), options
         return self._plan
 
     @overload
@@ -219,21 +240,32 @@ class Muon(Optimizer):
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
         row_factors = self._row_factors(qk_logits or {})
         works, pending_steps = self._works()
+        self._count_gradients()
         go = self._guard(works)
         # From here on nothing raises that could have been known.
         host_go = True
         if go is not None and any(work.bucket.kernels == "torch" for work in works):
             host_go = bool(go)
-        for work in works:
-            if work.active.params and work.bucket.numel and (host_go or work.group["on_nonfinite"] == "propagate"):
-                self._run(work, go)
+
+        def run_local() -> None:
+            for work in works:
+                stopped = not host_go and work.group["on_nonfinite"] != "propagate"
+                if work.bucket.travels or stopped:
+                    continue
+                if work.bucket.travel is not None:
+                    for _ in self._travel(work, go):
+                        pass
+                elif work.active.params and work.bucket.numel:
+                    self._run(work, go)
+
+        run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
         for param, factors in row_factors:
             self._scale(param, factors, go)
         for group, pending in zip(self.param_groups, pending_steps, strict=True):
             group["pending_steps"] = pending
         waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
         self._num_steps += 1
-        self._report = _report(works, waiting, len(qk_logits or {})), go
+        self._report = _report(works, self._memory, waiting, len(qk_logits or {})), go
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -311,12 +343,15 @@ class Muon(Optimizer):
         self._skipped = None
         self._num_steps = 0
         self._report = StepReport(), None
+        self._communicators = Communicators()
         self._forget_plan()
 
     def _forget_plan(self) -> None:
         """Forget everything that follows from the groups."""
         self._plan = None
         self._planned_options = []
+        self._layouts = []
+        self._agreements = None
         self._memory = {}
         self._hyperparameters = {}
         self._clips = {}
@@ -333,24 +368,43 @@ class Muon(Optimizer):
         for number, bucket in enumerate(self.plan()):
             if pending_steps[bucket.group] == 0:
                 if number not in self._memory:
-                    self._memory[number] = DeviceMemory()
+                    self._memory[number] = DeviceMemory() if bucket.travel is None else TravelMemory()
                 group, memory = self.param_groups[bucket.group], self._memory[number]
                 works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
         return works, pending_steps
 
+    def _count_gradients(self) -> None:
+        """Begin to count, for parameters whose matrices travel, the ranks that have a gradient."""
+        if self._agreements is None:
+            self._agreements = {}
+            self._communicators.connect(self.param_groups, self._layouts)
+            for ranks, found in describe(self.param_groups, self._layouts).items():
+                group = self._communicators[ranks]
+                check_same_plan([description for _, description in found], ranks, group)
+                places = [(number, index) for (number, index), _ in found]
+                device = self.param_groups[places[0][0]]["params"][places[0][1]].device
+                self._agreements[ranks] = Agreement(places, len(ranks), device)
+        for ranks, agreement in self._agreements.items():
+            present = [self.param_groups[n]["params"][i].grad is not None for n, i in agreement.places]
+            agreement.start(present, self._communicators[ranks])
+
     def _guard(self, works: Sequence[_Work]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks; counts the skipped steps."""
-        watched = [work.active for work in works if work.group["on_nonfinite"] != "propagate"]
+        asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
+        watched = [work.active for work in asking]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        if not gradients:
+        travels = any(layout is not None for found in self._layouts for layout in found)
+        if not gradients and not (travels and asking):
             return None
-        if any(work.group["on_nonfinite"] == "raise" for work in works):
+        go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
+        if travels:
+            # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
+            all_agree_(go, asking[0].group["process_group"])
+        if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
-            if name is not None:
-                raise FloatingPointError(
-                    f"{name}: the gradient has an infinite or undefined entry; nothing was updated"
-                )
-        go = all_finite(gradients, gradients[0].device)
+            raise FloatingPointError(
+                f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"
+            )
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=go.device)
         self._skipped += 1 - go
@@ -359,26 +413,54 @@ class Muon(Optimizer):
     def _run(self, work: _Work, go: Tensor | None) -> None:
         number, bucket, group, active = work
         memory = self._memory[number]
-        observer = self._observer(number, bucket, group)
-        if bucket.kernels == "torch":
-            if bucket.algorithm == "muon":
-                step_matrices(bucket, group, active, memory, observer)
-            else:
-                step_adamw(bucket, group, active)
-            return
-        if group["on_nonfinite"] == "propagate":
-            go = None
-        elif go is not None:
-            go = go.to(bucket.device, non_blocking=True)
-        key = (bucket.group, bucket.device)
-        hyperparameters = self._hyperparameters.get(key)
-        if hyperparameters is None:
-            hyperparameters = self._hyperparameters[key] = DeviceHyperparameters(bucket.device)
-        hyperparameters.update(group)
+        go = None if group["on_nonfinite"] == "propagate" or bucket.kernels == "torch" else _moved(go, bucket.device)
         if bucket.algorithm == "muon":
-            step_matrices_on_device(bucket, group, active, memory, hyperparameters, go, observer)
+            passes = self._passes(work, go, None)
+            step_matrices(bucket, group, active, memory, passes, go, self._observer(number, bucket, group))
+        elif bucket.kernels == "torch":
+            step_adamw(bucket, group, active)
         else:
-            step_adamw_on_device(bucket, group, active, memory, hyperparameters, go)
+            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), go)
+
+    def _travel(self, work: _Work, go: Tensor | None) -> Iterator[None]:
+        """Step a bucket whose matrices travel, see `step_travelling`."""
+        number, bucket, group, active = work
+        assert bucket.travel is not None
+        assert self._agreements is not None
+        memory = self._memory[number]
+        assert isinstance(memory, TravelMemory)
+        ranks = bucket.travel.exchange.ranks
+        agreement = self._agreements[ranks]
+        stepped = agreement.stepped(memory.places(bucket, agreement))
+        if go is not None and group["on_nonfinite"] != "propagate":
+            stepped = stepped * go.to(bucket.device, non_blocking=True)
+        present = None
+        if bucket.kernels == "torch":
+            present = stepped.bool().tolist()
+        passes = self._passes(work, stepped, present) if active.params else None
+        yield from step_travelling(
+            bucket,
+            group,
+            memory,
+            passes,
+            self.state,
+            self._communicators[ranks],
+            stepped,
+            self._observer(number, bucket, group),
+        )
+
+    def _passes(self, work: _Work, go: Tensor | None, present: Sequence[bool] | None) -> Passes:
+        number, bucket, group, active = work
+        if bucket.kernels == "torch":
+            return PlainPasses(bucket, group, active, present)
+        return DevicePasses(bucket, group, active, self._memory[number], self._hyperparameters_of(work), go)
+
+    def _hyperparameters_of(self, work: _Work) -> DeviceHyperparameters:
+        key = (work.bucket.group, work.bucket.device)
+        if key not in self._hyperparameters:
+            self._hyperparameters[key] = DeviceHyperparameters(work.bucket.device)
+        self._hyperparameters[key].update(work.group)
+        return self._hyperparameters[key]
 
     def _observer(self, number: int, bucket: Bucket, group: Mapping[str, Any]) -> Observer | None:
         every = group["telemetry_every"]
@@ -386,7 +468,9 @@ class Muon(Optimizer):
             return None
 
         def observe(members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor) -> None:
-            self._measured[number] = list(members), measure(directions, updates, factors)
+            # A unit that travels may hold matrices of several kinds, measured one kind after the other.
+            key = (number, members[0].first_matrix if members and members[0].piece is None else 0)
+            self._measured[key] = list(members), measure(directions, updates, factors)
 
         return observe
 
@@ -429,11 +513,18 @@ class Muon(Optimizer):
                 yield name, param, group
 
 
-def _report(works: Sequence[_Work], waiting: int, clipped: int) -> StepReport:
+def _moved(go: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if go is None else go.to(device, non_blocking=True)
+
+
+def _report(works: Sequence[_Work], memories: Mapping[int, DeviceMemory], waiting: int, clipped: int) -> StepReport:
     matrices: dict[str, int] = {}
     num_adamw = without = 0
     seen: set[tuple[int, int]] = set()
-    for _, bucket, _, active in works:
+    for number, bucket, _, active in works:
+        if bucket.travel is not None and active.members:
+            rows = zip(active.members, memories[number].owners, strict=True)
+            seen |= {(bucket.group, member.index) for member, owner in rows if owner.grad is None}
         missing = len(bucket.members) - len(active.members)
         if bucket.algorithm == "adamw":
             num_adamw += len(active.members)

@@ -1,21 +1,23 @@
 """Runs one bucket of the plan: momentum, orthogonalisation, neuron factors, weights; or AdamW.
 
-What is computed stands in `update.py` and `orthogonalize.py`. Here is which tensors it is computed on, in what
-order, and with which implementation of the element-wise passes: plain PyTorch in this file, Triton through
+What is computed stands in `update.py` and `orthogonalize.py`. Here is which tensors it is computed on, and in what
+order. The passes over gradients, momentum and weights have two implementations: plain PyTorch in this file, Triton in
 `device_passes.py`. Between the passes both hand over the same things: directions (b, m, n), updates (b, m, n) and
-factors (b, m or 1, n or 1).
+factors (b, m or 1, n or 1). Where matrices lie on several ranks, `travel_step.py` stands between the passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.device_memory import upload
+from quintic.optim.forms import Form
+from quintic.optim.layouts import local_gradient, local_tensor
 from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import Bucket, Member, adamw_entries, direction_dtype, matrices_of
+from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.state import master_key, second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.views import View
@@ -24,12 +26,14 @@ __all__ = [
     "BucketMemory",
     "Observer",
     "Operands",
+    "Passes",
+    "PlainPasses",
+    "advance_neurons_",
     "dense_gradient",
     "operands",
     "orthogonalized",
     "step_adamw",
     "step_matrices",
-    "update_factors",
 ]
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
@@ -60,6 +64,8 @@ class BucketMemory:
 
     def __init__(self) -> None:
         self.everything: Operands | None = None
+        self.owners: list[Tensor] = []
+        """The parameter of each member."""
         self.contiguous = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
@@ -89,7 +95,9 @@ class BucketMemory:
         key = (active.members, tuple(map(id, buffers)), tuple(map(Tensor.data_ptr, buffers)))
         if key != self._moments_key:
             self._moments = [
-                matrices_of(second_moments(buffer, param, view)[member.block], member)
+                second_moments(buffer, param.shape, view)[member.block][
+                    member.start : member.start + member.num_matrices
+                ]
                 for member, param, buffer in zip(active.members, active.params, buffers, strict=True)
             ]
             self._moments_key = key
@@ -97,35 +105,46 @@ class BucketMemory:
 
 
 def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
-    """Return the members of a bucket that have a gradient.
+    """Return the members of a bucket that have a gradient; of `DTensor`s what this rank holds.
 
     A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
+    Where matrices travel, all members take part, whatever this rank has: a gradient that is missing stands as zeros.
 
     Raises:
         ValueError: a gradient is sparse; the message names the parameter.
     """
     everything = memory.everything
     if everything is None:
-        params = [group["params"][member.index] for member in bucket.members]
-        states = [state[param] for param in params]
+        owners = [group["params"][member.index] for member in bucket.members]
+        params = [local_tensor(owner) for owner in owners]
+        states = [_local_state(state[owner]) for owner in owners]
         everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
         memory.everything, memory.contiguous = everything, all(param.is_contiguous() for param in params)
+        memory.owners = owners
     members, params, _, states, num_matrices = everything
-    gradients: list[Any] = [param.grad for param in params]
+    gradients: list[Any] = [local_gradient(owner) for owner in memory.owners]
     try:
         in_order = memory.contiguous and all(map(Tensor.is_contiguous, gradients))
     except (TypeError, RuntimeError):  # a gradient is None, or sparse
         in_order = False
     if in_order:
         return Operands(members, params, gradients, states, num_matrices)
+    if bucket.travel is not None:
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
     rows = [row for row in zip(members, params, gradients, states, strict=True) if row[2] is not None]
     return Operands(
         members if len(rows) == len(members) else tuple(member for member, _, _, _ in rows),
         [param for _, param, _, _ in rows],
         [dense_gradient(param, gradient, member.name) for member, param, gradient, _ in rows],
         [state for _, _, _, state in rows],
-        sum(member.num_matrices for member, _, _, _ in rows),
+        num_matrices if bucket.travel is not None else sum(member.num_matrices for member, _, _, _ in rows),
     )
+
+
+def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a parameter's state itself, or for a `DTensor` what this rank holds of it."""
+    local = {key: local_tensor(value) for key, value in state.items()}
+    return state if all(local[key] is value for key, value in state.items()) else local
 
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
@@ -142,48 +161,113 @@ def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
+class Passes(Protocol):
+    """The two passes over a bucket's own tensors, before and after its matrices are orthogonalised."""
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the update directions, (b, m, n), rounded to `plan.direction_dtype`."""
+        ...
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights against updates (b, m, n), times factors (b, m or 1, n or 1) and the learning rate."""
+        ...
+
+
+class PlainPasses:
+    """The passes in plain PyTorch.
+
+    Args:
+        bucket: the bucket.
+        group: its parameter group.
+        active: its members, at least one.
+        present: for each whether it is stepped; None for all. The others keep weights and state, and have zeros for
+            a direction.
+    """
+
+    def __init__(
+        self, bucket: Bucket, group: Mapping[str, Any], active: Operands, present: Sequence[bool] | None = None
+    ) -> None:
+        self._bucket, self._group, self._active = bucket, group, active
+        self._present = [True] * len(active.members) if present is None else present
+
+    def _blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        rows = zip(tensors, self._active.members, self._present, strict=True)
+        return [block_of(tensor, member, self._group["view"]) for tensor, member, present in rows if present]
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the directions (b, m, n)."""
+        group, active = self._group, self._active
+        dtype = direction_dtype(self._bucket.form, self._bucket.dtype)
+        found: list[Tensor] = []
+        if any(self._present):
+            found = momentum_(
+                self._blocks([state["momentum_buffer"] for state in active.states]),
+                self._blocks(active.gradients),
+                mu=float(group["momentum"]),
+                nesterov=group["nesterov"],
+            )
+        stacked = [direction.flatten(1, 2).to(dtype) for direction in found]
+        if not all(self._present):
+            given = iter(stacked)
+            stacked = [
+                next(given) if present else block_of(param, member, group["view"]).new_zeros((), dtype=dtype)
+                for param, member, present in zip(active.params, active.members, self._present, strict=True)
+            ]
+            shape = (1, *block_of(active.params[0], active.members[0], group["view"]).flatten(1, 2).shape[1:])
+            stacked = [direction.expand(shape) if direction.ndim == 0 else direction for direction in stacked]
+        return torch.cat(stacked)
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights."""
+        if not any(self._present):
+            return
+        group = self._group
+        weights = self._blocks(self._active.params)
+        whole = self._active.masters()
+        masters: Sequence[Tensor | None] = [None] * len(weights) if whole is None else self._blocks(whole)
+        counts = [member.num_matrices for member in self._active.members]
+        updates = [part for part, present in zip(update.split(counts), self._present, strict=True) if present]
+        scales = [part for part, present in zip(factors.split(counts), self._present, strict=True) if present]
+        apply_(
+            weights,
+            masters,
+            [u.unflatten(1, w.shape[1:3]) for u, w in zip(updates, weights, strict=True)],
+            [_over_groups(f, w.shape) for f, w in zip(scales, weights, strict=True)],
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            decay_coupling=group["decay_coupling"],
+            cautious=group["cautious"],
+        )
+
+
 def step_matrices(
     bucket: Bucket,
     group: Mapping[str, Any],
     active: Operands,
     memory: BucketMemory,
+    passes: Passes,
+    go: Tensor | None,
     observer: Observer | None,
 ) -> None:
-    """Step a bucket of matrices in plain PyTorch."""
-    view = group["view"]
+    """Step a bucket of matrices that this rank has whole.
 
-    def blocks(tensor: Tensor, member: Member) -> Tensor:
-        return matrices_of(view.blocks(tensor)[member.block], member)
-
-    members = active.members
-    weights = [blocks(param, member) for param, member in zip(active.params, members, strict=True)]
-    masters: list[Tensor | None] = [None] * len(members)
-    if (whole := active.masters()) is not None:
-        masters = [blocks(master, member) for master, member in zip(whole, members, strict=True)]
-    directions = momentum_(
-        [blocks(state["momentum_buffer"], member) for state, member in zip(active.states, members, strict=True)],
-        [blocks(gradient, member) for gradient, member in zip(active.gradients, members, strict=True)],
-        mu=float(group["momentum"]),
-        nesterov=group["nesterov"],
-    )
-    dtype = direction_dtype(bucket.form, bucket.dtype)
-    stacked = torch.cat([direction.flatten(1, 2).to(dtype) for direction in directions])
-    del directions
-    update = orthogonalized(stacked, bucket, group)
-    factors = update_factors(update, bucket, group, active, memory, go=None)
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        active: the members that have a gradient.
+        memory: the bucket's own.
+        passes: over these members.
+        go: () int32 on the device; where it is zero nothing changes. None for always.
+        observer: is shown directions, updates and factors, or None.
+    """
+    directions = passes.directions()
+    update = orthogonalized(directions, bucket.form, bucket, group)
+    factors = memory.base_factors(bucket, group, active)
+    if group["normalize"] is not None:
+        factors = factors * advance_neurons_(update, memory.moments(group["view"], active), group, go)
     if observer is not None:
-        observer(members, stacked, update, factors)
-    counts = [weight.shape[0] for weight in weights]
-    apply_(
-        weights,
-        masters,
-        [u.unflatten(1, w.shape[1:3]) for u, w in zip(update.split(counts), weights, strict=True)],
-        [_over_groups(f, w.shape) for f, w in zip(factors.split(counts), weights, strict=True)],
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        decay_coupling=group["decay_coupling"],
-        cautious=group["cautious"],
-    )
+        observer(active.members, directions, update, factors)
+    passes.apply(update, factors)
 
 
 def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> None:
@@ -249,55 +333,38 @@ def _pieces(tensors: Sequence[Tensor | None], entries: int | None) -> Iterator[t
         yield tuple(None if t is None else t.view(-1)[start : start + entries] for t in tensors)
 
 
-def orthogonalized(directions: Tensor, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
-    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in the dtype of the computation."""
-    orthogonalizer = group["orthogonalizer"]
-    if callable(orthogonalizer):
-        update: Tensor = orthogonalizer(directions)
-        if update.shape != directions.shape:
-            raise ValueError(
-                f"{bucket.members[0].name}: the orthogonalizer returned shape {tuple(update.shape)} "
-                f"for matrices of shape {tuple(directions.shape)}"
-            )
-        return update
-    assert bucket.form is not None
-    return apply_form(directions, bucket.form, bucket.kernels)
+def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
+    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `plan.update_dtype`."""
+    if form is not None:
+        return apply_form(directions, form, bucket.kernels)
+    update: Tensor = group["orthogonalizer"](directions)
+    if update.shape != directions.shape:
+        raise ValueError(
+            f"{bucket.name}: the orthogonalizer returned shape {tuple(update.shape)} "
+            f"for matrices of shape {tuple(directions.shape)}"
+        )
+    return update.to(directions.dtype)
 
 
-def update_factors(
-    update: Tensor,
-    bucket: Bucket,
-    group: Mapping[str, Any],
-    active: Operands,
-    memory: BucketMemory,
-    *,
-    go: Tensor | None,
-) -> Tensor:
-    """Return what multiplies each update besides the learning rate, and advance NorMuon's second moments.
+def advance_neurons_(update: Tensor, moments: Sequence[Tensor], group: Mapping[str, Any], go: Tensor | None) -> Tensor:
+    """Advance NorMuon's second moments and return the factors that even out the neurons.
 
     Args:
         update: (b, m, n).
-        bucket: the bucket.
-        group: its parameter group.
-        active: the members with a gradient, in the order of `update`.
-        memory: the bucket's own.
-        go: () on the device; where it is zero the second moments stay what they were. None for always.
+        moments: (matrices, m, 1) or (matrices, 1, n), together those of the update's matrices in order; changed.
+        group: the parameter group.
+        go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
 
     Returns:
-        (b, m or 1, n or 1) float32 (float64 for float64 weights) on the device of the update.
+        (b, m or 1, n or 1), float32 (float64 for float64 weights) on the device of the update.
     """
-    factors = memory.base_factors(bucket, group, active)
-    if group["normalize"] is None:
-        return factors
-    moments = memory.moments(group["view"], active)
-    before = torch.cat(moments)
+    before = torch.cat(list(moments))
     after = before.clone()
-    neurons = neuron_factors_(update, after, beta=float(group["normalize_beta"]))
+    factors = neuron_factors_(update, after, beta=float(group["normalize_beta"]))
     if go is not None:
-        after = torch.where(go != 0, after, before)
-    torch._foreach_copy_(moments, list(after.split([moment.shape[0] for moment in moments])))
-    result: Tensor = neurons * factors
-    return result
+        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
+    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
+    return factors
 
 
 def _over_groups(factors: Tensor, shape: torch.Size) -> Tensor:

@@ -7,23 +7,32 @@ built once and again only when the groups change; `optimizer.plan()` returns it,
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.forms import Form, resolve
+from quintic.optim.layouts import local_tensor
+from quintic.optim.views import View
+
+if TYPE_CHECKING:
+    from quintic.optim.travel import Travel
 
 __all__ = [
     "PLANNED_OPTIONS",
     "Bucket",
+    "Kind",
     "Member",
     "Plan",
     "adamw_entries",
-    "build_plan",
+    "block_of",
     "direction_dtype",
-    "matrices_of",
+    "form_of",
+    "local_buckets",
+    "update_dtype",
+    "workspace_bytes",
 ]
 
 PLANNED_OPTIONS = (
@@ -34,6 +43,7 @@ PLANNED_OPTIONS = (
     "kernels",
     "max_workspace_bytes",
     "view",
+    "comms",
 )
 """Options of a group that the plan depends on: when one changes, the plan is made anew."""
 
@@ -43,7 +53,7 @@ _ADAMW_BYTES = 7 * 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Consecutive matrices of one parameter (AdamW: the whole parameter)."""
+    """Consecutive matrices of one parameter, or a piece of one matrix (AdamW: the whole parameter)."""
 
     name: str
     index: int
@@ -55,6 +65,16 @@ class Member:
     num_matrices: int = 0
     first_matrix: int = 0
     """Position of the first matrix among all matrices of the parameter."""
+    piece: tuple[slice, ...] | None = None
+    """Where the parameter's matrices are orthogonalised by another rank, or lie on several: the part of this rank's
+    tensor that belongs to the matrix; then `block` and `start` mean nothing."""
+
+
+class Kind(NamedTuple):
+    """Matrices of one shape, and how they are orthogonalised."""
+
+    shape: tuple[int, int]
+    form: Form | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +98,30 @@ class Bucket:
     """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
+    travel: "Travel | None" = None
+    """How its matrices come together, where they lie on several ranks; `members` are then this rank's pieces."""
 
     @property
     def num_matrices(self) -> int:
-        """Return how many matrices the batched computation has."""
+        """Return how many matrices the batched computation has on this rank."""
+        if self.travel is not None:
+            return self.travel.exchange.num_owned * len(self.travel.kinds)
         return sum(member.num_matrices for member in self.members)
+
+    @property
+    def travels(self) -> bool:
+        """Return whether stepping it needs collectives, which all ranks run in the same order."""
+        return self.travel is not None and not self.travel.exchange.is_local
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first parameter."""
+        return self.travel.units[0].name if self.travel is not None else self.members[0].name
+
+    @property
+    def num_parts(self) -> int:
+        """Return how many parts of parameters the bucket has."""
+        return len(self.travel.units) if self.travel is not None else len(self.members)
 
     @property
     def method(self) -> str:
@@ -97,6 +136,8 @@ class Plan:
     """All buckets in the order in which they run."""
 
     buckets: tuple[Bucket, ...]
+    balance: float = 1.0
+    """Floating-point operations of the busiest rank over the mean, where ranks divide the work."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
@@ -122,11 +163,11 @@ class Plan:
             matrices = "-"
             if bucket.shape is not None:
                 matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"
-            others = f" (+{len(bucket.members) - 1})" if len(bucket.members) > 1 else ""
+            others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
             lines.append(
                 f"{bucket.method:18} {matrices:>16} {bucket.numel:>14,} "
                 f"{str(bucket.dtype).removeprefix('torch.'):9} {bucket.device!s:7} {bucket.kernels:7} "
-                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f}  {bucket.members[0].name}{others}"
+                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f}  {bucket.name}{others}"
             )
         lines.append(
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
@@ -135,23 +176,27 @@ class Plan:
         return "\n".join(lines)
 
 
-def build_plan(param_groups: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return the plan for validated parameter groups (see `Muon.add_param_group`)."""
-    buckets: list[Bucket] = []
-    for group_index, group in enumerate(param_groups):
-        build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
-        buckets += build(group_index, group)
-    return Plan(tuple(buckets))
+def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    """Return the buckets of a group's parameters that this rank steps by itself.
+
+    Args:
+        group_index: position of the group.
+        group: validated, see `Muon.add_param_group`.
+        indices: positions of these parameters in the group.
+    """
+    build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
+    return build(group_index, group, indices)
 
 
-def _adamw_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
+def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
     members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
-    for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
         key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
         members.setdefault(key, []).append(Member(name=name, index=index))
     buckets = []
     for (dtype, device, kernels), found in members.items():
-        numels = [group["params"][member.index].numel() for member in found]
+        numels = [local_tensor(group["params"][member.index]).numel() for member in found]
         # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
         largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
         workspace = 0 if kernels == "triton" else _ADAMW_BYTES * largest
@@ -173,10 +218,11 @@ def _adamw_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
     return buckets
 
 
-def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
+def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
     # (m, n) of the matrices, and strides of (g, r, n) in memory: what one launch of a kernel can handle.
     found: dict[tuple[Any, ...], list[Member]] = {}
-    for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
         kernels = choose_kernels(group["kernels"], param)
         first = 0
         for number, block in enumerate(group["view"].blocks(param.detach())):
@@ -188,19 +234,8 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
     buckets = []
     for (g, r, n, _, dtype, device, kernels), members in found.items():
         m = g * r
-        form = None
-        if not callable(group["orthogonalizer"]):
-            form = resolve(
-                group["orthogonalizer"],
-                m,
-                n,
-                steps=group["orthogonalizer_steps"],
-                coefficients=group["coefficients"],
-                compute_dtype=group["compute_dtype"],
-                device_type=device.type,
-                dtype=dtype,
-            )
-        per_matrix = _workspace_bytes(m, n, dtype, device, form, kernels)
+        form = form_of(group, m, n, dtype, device)
+        per_matrix = workspace_bytes(m, n, dtype, device, form, kernels)
         for chunk in _chunks(members, per_matrix, group["max_workspace_bytes"]):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
@@ -221,6 +256,22 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any]) -> list[Bucket]:
     return buckets
 
 
+def form_of(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
+    """Return how a group's (m, n) matrices of a dtype are orthogonalised; None by a function of the user's."""
+    if callable(group["orthogonalizer"]):
+        return None
+    return resolve(
+        group["orthogonalizer"],
+        m,
+        n,
+        steps=group["orthogonalizer_steps"],
+        coefficients=group["coefficients"],
+        compute_dtype=group["compute_dtype"],
+        device_type=device.type,
+        dtype=dtype,
+    )
+
+
 def adamw_entries(max_workspace_bytes: int | None) -> int | None:
     """Return how many entries the plain AdamW update may work on at a time, None for any number."""
     return None if max_workspace_bytes is None else max(1, max_workspace_bytes // _ADAMW_BYTES)
@@ -237,7 +288,12 @@ def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _workspace_bytes(
+def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of orthogonalised updates, in which they travel; a user's function gives that of directions."""
+    return direction_dtype(form, dtype) if form is None else form.compute_dtype
+
+
+def workspace_bytes(
     m: int, n: int, dtype: torch.dtype, device: torch.device, form: Form | None, kernels: Kernels
 ) -> int:
     """Return an upper bound of the temporary bytes per matrix."""
@@ -271,6 +327,9 @@ def _chunks(members: Sequence[Member], per_matrix: int, budget: int | None) -> I
         yield chunk
 
 
-def matrices_of(block: Tensor, member: Member) -> Tensor:
-    """Return the member's matrices of what holds all those of its block, (num_matrices, ...), sharing memory."""
-    return block[member.start : member.start + member.num_matrices]
+def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:
+    """Return the member's matrices, or its piece of one, as (b, g, r, n), sharing memory with a parameter's tensor."""
+    if member.piece is None:
+        return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
+    piece = tensor[member.piece]
+    return (piece if piece.ndim == 2 else piece.flatten(0, -2))[None, None]

@@ -15,7 +15,7 @@ PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parame
 of bf16 weights into bf16; `load_state` copies values into the state that exists and refuses what does not fit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -48,7 +48,7 @@ def init_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     else:
         state = {"momentum_buffer": zeros}
         if group["normalize"] == "neuron":
-            length = sum(b * m_ * n_ for b, (m_, n_) in _second_moment_shapes(param, group["view"]))
+            length = sum(b * m_ * n_ for b, (m_, n_) in _second_moment_shapes(param.shape, group["view"]))
             state["second_momentum_buffer"] = torch.zeros(length, dtype=dtype, device=param.device)
     if param.dtype.itemsize < 4 and group["master"] == "fp32":
         state["master"] = param.detach().to(torch.float32, copy=True)
@@ -68,9 +68,15 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
     return None if key is None else state[key]
 
 
-def second_moments(buffer: Tensor, param: Tensor, view: View) -> list[Tensor]:
-    """Return NorMuon's second moments as one (b, m, 1) or (b, 1, n) tensor per batch of the view, sharing memory."""
-    shapes = _second_moment_shapes(param, view)
+def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
+    """Return NorMuon's second moments as one (b, m, 1) or (b, 1, n) tensor per batch of the view, sharing memory.
+
+    Args:
+        buffer: the state.
+        shape: of the whole parameter.
+        view: of the parameter.
+    """
+    shapes = _second_moment_shapes(shape, view)
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
@@ -140,5 +146,5 @@ def _matched_state(
     return pairs
 
 
-def _second_moment_shapes(param: Tensor, view: View) -> list[tuple[int, tuple[int, int]]]:
-    return [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(param.shape)]
+def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:
+    return [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]

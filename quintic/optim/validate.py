@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.forms import check_orthogonalizer
+from quintic.optim.layouts import local_tensor
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
@@ -25,12 +26,13 @@ _FOREIGN_GROUP_KEYS = frozenset(
 )
 
 # Options of the published interface that this version accepts only at their neutral value, and what to do instead.
-_NEUTRAL_ONLY: dict[str, object] = {"comms": "none", "process_group": None, "offload": False}
+_NEUTRAL_ONLY: dict[str, object] = {"offload": False}
 
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
+    "comms": ("none", "averaged"),
     "master": (None, "fp32", "mantissa"),
     "on_nonfinite": ("propagate", "skip", "raise"),
     "kernels": ("auto", "torch", "triton"),
@@ -88,7 +90,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
         if group["algorithm"] == "muon":
             _check_matrix(name, param, group)
         try:
-            choose_kernels(group["kernels"], param)
+            choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -103,7 +105,9 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
         )
     try:
-        count = sum(block.shape[0] for block in view.blocks(param.detach()))
+        count = sum(b for b, _, _ in view.shapes(param.shape))
+        if local_tensor(param).shape == param.shape:
+            view.blocks(local_tensor(param.detach()))  # as it lies in memory
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if multipliers is not None and len(multipliers) != count:

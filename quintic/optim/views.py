@@ -18,7 +18,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "View"]
+__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A box of a tensor that holds whole matrices only and can be orthogonalised apart from the rest.
+
+    Args:
+        box: of the tensor, per dimension (start, stop).
+        view: of the box as a tensor of its own, with all its dimensions; each of its blocks holds one matrix.
+        matrices: where these matrices are in the view of the whole tensor: for each block of `view` the number of
+            that block and the index of the matrix within it.
+    """
+
+    box: tuple[tuple[int, int], ...]
+    view: "View"
+    matrices: tuple[tuple[int, int], ...]
 
 
 class View(ABC):
@@ -49,6 +65,19 @@ class View(ABC):
         """Return the `(b, m, n)` shapes for a tensor of `shape`, without touching data."""
         blocks = self.blocks(torch.empty(tuple(shape), device="meta"))
         return tuple((b, g * r, n) for b, g, r, n in (block.shape for block in blocks))
+
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return the smallest boxes of a tensor of `shape` that hold whole matrices only; together they tile it.
+
+        Raises:
+            ValueError: the view does not fit `shape`.
+            NotImplementedError: a block has several matrices, and the class of the view does not say where they are.
+        """
+        counts = [b for b, _, _ in self.shapes(shape)]
+        if any(count != 1 for count in counts):
+            raise NotImplementedError(f"{type(self).__name__}.units must say which boxes hold its several matrices")
+        whole = tuple((0, size) for size in shape)
+        return (Unit(whole, self, tuple((block, 0) for block in range(len(counts)))),)
 
 
 @dataclass(frozen=True)
@@ -94,6 +123,12 @@ class Heads(View):
         head_size = matrix.shape[self.dim] // self.num_heads
         heads = matrix.unflatten(self.dim, (self.num_heads, head_size)).movedim(self.dim, 0)
         return (heads.unsqueeze(1),)
+
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return one unit per head."""
+        ((num_heads, _, _),) = self.shapes(shape)
+        dim = 1 - self.dim if self.transposed else self.dim
+        return _slabs(shape, dim, num_heads, Matrix(self.transposed))
 
 
 @dataclass(frozen=True)
@@ -159,6 +194,34 @@ class Split(View):
                 blocks += [by_head[:, index : index + 1] for index in range(heads // self.groups)]
         return tuple(blocks)
 
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return one unit per part, or per head if `heads` is set.
+
+        The parts of several groups are interleaved, their unit is the whole tensor; of a stack, one expert.
+        """
+        num_blocks = len(self.shapes(shape))
+        if len(shape) == 3:
+            return tuple(
+                Unit(_slab(shape, 0, expert, expert + 1), self, tuple((block, expert) for block in range(num_blocks)))
+                for expert in range(shape[0])
+            )
+        if self.groups > 1 and self.heads is None:
+            return super().units(shape)
+        heads_per_group = [heads // self.groups for heads in self.heads or (1,) * len(self.sizes)]
+        dim, start = 1 if self.transposed else 0, 0
+        units: list[Unit] = []
+        for group in range(self.groups):
+            first_block = 0
+            for part, (size, heads) in enumerate(zip(self.sizes, heads_per_group, strict=True)):
+                for head in range(heads):
+                    # With one group, the heads of a part are one block; else the groups of a head are.
+                    place = (part, head) if self.groups == 1 else (first_block + head, group)
+                    stop = start + size // heads
+                    units.append(Unit(_slab(shape, dim, start, stop), Matrix(self.transposed), (place,)))
+                    start = stop
+                first_block += heads
+        return tuple(units)
+
 
 @dataclass(frozen=True)
 class Experts(View):
@@ -170,6 +233,11 @@ class Experts(View):
         """Return the stack as (experts, 1, m, n)."""
         _check_ndim(self, tensor, 3)
         return (_oriented(tensor, self.transposed).unsqueeze(1),)
+
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return one unit per expert."""
+        ((num_experts, _, _),) = self.shapes(shape)
+        return _slabs(shape, 0, num_experts, self)
 
 
 @dataclass(frozen=True)
@@ -186,6 +254,11 @@ class Rows(View):
             raise ValueError(f"{self} does not divide the {tensor.shape[0]} rows of shape {tuple(tensor.shape)}")
         bank = tensor.unflatten(0, (tensor.shape[0] // self.num_rows, self.num_rows))
         return (_oriented(bank, self.transposed).unsqueeze(1),)
+
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return one unit per `num_rows` rows."""
+        ((count, _, _),) = self.shapes(shape)
+        return _slabs(shape, 0, count, Matrix(self.transposed))
 
 
 @dataclass(frozen=True)
@@ -215,3 +288,16 @@ def _check_ndim(view: View, tensor: Tensor, ndim: int) -> None:
 
 def _oriented(tensor: Tensor, transposed: bool) -> Tensor:
     return tensor.mT if transposed else tensor
+
+
+def _slab(shape: Sequence[int], dim: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, stop) if index == dim else (0, size) for index, size in enumerate(shape))
+
+
+def _slabs(shape: Sequence[int], dim: int, count: int, view: View) -> tuple[Unit, ...]:
+    """Return `count` equal units along `dim`: the matrices of one block, one after the other."""
+    thickness = shape[dim] // max(count, 1)
+    return tuple(
+        Unit(_slab(shape, dim, index * thickness, (index + 1) * thickness), view, ((0, index),))
+        for index in range(count)
+    )

@@ -21,7 +21,7 @@ from quintic.errors import ConfigError, QuinticError
 from quintic.train.config import Config, changed_fields, gpu_preset, load_config
 from quintic.train.runs import CONFIG_FILE, find_run
 
-__all__ = ["EvalOptions", "ReportOptions", "SampleOptions", "Start", "parse", "training_options"]
+__all__ = ["EvalOptions", "ReportOptions", "SampleOptions", "Start", "TuneOptions", "parse", "training_options"]
 
 T = TypeVar("T")
 
@@ -79,6 +79,16 @@ class ReportOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Search for faster launch configurations of the kernels."""
+
+    seconds: float = 30.0
+    """Time for the search; what is under way at its end is finished."""
+    only: tuple[str, ...] = ()
+    """Names of the kernels to tune; by default all."""
 
 
 @dataclass(frozen=True, kw_only=True)

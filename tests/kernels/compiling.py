@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, **options):
+def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=(), **options):
     """Compile a jitted function, of Triton or Gluon.
 
     Args:
@@ -20,6 +20,7 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, **option
         types: Triton's type names of the others, as in "*fp16"; "i32" for those not named.
         num_warps: as for a launch.
         num_stages: as for a launch; Gluon has none.
+        aligned: arguments that are multiples of 16; without them, nothing is copied asynchronously in stages.
         options: other options of the compiler.
     """
     names = kernel.arg_names
@@ -30,7 +31,8 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, **option
     if kernel.is_gluon():
         source = GluonASTSource(kernel, signature, values)
     else:
-        source = ASTSource(kernel, signature, values)
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature, values, attributes)
         options["num_stages"] = num_stages
     compiled = triton.compile(source, target=HOPPER, options=options)
     assert compiled.asm["cubin"]

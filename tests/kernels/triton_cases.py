@@ -15,7 +15,7 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.matrix_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
 from quintic.kernels.symmetric import can_multiply, symmetric_multiply
-from quintic.optim import device_passes
+from quintic.optim import pipeline
 from quintic.optim.orthogonalize import apply_form, resolve
 from quintic.optim.precision import full_precision
 
@@ -346,7 +346,7 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
-    monkeypatch.setattr(device_passes, "orthogonalized", lambda directions, bucket, group: directions)
+    monkeypatch.setattr(pipeline, "orthogonalized", lambda directions, form, bucket, group: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
     optimizer = Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], kernels="triton")
@@ -371,3 +371,42 @@ def test_state_that_the_kernels_would_misread_is_refused(algorithm):
         optimizer.state[param][key] = broken
         with pytest.raises(ValueError, match=f"w: its {key} is"):
             optimizer.step()
+
+
+def test_some_matrices_of_a_launch_stay_as_they_are():
+    layout = matrix_update.MatrixLayout(1, 5, 7, 35, 7, 1)
+    gradient, momentum, weight = (torch.randn(3, 5, 7).to(DEVICE) for _ in range(3))
+    before = momentum.clone(), weight.clone()
+    table = torch.tensor([[t[i].data_ptr() for i in range(3)] for t in (gradient, momentum, weight, weight)]).to(DEVICE)
+    hyperparameters = torch.tensor([0.1, 0.0, 0.9], dtype=torch.float64, device=DEVICE)
+    go = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    directions = torch.empty(3, 5, 7, device=DEVICE)
+    matrix_update.momentum_directions_(
+        table[:2],
+        directions,
+        hyperparameters,
+        layout,
+        gradient_dtype=torch.float32,
+        mu_index=2,
+        nesterov=False,
+        go=go,
+        aligned=False,
+    )
+    matrix_update.apply_updates_(
+        table[2:],
+        directions,
+        torch.ones(3, 1, 1, device=DEVICE),
+        hyperparameters,
+        layout,
+        weight_dtype=torch.float32,
+        master_dtype=None,
+        lr_index=0,
+        weight_decay_index=1,
+        cautious=False,
+        squared_lr_decay=False,
+        go=go,
+        aligned=False,
+    )
+    for found, kept in zip((momentum, weight), before, strict=True):
+        assert [torch.equal(found[i], kept[i]) for i in range(3)] == [False, True, False]
+    torch.testing.assert_close(momentum[::2], torch.lerp(before[0], gradient, 0.1)[::2])

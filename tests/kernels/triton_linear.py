@@ -91,12 +91,15 @@ def test_products_of_any_strides(dtype):
             torch.testing.assert_close(product_relu2(left, right, dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("configuration", ["_LARGE", "_SMALL", "_POINTERS"])
+CONFIGURATIONS = ["RELU2_LARGE", "RELU2_SMALL", "RELU2_POINTERS"]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_every_configuration(configuration, monkeypatch):
     values = getattr(relu2, configuration)
-    for name in ("_LARGE", "_SMALL", "_POINTERS"):
+    for name in CONFIGURATIONS:
         monkeypatch.setattr(relu2, name, values)
-    if configuration == "_POINTERS":
+    if configuration == "RELU2_POINTERS":
         monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
     a, b = operands((140, 136, 264), torch.float16)
     exact = F.linear(a.double(), b.double()).relu().square()

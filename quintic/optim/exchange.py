@@ -1,0 +1,224 @@
+"""How pieces of matrices come together on the rank that orthogonalises them, and how the updates go back.
+
+An exchange serves one bucket: units (boxes of parameters that hold whole matrices) of one shape, which all ranks of a
+process group hold in the same way, be it a few rows each, a whole copy each, or nothing on some ranks. Each unit has an
+owner among these ranks. Units are in the order of their owners.
+
+    gather     every rank of the owner's copy sends its piece of each unit to the owner
+    scatter    the owner sends to every rank the piece that this rank holds
+
+One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather. What a
+rank receives, and in which order, follows from the plan: no sizes are exchanged.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms import Pending, ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.layouts import Box, relative, size_of
+
+__all__ = ["Exchange"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What travels for one bucket.
+
+    Attributes:
+        ranks: global ranks of the process group, in its order.
+        position: of this rank in it.
+        unit_shape: of every unit.
+        pieces: for each rank the box of a unit that it holds, relative to the unit; None where it holds nothing.
+        copies: for each rank the number of the complete copy of the unit that its piece belongs to.
+        counts: for each rank how many units it owns.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+    unit_shape: tuple[int, ...]
+    pieces: tuple[Box | None, ...]
+    copies: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    # ------------------------------------------------------------------------------------------------------- geometry
+
+    @property
+    def num_units(self) -> int:
+        """Return how many units travel."""
+        return sum(self.counts)
+
+    @property
+    def num_owned(self) -> int:
+        """Return how many units this rank orthogonalises."""
+        return self.counts[self.position]
+
+    @property
+    def first_owned(self) -> int:
+        """Return the place of this rank's first unit among all of them."""
+        return sum(self.counts[: self.position])
+
+    @property
+    def piece(self) -> Box | None:
+        """Return what this rank holds of each unit."""
+        return self.pieces[self.position]
+
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's pieces; its first size is 0 where it holds nothing."""
+        return _shape_of(self.piece, self.unit_shape)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Return whether every rank holds every unit whole."""
+        return all(piece is not None and size_of(piece) == self.unit_shape for piece in self.pieces)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Return whether nothing travels: owners hold their units whole, and nobody else holds any of them."""
+        owners = [position for position, count in enumerate(self.counts) if count]
+        holders = [position for position, piece in enumerate(self.pieces) if piece is not None]
+        return len(owners) <= 1 and holders == owners and size_of(self.pieces[owners[0]] or ()) == self.unit_shape
+
+    @cached_property
+    def _numels(self) -> tuple[int, ...]:
+        """Entries of each rank's piece."""
+        return tuple(0 if piece is None else math.prod(size_of(piece)) for piece in self.pieces)
+
+    @cached_property
+    def _same_copy(self) -> tuple[bool, ...]:
+        return tuple(copy == self.copies[self.position] for copy in self.copies)
+
+    def gather_sends(self) -> list[int]:
+        """Return how many entries this rank sends to each rank while gathering."""
+        numel = self._numels[self.position]
+        return [count * numel if same else 0 for count, same in zip(self.counts, self._same_copy, strict=True)]
+
+    def gather_receives(self) -> list[int]:
+        """Return how many entries this rank receives from each rank while gathering."""
+        return [
+            self.num_owned * numel if same else 0 for numel, same in zip(self._numels, self._same_copy, strict=True)
+        ]
+
+    def scatter_sends(self) -> list[int]:
+        """Return how many entries this rank sends to each rank while scattering."""
+        return [self.num_owned * numel for numel in self._numels]
+
+    def scatter_receives(self) -> list[int]:
+        """Return how many entries this rank receives from each rank while scattering."""
+        return [count * self._numels[self.position] for count in self.counts]
+
+    def entries_sent(self) -> int:
+        """Return how many entries leave this rank per step, those that it keeps not counted."""
+        if self.is_local:
+            return 0
+        both = [a + b for a, b in zip(self.gather_sends(), self.scatter_sends(), strict=True)]
+        return sum(both) - both[self.position]
+
+    def entries_in_flight(self) -> tuple[int, int]:
+        """Return how many entries the buffers of a gather and of a scatter hold on this rank."""
+        if self.is_local:
+            return 0, 0
+        unit = math.prod(self.unit_shape)
+        if self.is_replicated:
+            padded = max(self.counts) * len(self.ranks)
+            return 0, (padded + max(self.counts)) * unit
+        # What is received by a gather is put in order once.
+        gather = sum(self.gather_sends()) + 2 * sum(self.gather_receives())
+        return gather, sum(self.scatter_sends()) + sum(self.scatter_receives())
+
+    # ------------------------------------------------------------------------------------------------------- movement
+
+    def gather(self, pieces: Tensor, group: ProcessGroup) -> Pending:
+        """Start to collect the units that this rank owns. All ranks of the group must call it.
+
+        Args:
+            pieces: (num_units, *piece_shape) contiguous: this rank's piece of every unit.
+            group: the process group of `ranks`.
+
+        Returns:
+            What `assemble` takes.
+        """
+        if self.is_local or self.is_replicated:
+            return Pending(None, pieces[self.first_owned : self.first_owned + self.num_owned])
+        send = pieces
+        if not all(self._same_copy):
+            parts = pieces.split(list(self.counts))
+            send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
+        return start_all_to_all(send, self.gather_sends(), self.gather_receives(), group)
+
+    def assemble(self, received: Tensor) -> Tensor:
+        """Return (num_owned, *unit_shape) from what `gather` received."""
+        if self.is_local or self.is_replicated:
+            return received.view(self.num_owned, *self.unit_shape)
+        units = received.new_empty((self.num_owned, *self.unit_shape))
+        for part, box in zip(received.split(self.gather_receives()), self.pieces, strict=True):
+            if part.numel():
+                assert box is not None
+                self._within(units, box).copy_(part.view(self.num_owned, *size_of(box)))
+        return units
+
+    def scatter(self, units: Tensor, group: ProcessGroup) -> Pending:
+        """Start to hand out the units that this rank owns. All ranks of the group must call it.
+
+        Args:
+            units: (num_owned, *unit_shape), any strides.
+            group: the process group of `ranks`.
+
+        Returns:
+            What `pieces_of` takes.
+        """
+        if self.is_local or self.is_replicated:
+            return self.all_gather(units, group)
+        sends = self.scatter_sends()
+        send = units.new_empty(sum(sends))
+        for part, box in zip(send.split(sends), self.pieces, strict=True):
+            if part.numel():
+                assert box is not None
+                part.view(self.num_owned, *size_of(box)).copy_(self._within(units, box))
+        return start_all_to_all(send, sends, self.scatter_receives(), group)
+
+    def pieces_of(self, received: Tensor) -> Tensor:
+        """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""
+        if self.is_replicated:
+            received = self.in_order(received)
+        return received.view(self.num_units, *self.piece_shape)
+
+    def all_gather(self, owned: Tensor, group: ProcessGroup) -> Pending:
+        """Start to give every rank what each owner has. All ranks of the group must call it.
+
+        Args:
+            owned: (num_owned, ...), the same sizes behind the first on all ranks.
+            group: the process group of `ranks`.
+
+        Returns:
+            What `in_order` takes.
+        """
+        if self.is_local:
+            return Pending(None, owned)
+        most = max(self.counts)
+        send = owned.contiguous()
+        if self.num_owned < most:
+            send = owned.new_empty((most, *owned.shape[1:]))
+            send[: self.num_owned] = owned
+        return start_all_gather(send, len(self.ranks), group)
+
+    def in_order(self, received: Tensor) -> Tensor:
+        """Return (num_units, ...) from what `all_gather` received, without what was padding."""
+        most = max(self.counts)
+        if self.is_local or min(self.counts) == most:
+            return received
+        parts = received.split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
+
+    def _within(self, units: Tensor, box: Box) -> Tensor:
+        whole = tuple((0, size) for size in self.unit_shape)
+        return units[(slice(None), *relative(box, whole))]
+
+
+def _shape_of(box: Box | None, unit_shape: Sequence[int]) -> tuple[int, ...]:
+    return (0, *unit_shape[1:]) if box is None else size_of(box)

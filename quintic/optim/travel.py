@@ -1,0 +1,286 @@
+"""Planning for matrices that lie on several ranks: what travels together, and who orthogonalises it.
+
+A parameter of a Muon group travels if no single rank's copy is the whole story: it is a `DTensor` that is sharded, or
+its group divides the work on replicated parameters among ranks (`comms="averaged"`). Its units (see `View.units`) are
+assigned to the ranks that share it by their floating-point operations; units of one shape, cut alike, are one bucket.
+Every rank makes the same plan from the same groups, so that nothing about sizes is ever sent.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.exchange import Exchange
+from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
+from quintic.optim.owners import assign_owners, balance
+from quintic.optim.plan import Bucket, Kind, Member, Plan, direction_dtype, form_of, local_buckets, update_dtype
+from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
+from quintic.optim.views import Unit, View
+
+__all__ = ["Travel", "TravellingUnit", "build_plan"]
+
+# How many buckets have buffers at a time: one is gathered, one computed, one scattered.
+_IN_FLIGHT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TravellingUnit:
+    """A unit of one parameter."""
+
+    name: str
+    index: int
+    """Position of the parameter in its group."""
+    unit: Unit
+    first_matrices: tuple[int, ...]
+    """Position of each of its matrices among all matrices of the parameter."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How the matrices of one bucket come together and their updates go back."""
+
+    exchange: Exchange
+    units: tuple[TravellingUnit, ...]
+    """In the order of their owners."""
+    view: View
+    """Of every unit."""
+    kinds: tuple[Kind, ...]
+    """One for each matrix of a unit."""
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Return whether a unit is one matrix or its transpose, with no groups of rows."""
+        blocks = self.view.blocks(torch.empty(self.exchange.unit_shape, device="meta"))
+        return len(blocks) == 1 and blocks[0].shape[1] == 1
+
+    @cached_property
+    def is_transposed(self) -> bool:
+        """Return whether a unit stores (in, out), a matrix being (out, in)."""
+        return bool(getattr(self.view, "transposed", False))
+
+    @property
+    def owned(self) -> tuple[TravellingUnit, ...]:
+        """Return the units that this rank orthogonalises."""
+        first = self.exchange.first_owned
+        return self.units[first : first + self.exchange.num_owned]
+
+
+class _Share(NamedTuple):
+    """A unit on its way into a bucket."""
+
+    unit: TravellingUnit
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+    cost: int
+
+
+class _Key(NamedTuple):
+    """What units of one bucket have in common."""
+
+    group: int
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    view: View
+    pieces: tuple[Box | None, ...]
+    copies: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Any
+
+
+def build_plan(
+    param_groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]], rank: int = 0
+) -> Plan:
+    """Return the plan of one rank.
+
+    Args:
+        param_groups: validated (see `Muon.add_param_group`).
+        layouts: for each group and each of its parameters where it travels, or None.
+        rank: the global rank whose plan this is.
+    """
+    shares: list[_Share] = []
+    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+        for index, layout in enumerate(found):
+            if layout is not None:
+                shares += _shares(number, group, index, layout)
+    owners = _owners(shares)
+    buckets: list[Bucket] = []
+    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+        together: dict[_Key, list[tuple[int, TravellingUnit]]] = {}
+        for share, owner in zip(shares, owners, strict=True):
+            key = _Key(*share.key)
+            if key.group == number and rank in key.ranks:
+                together.setdefault(key, []).append((owner, share.unit))
+        for key, units in together.items():
+            buckets += _travelling_buckets(key, group, found, units, rank)
+        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
+    return Plan(tuple(buckets), _balance(shares, owners))
+
+
+def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -> Iterator[_Share]:
+    name, param = group["param_names"][index], group["params"][index]
+    local, view = local_tensor(param), group["view"]
+    kernels = choose_kernels(group["kernels"], local)
+    order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
+    ranks = tuple(layout.ranks[position] for position in order)
+    boxes = tuple(layout.boxes[position] for position in order)
+    copies = tuple(layout.copies[position] for position in order)
+    counts = [b for b, _, _ in view.shapes(layout.shape)]
+    firsts = [sum(counts[:block]) for block in range(len(counts))]
+    for unit in view.units(layout.shape):
+        shape = size_of(unit.box)
+        if math.prod(shape) == 0:
+            continue
+        pieces = tuple(_piece(box, unit.box) for box in boxes)
+        holders = tuple(
+            position for position, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape
+        )
+        first_matrices = tuple(firsts[block] + matrix for block, matrix in unit.matrices)
+        key = _Key(number, ranks, shape, unit.view, pieces, copies, local.dtype, local.device, kernels)
+        cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
+        yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
+
+
+def _piece(box: Box, unit: Box) -> Box | None:
+    found = intersection(box, unit)
+    if found is None:
+        return None
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(found, unit, strict=True))
+
+
+def _cost(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    form = form_of(group, m, n, dtype, device)
+    return min(m, n) * m * n if form is None else form.flops(m, n)
+
+
+def _owners(shares: Sequence[_Share]) -> list[int]:
+    """Return the owner of each unit, as a position among the ranks that share it."""
+    owners = [0] * len(shares)
+    for ranks, members in _by_ranks(shares).items():
+        costs, holders = [shares[i].cost for i in members], [shares[i].holders for i in members]
+        for i, owner in zip(members, assign_owners(costs, holders, len(ranks)), strict=True):
+            owners[i] = owner
+    return owners
+
+
+def _by_ranks(shares: Sequence[_Share]) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, share in enumerate(shares):
+        found.setdefault(share.ranks, []).append(number)
+    return found
+
+
+def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
+    """Return the busiest rank's work over the mean, of the group of ranks where that is worst."""
+    found = [
+        balance([shares[i].cost for i in members], [owners[i] for i in members], len(ranks))
+        for ranks, members in _by_ranks(shares).items()
+    ]
+    return max(found, default=1.0)
+
+
+def _travelling_buckets(
+    key: _Key,
+    group: Mapping[str, Any],
+    layouts: Sequence[Layout | None],
+    units: Sequence[tuple[int, TravellingUnit]],
+    rank: int,
+) -> Iterator[Bucket]:
+    position = key.ranks.index(rank)
+    kinds = tuple(Kind((m, n), form_of(group, m, n, key.dtype, key.device)) for _, m, n in key.view.shapes(key.shape))
+    per_owner: list[list[TravellingUnit]] = [[] for _ in key.ranks]
+    for owner, unit in units:
+        per_owner[owner].append(unit)
+
+    def exchange_of(parts: Sequence[Sequence[TravellingUnit]]) -> Exchange:
+        counts = tuple(map(len, parts))
+        return Exchange(key.ranks, position, key.shape, key.pieces, key.copies, counts)
+
+    most = max(map(len, per_owner))
+    one = exchange_of([part[:1] for part in per_owner])
+    limit = _units_at_a_time(key, group, kinds, one)
+    for start in range(0, most, limit):
+        parts = [part[start : start + limit] for part in per_owner]
+        exchange = exchange_of(parts)
+        if exchange.is_local and not exchange.num_owned:
+            continue
+        together = tuple(unit for part in parts for unit in part)
+        owned = exchange.num_owned
+        flops = sum(kind.form.flops(*kind.shape) for kind in kinds if kind.form is not None)
+        yield Bucket(
+            algorithm="muon",
+            group=key.group,
+            members=tuple(_members(together, exchange, layouts, rank)),
+            shape=kinds[0].shape,
+            dtype=key.dtype,
+            device=key.device,
+            kernels=key.kernels,
+            form=kinds[0].form,
+            numel=math.prod(key.shape) * len(together),
+            flops=owned * flops,
+            workspace_bytes=_travelling_bytes(key, kinds, exchange),
+            travel=Travel(exchange, together, key.view, kinds),
+        )
+
+
+def _members(
+    units: Iterable[TravellingUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
+) -> Iterator[Member]:
+    """Yield this rank's pieces, one of each unit, or none."""
+    if exchange.piece is None:
+        return
+    for unit in units:
+        layout = layouts[unit.index]
+        assert layout is not None
+        box = layout.box_of(rank)
+        found = intersection(unit.unit.box, box)
+        assert found is not None
+        yield Member(
+            name=unit.name,
+            index=unit.index,
+            num_matrices=1,
+            first_matrix=unit.first_matrices[0],
+            piece=relative(found, box),
+        )
+
+
+def _units_at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: Exchange) -> int:
+    """Return how many units each owner may have in a bucket: all buckets in flight together fit the workspace.
+
+    Args:
+        key: of the bucket.
+        group: its parameter group.
+        kinds: of its units.
+        one: the exchange of one unit of each owner; on the rank that needs most the answer is the same for all.
+    """
+    budget = group["max_workspace_bytes"]
+    if budget is None:
+        return 2**62
+    most = max(_travelling_bytes(key, kinds, replace(one, position=position)) for position in _different_positions(one))
+    return int(max(1, budget // (_IN_FLIGHT * max(1, most))))
+
+
+def _different_positions(exchange: Exchange) -> list[int]:
+    """Return one position for each different need of memory."""
+    found: dict[Any, int] = {}
+    for position, (piece, count) in enumerate(zip(exchange.pieces, exchange.counts, strict=True)):
+        found.setdefault((None if piece is None else size_of(piece), count), position)
+    return list(found.values())
+
+
+def _travelling_bytes(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
+    """Return an upper bound of the temporary bytes of a bucket on this rank."""
+    direction = max(direction_dtype(kind.form, key.dtype).itemsize for kind in kinds)
+    update = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
+    gather, scatter = exchange.entries_in_flight()
+    own_pieces = exchange.num_units * math.prod(exchange.piece_shape)
+    work = exchange.num_owned * sum(
+        matrix_workspace_bytes(*kind.shape, key.dtype, key.device, kind.form, key.kernels) for kind in kinds
+    )
+    return gather * direction + scatter * update + own_pieces * (direction + update) + work

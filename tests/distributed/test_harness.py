@@ -1,0 +1,142 @@
+"""The harness itself: results by rank, every kind of failure, and no process left behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+
+run = harness.run
+
+
+def total(rank, world_size, base):
+    value = torch.tensor([base + rank])
+    dist.all_reduce(value)
+    return rank, world_size, value, torch.get_num_threads()
+
+
+def pid(rank, world_size):
+    return os.getpid()
+
+
+def fail_on(rank, world_size, ranks, error):
+    if rank in ranks:
+        raise error
+    dist.barrier()
+
+
+def die_on(rank, world_size, doomed):
+    if rank == doomed:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_on(rank, world_size, sleepers, seconds, folder=None):
+    if folder is not None:
+        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    if rank in sleepers:
+        time.sleep(seconds)
+
+
+def barrier_without(rank, world_size, absent):
+    if rank != absent:
+        dist.barrier()
+
+
+def not_picklable(rank, world_size):
+    return lambda: None
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_results_are_in_rank_order(world_size):
+    expected = sum(range(world_size)) + 10 * world_size
+    results = run(total, world_size, 10)
+    assert [rank for rank, *_ in results] == list(range(world_size))
+    assert all(size == world_size and int(value) == expected for _, size, value, _ in results)
+    assert {threads for *_, threads in results} == {1}
+
+
+def test_no_process_is_left_behind():
+    pids = run(pid, 3)
+    assert len(set(pids)) == 3
+    assert not any(map(is_running, pids))
+
+
+def test_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(AssertionError, match=r"rank 1 of 3: Traceback(?s:.)*in fail_on(?s:.)*AssertionError: seven"):
+        run(fail_on, 3, [1], AssertionError("seven"))
+
+
+def test_exceptions_other_than_assertions_are_runtime_errors():
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*ZeroDivisionError"):
+        run(fail_on, 2, [0, 1], ZeroDivisionError())
+
+
+def test_unpicklable_result_is_a_failure():
+    with pytest.raises(RuntimeError, match=r"rank 0 of 1: (?s:.)*not_picklable"):
+        run(not_picklable, 1)
+
+
+def test_dead_rank_is_named_with_its_exit_code():
+    with pytest.raises(RuntimeError, match="rank 1 of 2: the process died with exit code 7"):
+        run(die_on, 2, 1)
+
+
+def test_hang_ends_in_time_and_says_who_and_where():
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] had not finished(?s:.)*rank 1 of 3: (?s:.)*in sleep_on"):
+        run(sleep_on, 3, [1, 2], 60, timeout=4)
+    assert time.monotonic() - start < 30
+
+
+def test_waiting_in_vain_is_a_failure_of_the_collective():
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*in barrier_without"):
+        run(barrier_without, 2, 1, timeout=4)
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import harness, test_harness
+        if __name__ == "__main__":
+            harness.run(test_harness.sleep_on, 2, [0, 1], 100, {str(tmp_path)!r}, timeout=100)
+        """)
+    )
+    process = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        files = [tmp_path / "pid0", tmp_path / "pid1"]
+        pids = [int(text) for text in wait_for(lambda: texts(files), 60)]
+    finally:
+        process.kill()
+        process.wait()
+    assert wait_for(lambda: not any(map(is_running, pids)), 20)
+
+
+def texts(files):
+    found = [file.read_text() if file.exists() else "" for file in files]
+    return found if all(found) else None
+
+
+def wait_for(condition, seconds):
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+    return value
