@@ -4,7 +4,7 @@ The kernels find their tensors by address. Addresses of weights and state hardly
 when the allocator hands out other memory, so every step compares them and uploads a new table only when one differs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,7 @@ class DeviceMemory(BucketMemory):
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._programs_key: object = None
         self._programs: tuple[Tensor, AdamWPrograms] | None = None
+        self._neuron_tables: dict[int, AddressTable] = {}
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, AdamWPrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
@@ -86,6 +87,32 @@ class DeviceMemory(BucketMemory):
             self._programs = upload(torch.tensor(numels), device), on_device
             self._programs_key = active.members
         return self._programs
+
+    def neuron_table(
+        self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
+    ) -> Tensor | None:
+        """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
+
+        Args:
+            bucket: of the plan.
+            moments: (matrices, m, 1) or (matrices, 1, n), of whole members.
+            names: of the parameters that they belong to.
+            kind: which of the bucket's kinds of matrices.
+
+        Raises:
+            ValueError: the kernel would misread the second moments of a parameter.
+        """
+        if bucket.kernels == "torch":
+            return None
+        bases = tuple(map(Tensor.data_ptr, moments))
+
+        def addresses() -> Tensor:
+            _check_moments(names, moments, bucket.device)
+            rows = zip(bases, moments, strict=True)
+            return torch.tensor([base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))])
+
+        counts = tuple(map(len, moments))
+        return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
 
 
 class DevicePasses:
@@ -272,6 +299,21 @@ def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
                     f"must be {wanted[key]} on {param.device} with strides {param.stride()}; make the optimizer after "
                     f"moving the model, or move its state along"
                 )
+
+
+def _check_moments(names: Iterable[str], moments: Sequence[Tensor], device: torch.device) -> None:
+    """Reject second moments that the kernel would misread.
+
+    Raises:
+        ValueError: they are on another device, or have another dtype or memory order than the optimizer gave them.
+    """
+    for name, found in zip(names, moments, strict=True):
+        if (found.device, found.dtype) != (device, torch.float32) or not found.is_contiguous():
+            raise ValueError(
+                f"{name}: its second_momentum_buffer is {found.dtype} on {found.device} with strides {found.stride()}, "
+                f"and must be torch.float32 on {device} without gaps; make the optimizer after moving the model, or "
+                f"move its state along"
+            )
 
 
 def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ order. The passes over gradients, momentum and weights have two implementations:
 factors (b, m or 1, n or 1). Where matrices lie on several ranks, `travel_step.py` stands between the passes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,6 +102,12 @@ class BucketMemory:
             ]
             self._moments_key = key
         return self._moments
+
+    def neuron_table(
+        self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
+    ) -> Tensor | None:
+        """Return where the kernels find second moments, None for plain PyTorch; arguments as in `DeviceMemory`'s."""
+        return None
 
 
 def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
@@ -264,7 +270,9 @@ def step_matrices(
     update = orthogonalized(directions, bucket.form, bucket, group)
     factors = memory.base_factors(bucket, group, active)
     if group["normalize"] is not None:
-        factors = factors * advance_neurons_(update, memory.moments(group["view"], active), group, go)
+        moments = memory.moments(group["view"], active)
+        table = memory.neuron_table(bucket, moments, (member.name for member in active.members))
+        factors = advance_neurons_(update, moments, factors, group, go, table)
     if observer is not None:
         observer(active.members, directions, update, factors)
     passes.apply(update, factors)
@@ -346,25 +354,39 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
     return update.to(directions.dtype)
 
 
-def advance_neurons_(update: Tensor, moments: Sequence[Tensor], group: Mapping[str, Any], go: Tensor | None) -> Tensor:
-    """Advance NorMuon's second moments and return the factors that even out the neurons.
+def advance_neurons_(
+    update: Tensor,
+    moments: Sequence[Tensor],
+    scale: Tensor,
+    group: Mapping[str, Any],
+    go: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
+    """Advance NorMuon's second moments; return the factors that even out the neurons, times the learning-rate scale.
 
     Args:
         update: (b, m, n).
         moments: (matrices, m, 1) or (matrices, 1, n), together those of the update's matrices in order; changed.
+        scale: (b, 1, 1), of the dtype of the moments.
         group: the parameter group.
         go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
+        table: (b,) int64 on the device: where the kernels find each matrix' second moments; None for plain PyTorch.
 
     Returns:
         (b, m or 1, n or 1), float32 (float64 for float64 weights) on the device of the update.
     """
+    beta = float(group["normalize_beta"])
+    if table is not None:
+        from quintic.kernels.neuron import advance_neuron_factors_
+
+        return advance_neuron_factors_(update, table, scale, beta=beta, go=go)
     before = torch.cat(list(moments))
     after = before.clone()
-    factors = neuron_factors_(update, after, beta=float(group["normalize_beta"]))
+    factors = neuron_factors_(update, after, beta=beta)
     if go is not None:
         after = torch.where(go.view(-1, 1, 1) != 0, after, before)
     torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
-    return factors
+    return scale * factors
 
 
 def _over_groups(factors: Tensor, shape: torch.Size) -> Tensor:

@@ -139,7 +139,8 @@ def step_travelling(
         if exchange.num_owned:
             update = orthogonalized(directions, kind.form, bucket, group)
             if normalizes:
-                found = found * advance_neurons_(update, moments[number], group, owned_go)
+                table = memory.neuron_table(bucket, moments[number], (unit.name for unit in travel.owned), number)
+                found = advance_neurons_(update, moments[number], found, group, owned_go, table)
             if observer is not None:
                 observer(_owned_members(bucket, number), directions, update, found)
         else:

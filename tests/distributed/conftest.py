@@ -1,7 +1,4 @@
-"""Marks every test of this folder `distributed`, and keeps them on one worker of xdist.
-
-They start several processes each: on all workers at once, they would only take each other's time.
-"""
+"""Marks every test of this folder `distributed`: `pytest -m "not distributed"` leaves them out."""
 
 from pathlib import Path
 
@@ -10,11 +7,7 @@ import pytest
 _HERE = Path(__file__).parent
 
 
-# Before xdist's own hook, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.distributed)
-            if config.pluginmanager.hasplugin("xdist"):
-                item.add_marker(pytest.mark.xdist_group("distributed"))

@@ -198,7 +198,7 @@ def disagreements(
         for name, before in skipped.items():
             lines += _changes(f"{name}: step {step}, without gradient", before, _tensors(params[name], optimizer))
     found = gathered(model, held, ranks)
-    fused = _fused_adamw_names(optimizer, case)
+    fused = _fused_adamw_names(expected_optimizer, case)
     for name, param in expected_model.named_parameters():
         is_cut = held[name].numel() < param.numel()
         rtol, atol = (_FUSED_ADAMW_RTOL, _FUSED_ADAMW_ATOL) if is_cut and name in fused else (0.0, 0.0)
