@@ -5,11 +5,14 @@
 >>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
 """
 
+from quintic.optim.clip import clip_grad_norm_
 from quintic.optim.explain import explain
 from quintic.optim.groups import Rule, param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import orthogonalize
 from quintic.optim.qk_clip import QKClip
+from quintic.optim.reference import reference_step
+from quintic.optim.verify import verify
 from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
 
 __all__ = [
@@ -22,7 +25,10 @@ __all__ = [
     "Rows",
     "Rule",
     "Split",
+    "clip_grad_norm_",
     "explain",
     "orthogonalize",
     "param_groups",
+    "reference_step",
+    "verify",
 ]

@@ -66,6 +66,7 @@ def _adamw_kernel(
     corrections,
     hyperparameters,
     go,
+    go_stride,
     num_tensors,
     only_tensor,
     ALONE: tl.constexpr,
@@ -117,7 +118,7 @@ def _adamw_kernel(
     weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
     if GUARDED:
-        keep = element < numel * tl.load(go)
+        keep = element < numel * tl.load(go + tensor * go_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
     tl.store(exp_avgs, exp_avg, mask=keep)
@@ -157,7 +158,7 @@ def adamw_tensors_(
         indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
         cautious: as in `matrix_update.apply_updates_`.
         squared_lr_decay: as in `matrix_update.apply_updates_`.
-        go: as in `matrix_update.apply_updates_`.
+        go: () or (t,) int32, as in `matrix_update.apply_updates_`.
         aligned: as in `matrix_update.apply_updates_`.
     """
     lr, weight_decay, beta1, beta2, eps = indices
@@ -176,6 +177,7 @@ def adamw_tensors_(
                 corrections,
                 hyperparameters,
                 hyperparameters if go is None else go,
+                0 if go is None or go.ndim == 0 else 1,
                 addresses.shape[1],
                 tensor,
                 ALONE=tensor >= 0,

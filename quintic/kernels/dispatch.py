@@ -23,6 +23,7 @@ __all__ = [
     "choose_kernels",
     "choose_products",
     "decide",
+    "is_dense",
     "obstacle_to_kernels",
     "obstacle_to_triton",
     "triton_is_installed",
@@ -114,12 +115,12 @@ def obstacle_to_kernels(param: Tensor) -> str | None:
         return obstacle
     if param.dtype not in _TRITON_DTYPES:
         return f"{param.dtype} has no kernel"
-    if not _is_dense(param):
+    if not is_dense(param):
         return f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps in memory"
     return None
 
 
-def _is_dense(param: Tensor) -> bool:
+def is_dense(param: Tensor) -> bool:
     """Return whether the entries fill their memory without gaps or overlaps, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(param.stride(), param.shape, strict=True)):

@@ -93,7 +93,7 @@ def _sum_kernel(
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Return start + weight (end - start), from the nearer end as torch.lerp does; no choice is left to the compiler."""
+    """Return start + weight (end - start) from the nearer end, as torch.lerp; the compiler has nothing to choose."""
     difference = end - start
     return tl.where(weight < 0.5, tl.fma(difference, weight, start), tl.fma(difference, weight - 1.0, end))
 

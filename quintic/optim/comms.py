@@ -7,7 +7,7 @@ of a job connect the ranks, and doing that in the middle of a step is known to d
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,35 @@ from quintic.optim.device_memory import upload
 from quintic.optim.layouts import Layout, layout_of, replicated_layout
 
 __all__ = [
-    "Agreement",
+    "AVERAGING",
+    "Agreements",
     "Communicators",
     "Pending",
+    "Place",
     "ProcessGroup",
+    "Selection",
     "all_agree_",
+    "all_gather_uneven",
+    "all_gather_values",
     "check_same_plan",
     "describe",
+    "has_process_group",
     "layouts_of",
     "start_all_gather",
     "start_all_to_all",
+    "sum_over_ranks",
     "this_rank",
+    "travelling",
 ]
 
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
+
+Place: TypeAlias = tuple[int, int]
+"""Position of a parameter's group, and its own in it."""
+
+AVERAGING = ("replicated", "sharded")
+"""Values of `comms` with which the optimizer averages gradients over ranks."""
 
 # Renamed in PyTorch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,6 +90,61 @@ def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup) -> Pendi
     return Pending(work, received, send)
 
 
+def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return for each tensor the sum of all ranks' ones. All ranks of the group must call it.
+
+    Args:
+        tensors: of one device, the same shapes and dtypes on all ranks; not modified.
+        group: the process group.
+    """
+    result: list[Tensor] = [torch.empty(0)] * len(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(number)
+    for numbers in by_dtype.values():
+        flat = torch.cat([tensors[number].flatten() for number in numbers])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensors[number].numel() for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            result[number] = part.view(tensors[number].shape)
+    return result
+
+
+def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """Return what each rank sends, in the order of the ranks. All ranks of the group must call it.
+
+    Args:
+        send: (size,) of any dtype, the same on all ranks; not modified.
+        sizes: of each rank's tensor.
+        group: the process group.
+    """
+    most = max(sizes)
+    padded = send.new_zeros(most)
+    padded[: send.numel()] = send
+    # As bytes: backends do not know every dtype.
+    received = start_all_gather(padded.view(torch.uint8), len(sizes), group).wait().view(send.dtype)
+    return [part[:size] for part, size in zip(received.view(len(sizes), most), sizes, strict=True)]
+
+
+def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Return what each rank gives, anything that can be pickled; waits. All ranks of the group must call it.
+
+    Args:
+        value: of this rank.
+        group: None for all ranks; without process groups there is only this one.
+    """
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def has_process_group() -> bool:
+    """Return whether this process is one of a group, if need be the only one."""
+    return dist.is_initialized()
+
+
 def this_rank() -> int:
     """Return the global rank of this process, 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -92,7 +161,7 @@ def group_ranks(process_group: ProcessGroup | None) -> tuple[int, ...]:
 
 
 def layouts_of(number: int, group: Mapping[str, Any]) -> list[Layout | None]:
-    """Return for each parameter of a group where it travels; None for those that this rank steps by itself.
+    """Return for each parameter of a group where its pieces are; None where no other rank has a part in it.
 
     Args:
         number: position of the group, for messages.
@@ -109,14 +178,23 @@ def layouts_of(number: int, group: Mapping[str, Any]) -> list[Layout | None]:
                 f"{name}: a DTensor carries its own layout; leave comms='none' (parameter group {number} has "
                 f"comms={group['comms']!r})"
             )
-        if group["comms"] == "averaged" and dist.is_initialized():
+        if group["comms"] != "none" and dist.is_initialized():
             layout = replicated_layout(param.shape, group_ranks(group["process_group"]))
-            if len(layout.ranks) == 1:
-                layout = None
-        elif layout is not None and layout.is_replicated:
-            layout = None
-        found.append(layout if group["algorithm"] == "muon" else None)
+        found.append(None if layout is None or len(layout.ranks) == 1 else layout)
     return found
+
+
+def travelling(group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> list[Layout | None]:
+    """Return of a group's layouts those of parameters whose matrices come together on one of several ranks.
+
+    The others are stepped where they are: AdamW's, those that every rank of a mesh holds whole, and those of which
+    `comms` brings gradients together instead.
+    """
+    moves = group["algorithm"] == "muon" and group["comms"] in ("none", "averaged")
+    divides = group["comms"] == "averaged"
+    return [
+        layout if moves and layout is not None and (divides or not layout.is_replicated) else None for layout in layouts
+    ]
 
 
 class Communicators:
@@ -134,7 +212,7 @@ class Communicators:
         """
         for group, found in zip(groups, layouts, strict=True):
             for param, layout in zip(group["params"], found, strict=True):
-                if layout is not None and dist.get_rank() in layout.ranks:
+                if layout is not None and this_rank() in layout.ranks:
                     self._connect(tuple(sorted(layout.ranks)), _candidates(param, group), param.device)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
@@ -168,64 +246,124 @@ def _warm_up(group: ProcessGroup, size: int, device: torch.device) -> None:
     dist.all_reduce(one, group=group)
 
 
-class Agreement:
-    """How many ranks of a group have a gradient for each of their parameters, this step; no host waits for a device.
+class Agreements:
+    """Which of the parameters that ranks share are stepped: ranks may disagree about which gradients are missing.
 
-    Ranks may disagree: an expert that got no token has no gradient on some ranks. Nobody may wait for a collective that
-    the others skip, so collectives always run, and what is done with their results follows from these numbers.
+    An expert that got no token has no gradient on some ranks. Nobody may wait for a collective that the others skip, so
+    collectives always run; what becomes of their results follows from how many ranks have a gradient, which they
+    count first. No host waits for a device.
+
+    Where a gradient is that of all ranks already, a parameter is stepped if every rank has one. Where the optimizer
+    averages gradients, it is if any rank has one; a missing one counts as zeros.
 
     Args:
-        places: (group, index) of each parameter that the ranks share.
-        num_ranks: how many they are.
-        device: of the parameters.
+        groups: parameter groups.
+        layouts: of their parameters, from `layouts_of`.
+        communicators: connected.
     """
 
-    def __init__(self, places: Sequence[tuple[int, int]], num_ranks: int, device: torch.device) -> None:
-        self.places = tuple(places)
-        self._numbers = {place: number for number, place in enumerate(self.places)}
-        self._num_ranks, self._device = num_ranks, device
-        self._present: list[bool] | None = None
-        self._flags = torch.empty(0)
-        self._work: Any = None
-        self._counts = torch.empty(0)
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        layouts: Sequence[Sequence[Layout | None]],
+        communicators: "Communicators",
+    ) -> None:
+        self._groups, self._communicators = groups, communicators
+        self._counted: dict[tuple[int, ...], _Counted] = {}
+        self._ranks: dict[Place, tuple[int, ...]] = {}
+        for ranks, found in describe(groups, layouts).items():
+            places = [place for place, _ in found]
+            device = groups[places[0][0]]["params"][places[0][1]].device
+            needed = [1 if groups[group]["comms"] in AVERAGING else len(ranks) for group, _ in places]
+            self._counted[ranks] = _Counted(tuple(places), upload(torch.tensor(needed, dtype=torch.int32), device))
+            self._ranks |= dict.fromkeys(places, ranks)
 
-    def start(self, present: list[bool], group: ProcessGroup) -> None:
-        """Begin to count; all ranks of the group must call it.
+    def start(self) -> None:
+        """Begin to count. All ranks that share parameters must call it."""
+        for ranks, counted in self._counted.items():
+            present = [self._groups[group]["params"][index].grad is not None for group, index in counted.places]
+            if present != counted.present:
+                counted.flags = upload(torch.tensor(present, dtype=torch.int32), counted.needed.device)
+                counted.present = present
+            counts = counted.flags.clone()
+            counted.pending = Pending(dist.all_reduce(counts, group=self._communicators[ranks], async_op=True), counts)
+
+    def select(self, places: Iterable["Place"], device: torch.device) -> "Selection | None":
+        """Return where parameters stand among those counted, for `stepped`; None if nobody shares any of them."""
+        found: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
+        size = 0
+        for place in places:
+            ranks = self._ranks.get(place)
+            if ranks is not None:
+                positions, numbers = found.setdefault(ranks, ([], []))
+                positions.append(size)
+                numbers.append(self._counted[ranks].places.index(place))
+            size += 1
+        if not found:
+            return None
+        parts = tuple(
+            (ranks, upload(torch.tensor(positions), device), upload(torch.tensor(numbers), device))
+            for ranks, (positions, numbers) in found.items()
+        )
+        return Selection(size, parts)
+
+    def stepped(self, selection: "Selection") -> Tensor:
+        """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0.
 
         Args:
-            present: for each parameter whether this rank has a gradient.
-            group: of the ranks.
+            selection: from `select`.
         """
-        if present != self._present:
-            self._flags = upload(torch.tensor(present, dtype=torch.int32), self._device)
-            self._present = present
-        self._counts = self._flags.clone()
-        self._work = dist.all_reduce(self._counts, group=group, async_op=True)
+        result: Tensor | None = None
+        for ranks, positions, numbers in selection.parts:
+            counted = self._counted[ranks]
+            if counted.pending is not None:
+                counted.enough = (counted.pending.wait() >= counted.needed).int()
+                counted.pending = None
+            of_these = counted.enough[numbers]
+            if result is None and len(numbers) == selection.size:
+                return of_these
+            if result is None:
+                result = torch.ones(selection.size, dtype=torch.int32, device=of_these.device)
+            result[positions] = of_these
+        assert result is not None
+        return result
 
-    def numbers(self, places: Iterable[tuple[int, int]]) -> Tensor:
-        """Return where parameters stand among those counted, int64 on the device."""
-        return upload(torch.tensor([self._numbers[place] for place in places]), self._device)
 
-    def stepped(self, numbers: Tensor) -> Tensor:
-        """Return int32 on the device: 1 where all ranks have a gradient, else 0.
+class _Counted:
+    """The parameters that some ranks share, and how many of these have gradients."""
 
-        Args:
-            numbers: from `numbers`.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return (self._counts[numbers] == self._num_ranks).int()
+    def __init__(self, places: "tuple[Place, ...]", needed: Tensor) -> None:
+        self.places, self.needed = places, needed
+        self.present: list[bool] | None = None
+        self.flags = self.enough = torch.empty(0)
+        self.pending: Pending | None = None
+
+
+class Selection(NamedTuple):
+    """Some parameters among those that are counted."""
+
+    size: int
+    parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
+    """Ranks, places among the selected, places among the counted."""
 
 
 # Options that decide which collectives run, and of which sizes.
-_COLLECTIVE_OPTIONS = ("view", "orthogonalizer", "compute_dtype", "normalize", "max_workspace_bytes", "step_every")
+_COLLECTIVE_OPTIONS = (
+    "algorithm",
+    "comms",
+    "view",
+    "orthogonalizer",
+    "compute_dtype",
+    "normalize",
+    "max_workspace_bytes",
+    "step_every",
+)
 
 
 def describe(
     groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]]
 ) -> dict[tuple[int, ...], list[tuple[tuple[int, int], str]]]:
-    """Return by the ranks that share them: (group, index) and a description of each parameter that travels."""
+    """Return by the ranks that share them: (group, index) and a description of each parameter."""
     found: dict[tuple[int, ...], list[tuple[tuple[int, int], str]]] = {}
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
         options = ", ".join(f"{key}={group[key]}" for key in _COLLECTIVE_OPTIONS)

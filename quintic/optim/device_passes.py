@@ -109,7 +109,8 @@ class DeviceMemory(BucketMemory):
         def addresses() -> Tensor:
             _check_moments(names, moments, bucket.device)
             rows = zip(bases, moments, strict=True)
-            return torch.tensor([base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))])
+            each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
+            return torch.tensor(each, dtype=torch.int64)
 
         counts = tuple(map(len, moments))
         return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
@@ -249,7 +250,7 @@ def step_adamw_on_device(
         torch._foreach_add_(steps, 1)
     else:
         # One tensor in place of the list would be read by the host.
-        torch._foreach_add_(steps, [go.float()] * len(steps))
+        torch._foreach_add_(steps, [go.float()] * len(steps) if go.ndim == 0 else list(go.float().unbind()))
     betas = hyperparameters.values[_BETA1 : _BETA2 + 1]
     # Double precision: 1 - beta^step loses digits.
     corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
 from quintic.optim.comms import (
-    Agreement,
+    Agreements,
     Communicators,
     ProcessGroup,
     all_agree_,
@@ -24,6 +24,7 @@ from quintic.optim.comms import (
     describe,
     layouts_of,
     this_rank,
+    travelling,
 )
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
@@ -34,7 +35,9 @@ from quintic.optim.pipeline import Observer, Operands, Passes, PlainPasses, oper
 from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
-from quintic.optim.state import CODE_KEYS, init_state, load_state, master_of
+from quintic.optim.sharded import divided_state, parts_of
+from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
+from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state, master_of
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, measure
 from quintic.optim.travel import build_plan
 from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
@@ -98,7 +101,10 @@ class Muon(Optimizer):
             add up (AdamW does not see their scale).
         comms: for plain tensors on several ranks (a `DTensor` carries its own layout). `"none"`: gradients are final
             and this rank does all of the work; `"averaged"`: gradients are the same on all ranks, as under DDP, and the
-            ranks divide the orthogonalisation. Without an initialised process group there is one rank.
+            ranks divide the orthogonalisation; `"replicated"`: gradients differ, they are averaged in place and every
+            rank does all of the work; `"sharded"`: gradients differ, they are averaged on their way to the rank that
+            owns a part of a parameter and its state, and the weights come back. Averages are sums in the order of the
+            ranks, rounded once. Without an initialised process group there is one rank.
         process_group: the ranks that `comms` speaks of; None for all.
         master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
             `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
@@ -126,7 +132,7 @@ class Muon(Optimizer):
     _planned_options: list[list[Any]]
     _layouts: list[list[Layout | None]]
     _communicators: Communicators
-    _agreements: dict[tuple[int, ...], Agreement] | None
+    _agreements: Agreements | None
     _memory: dict[int, DeviceMemory]
     _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
     _clips: dict[str | int, tuple[LayerClip, dict[str, Tensor]]]
@@ -158,7 +164,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         step_every: int = 1,
-        comms: Literal["none", "averaged"] = "none",
+        comms: Literal["none", "averaged", "replicated", "sharded"] = "none",
         process_group: ProcessGroup | None = None,
         master: Literal["fp32", "mantissa"] | None = None,
         qk_clip: QKClip | None = None,
@@ -193,8 +199,13 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
         self._communicators.connect([added], [layouts])
-        for param in added["params"]:
-            self.state[param] = init_state(param, added)
+        divides = added["comms"] == "sharded" and layouts[:1] not in ([], [None])
+        parts = parts_of(added, _ranks_of(layouts)) if divides else []
+        for index, param in enumerate(added["params"]):
+            state = init_state(param, added)
+            if divides:
+                state = divided_state(state, parts[index], _ranks_of(layouts).index(this_rank()))
+            self.state[param] = state
         self._forget_plan()
 
     def plan(self) -> Plan:
@@ -203,7 +214,14 @@ class Muon(Optimizer):
         if self._plan is None or options != self._planned_options:
             self._forget_plan()
             self._layouts = [layouts_of(number, group) for number, group in enumerate(self.param_groups)]
-            self._plan, self._planned_options = build_plan(self.param_groups, self._layouts, this_rank()), options
+            layouts = [travelling(group, found) for group, found in zip(self.param_groups, self._layouts, strict=True)]
+            divided = {
+                number: _ranks_of(found)
+                for number, (group, found) in enumerate(zip(self.param_groups, self._layouts, strict=True))
+                if group["comms"] == "sharded" and any(found)
+            }
+            self._plan = build_plan(self.param_groups, layouts, this_rank(), divided)
+            self._planned_options = options
         return self._plan
 
     @overload
@@ -239,8 +257,11 @@ class Muon(Optimizer):
             if loss is None:
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
         row_factors = self._row_factors(qk_logits or {})
-        works, pending_steps = self._works()
+        plan = self.plan()
+        pending_steps = self._pending_steps()
         self._count_gradients()
+        lent = self._average_gradients(pending_steps)
+        works = self._works(plan, pending_steps)
         go = self._guard(works)
         # From here on nothing raises that could have been known.
         host_go = True
@@ -254,11 +275,13 @@ class Muon(Optimizer):
                     continue
                 if work.bucket.travel is not None:
                     for _ in self._travel(work, go):
-                        pass
+                        pass  # nothing travels in this one
                 elif work.active.params and work.bucket.numel:
                     self._run(work, go)
 
         run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
+        for param in lent:
+            param.grad = None
         for param, factors in row_factors:
             self._scale(param, factors, go)
         for group, pending in zip(self.param_groups, pending_steps, strict=True):
@@ -311,18 +334,20 @@ class Muon(Optimizer):
             values.update(self.param_groups[number])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded)."""
-        result = super().state_dict()
-        for group in result["param_groups"]:
-            for key in ("view", *CODE_KEYS):
-                group[key] = str(group[key])
-        return result
+        """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
+
+        All ranks must call it if a `DTensor` has `normalize="neuron"`; see `state.py` and `docs/checkpoints.md`.
+        """
+        complete_second_moments(self.param_groups, self.state, self._communicators)
+        return as_saved(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.
 
+        Nothing is communicated: of whole tensors each rank takes its piece. See `docs/checkpoints.md`.
+
         Raises:
-            ValueError: the saved state belongs to other parameters, shapes, algorithms or views.
+            ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -357,36 +382,76 @@ class Muon(Optimizer):
         self._clips = {}
         self._measured = {}
 
-    def _works(self) -> tuple[list[_Work], list[int]]:
-        """Return what there is to do, and the pending steps of each group after it."""
+    def _pending_steps(self) -> list[int]:
+        """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         pending_steps = []
         for group in self.param_groups:
             if group["step_every"] > 1 and any(is_capturing(param.device) for param in group["params"]):
                 raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
             pending_steps.append((group["pending_steps"] + 1) % group["step_every"])
+        return pending_steps
+
+    def _works(self, plan: Plan, pending_steps: Sequence[int]) -> list[_Work]:
+        """Return what there is to do."""
         works = []
-        for number, bucket in enumerate(self.plan()):
+        for number, bucket in enumerate(plan):
             if pending_steps[bucket.group] == 0:
                 if number not in self._memory:
-                    self._memory[number] = DeviceMemory() if bucket.travel is None else TravelMemory()
+                    self._memory[number] = _memory_of(bucket)
                 group, memory = self.param_groups[bucket.group], self._memory[number]
                 works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
-        return works, pending_steps
+        return works
+
+    def _average_gradients(self, pending_steps: Sequence[int]) -> list[Tensor]:
+        """Average the gradients of groups with `comms="replicated"`, in place.
+
+        Returns:
+            The parameters that have a gradient only until the step is over, because other ranks have one.
+        """
+        lent = []
+        for group, pending, layouts in zip(self.param_groups, pending_steps, self._layouts, strict=True):
+            if group["comms"] != "replicated" or pending or not any(layouts):
+                continue
+            ranks = _ranks_of(layouts)
+            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                    lent.append(param)
+                together.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+            for gradients in together.values():
+                average_(gradients, len(ranks), self._communicators[ranks], group["max_workspace_bytes"])
+        return lent
 
     def _count_gradients(self) -> None:
-        """Begin to count, for parameters whose matrices travel, the ranks that have a gradient."""
+        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
         if self._agreements is None:
-            self._agreements = {}
             self._communicators.connect(self.param_groups, self._layouts)
             for ranks, found in describe(self.param_groups, self._layouts).items():
-                group = self._communicators[ranks]
-                check_same_plan([description for _, description in found], ranks, group)
-                places = [(number, index) for (number, index), _ in found]
-                device = self.param_groups[places[0][0]]["params"][places[0][1]].device
-                self._agreements[ranks] = Agreement(places, len(ranks), device)
-        for ranks, agreement in self._agreements.items():
-            present = [self.param_groups[n]["params"][i].grad is not None for n, i in agreement.places]
-            agreement.start(present, self._communicators[ranks])
+                check_same_plan([description for _, description in found], ranks, self._communicators[ranks])
+            self._agreements = Agreements(self.param_groups, self._layouts, self._communicators)
+        self._agreements.start()
+
+    def _stepped(self, work: _Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
+        """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
+
+        Args:
+            work: what is stepped.
+            indices: positions of the parameters in their group.
+            go: of the whole step.
+        """
+        assert self._agreements is not None
+        bucket = work.bucket
+        if work.group["on_nonfinite"] == "propagate":
+            go = None
+        elif go is not None:
+            go = go.to(bucket.device, non_blocking=True)
+        places = [(bucket.group, index) for index in indices]
+        selection = self._memory[work.number].selection(self._agreements, places, bucket.device)
+        if selection is None:
+            return go
+        stepped = self._agreements.stepped(selection)
+        return stepped if go is None else stepped * go
 
     def _guard(self, works: Sequence[_Work]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks; counts the skipped steps."""
@@ -413,47 +478,69 @@ class Muon(Optimizer):
     def _run(self, work: _Work, go: Tensor | None) -> None:
         number, bucket, group, active = work
         memory = self._memory[number]
-        go = None if group["on_nonfinite"] == "propagate" or bucket.kernels == "torch" else _moved(go, bucket.device)
+        stepped = self._stepped(work, [member.index for member in active.members], go)
         if bucket.algorithm == "muon":
-            passes = self._passes(work, go, None)
-            step_matrices(bucket, group, active, memory, passes, go, self._observer(number, bucket, group))
+            passes = self._passes(work, stepped)
+            of_matrices = _of_matrices(stepped, active)
+            step_matrices(bucket, group, active, memory, passes, of_matrices, self._observer(number, bucket, group))
         elif bucket.kernels == "torch":
-            step_adamw(bucket, group, active)
+            step_adamw(bucket, group, _present(active, stepped))
         else:
-            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), go)
+            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
 
     def _travel(self, work: _Work, go: Tensor | None) -> Iterator[None]:
-        """Step a bucket whose matrices travel, see `step_travelling`."""
+        """Step a bucket that needs collectives, see `step_travelling` and `step_sharded`."""
         number, bucket, group, active = work
+        if bucket.sharding is not None:
+            yield from self._step_sharded(work, go)
+            return
         assert bucket.travel is not None
-        assert self._agreements is not None
         memory = self._memory[number]
         assert isinstance(memory, TravelMemory)
-        ranks = bucket.travel.exchange.ranks
-        agreement = self._agreements[ranks]
-        stepped = agreement.stepped(memory.places(bucket, agreement))
-        if go is not None and group["on_nonfinite"] != "propagate":
-            stepped = stepped * go.to(bucket.device, non_blocking=True)
-        present = None
-        if bucket.kernels == "torch":
-            present = stepped.bool().tolist()
-        passes = self._passes(work, stepped, present) if active.params else None
+        stepped = self._stepped(work, [unit.index for unit in bucket.travel.units], go)
         yield from step_travelling(
             bucket,
             group,
             memory,
-            passes,
+            self._passes(work, stepped) if active.params else None,
             self.state,
-            self._communicators[ranks],
+            self._communicators[bucket.travel.exchange.ranks],
             stepped,
             self._observer(number, bucket, group),
         )
 
-    def _passes(self, work: _Work, go: Tensor | None, present: Sequence[bool] | None) -> Passes:
+    def _step_sharded(self, work: _Work, go: Tensor | None) -> Iterator[None]:
+        number, bucket, group, _ = work
+        sharding, memory = bucket.sharding, self._memory[number]
+        assert sharding is not None
+        assert isinstance(memory, ShardedMemory)
+        stepped = self._stepped(work, [part.index for part in sharding.parts], go)
+        assert stepped is not None
+        first = sum(part.owner < sharding.position for part in sharding.parts)
+        owned = stepped[first : first + len(sharding.owned)]
+
+        def make_passes(active: Operands) -> Passes:
+            return self._passes(work._replace(active=active), owned)
+
+        def step_vectors(active: Operands) -> None:
+            if bucket.kernels == "torch":
+                step_adamw(bucket, group, _present(active, owned))
+            else:
+                step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), owned)
+
+        observer = self._observer(number, bucket, group)
+        process_group = self._communicators[sharding.ranks]
+        yield from step_sharded(
+            bucket, group, memory, self.state, process_group, stepped, make_passes, step_vectors, observer
+        )
+
+    def _passes(self, work: _Work, stepped: Tensor | None) -> Passes:
         number, bucket, group, active = work
         if bucket.kernels == "torch":
+            present = None if stepped is None or stepped.ndim == 0 else stepped.bool().tolist()
             return PlainPasses(bucket, group, active, present)
-        return DevicePasses(bucket, group, active, self._memory[number], self._hyperparameters_of(work), go)
+        hyperparameters = self._hyperparameters_of(work)
+        return DevicePasses(bucket, group, active, self._memory[number], hyperparameters, _of_matrices(stepped, active))
 
     def _hyperparameters_of(self, work: _Work) -> DeviceHyperparameters:
         key = (work.bucket.group, work.bucket.device)
@@ -513,8 +600,37 @@ class Muon(Optimizer):
                 yield name, param, group
 
 
-def _moved(go: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if go is None else go.to(device, non_blocking=True)
+def _ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
+    """Return the ranks that share the plain parameters of a group with `comms`."""
+    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
+
+
+def _memory_of(bucket: Bucket) -> DeviceMemory:
+    if bucket.sharding is not None:
+        return ShardedMemory()
+    return DeviceMemory() if bucket.travel is None else TravelMemory()
+
+
+def _of_matrices(stepped: Tensor | None, active: Operands) -> Tensor | None:
+    """Return for each matrix what `_stepped` says of its parameter."""
+    if stepped is None or stepped.ndim == 0 or all(member.num_matrices == 1 for member in active.members):
+        return stepped
+    counts = torch.tensor([member.num_matrices for member in active.members])
+    return stepped.repeat_interleave(counts.to(stepped.device), output_size=int(counts.sum()))
+
+
+def _present(active: Operands, stepped: Tensor | None) -> Operands:
+    """Return the members that are stepped; waits for the device."""
+    if stepped is None or stepped.ndim == 0 or bool(stepped.all()):
+        return active
+    keep = [number for number, flag in enumerate(stepped.tolist()) if flag]
+    return Operands(
+        tuple(active.members[number] for number in keep),
+        [active.params[number] for number in keep],
+        [active.gradients[number] for number in keep],
+        [active.states[number] for number in keep],
+        active.num_matrices,
+    )
 
 
 def _report(works: Sequence[_Work], memories: Mapping[int, DeviceMemory], waiting: int, clipped: int) -> StepReport:
@@ -522,10 +638,15 @@ def _report(works: Sequence[_Work], memories: Mapping[int, DeviceMemory], waitin
     num_adamw = without = 0
     seen: set[tuple[int, int]] = set()
     for number, bucket, _, active in works:
-        if bucket.travel is not None and active.members:
+        missing = len(bucket.members) - len(active.members)
+        if bucket.sharding is not None:
+            present = {member.index for member in active.members}
+            absent = {part.index for part in bucket.sharding.parts} - present
+            seen |= {(bucket.group, index) for index in absent}
+            missing = 0
+        elif bucket.travel is not None and active.members:
             rows = zip(active.members, memories[number].owners, strict=True)
             seen |= {(bucket.group, member.index) for member, owner in rows if owner.grad is None}
-        missing = len(bucket.members) - len(active.members)
         if bucket.algorithm == "adamw":
             num_adamw += len(active.members)
             without += missing

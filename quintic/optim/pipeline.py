@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from quintic.optim.comms import Agreements, Place, Selection
 from quintic.optim.device_memory import upload
 from quintic.optim.forms import Form
 from quintic.optim.layouts import local_gradient, local_tensor
@@ -66,11 +67,19 @@ class BucketMemory:
         self.everything: Operands | None = None
         self.owners: list[Tensor] = []
         """The parameter of each member."""
+        self._selection_key: object = None
+        self._selection: Selection | None = None
         self.contiguous = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
         self._factors_key: tuple[object, ...] | None = None
         self._factors = torch.empty(0)
+
+    def selection(self, agreements: Agreements, places: Sequence[Place], device: torch.device) -> Selection | None:
+        """Return what `agreements.stepped` takes for these parameters; None if no other rank has a part in them."""
+        if places != self._selection_key:
+            self._selection, self._selection_key = agreements.select(places, device), places
+        return self._selection
 
     def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
         """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
@@ -119,6 +128,8 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
     Raises:
         ValueError: a gradient is sparse; the message names the parameter.
     """
+    if bucket.sharding is not None:
+        return _local_operands(bucket, group)
     everything = memory.everything
     if everything is None:
         owners = [group["params"][member.index] for member in bucket.members]
@@ -145,6 +156,17 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
         [state for _, _, _, state in rows],
         num_matrices if bucket.travel is not None else sum(member.num_matrices for member, _, _, _ in rows),
     )
+
+
+def _local_operands(bucket: Bucket, group: Mapping[str, Any]) -> Operands:
+    """Return the parameters of a bucket with divided state that have a gradient here, not averaged yet."""
+    assert bucket.sharding is not None
+    names = {part.index: part.name for part in bucket.sharding.parts}
+    rows = [(index, name, group["params"][index]) for index, name in names.items()]
+    found = [(Member(name=name, index=index), param) for index, name, param in rows if param.grad is not None]
+    gradients = [dense_gradient(param, param.grad, member.name) for member, param in found]
+    members, params = tuple(member for member, _ in found), [param for _, param in found]
+    return Operands(members, params, gradients, [], bucket.num_matrices)
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -280,6 +302,8 @@ def step_matrices(
 
 def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> None:
     """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
+    if not active.params:
+        return
     lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     plain = not group["cautious"] and group["decay_coupling"] == "lr"

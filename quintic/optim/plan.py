@@ -18,6 +18,7 @@ from quintic.optim.layouts import local_tensor
 from quintic.optim.views import View
 
 if TYPE_CHECKING:
+    from quintic.optim.sharded import Sharding
     from quintic.optim.travel import Travel
 
 __all__ = [
@@ -100,6 +101,8 @@ class Bucket:
     """Upper bound of the temporary memory this bucket's batched computation needs."""
     travel: "Travel | None" = None
     """How its matrices come together, where they lie on several ranks; `members` are then this rank's pieces."""
+    sharding: "Sharding | None" = None
+    """Who owns which part, where state is divided among ranks; `members` are then this rank's parts."""
 
     @property
     def num_matrices(self) -> int:
@@ -111,7 +114,7 @@ class Bucket:
     @property
     def travels(self) -> bool:
         """Return whether stepping it needs collectives, which all ranks run in the same order."""
-        return self.travel is not None and not self.travel.exchange.is_local
+        return self.sharding is not None or (self.travel is not None and not self.travel.exchange.is_local)
 
     @property
     def name(self) -> str:

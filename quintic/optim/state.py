@@ -10,23 +10,37 @@
 | both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
 Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
-State exists from construction on, so that every checkpoint has the same keys.
+State exists from construction on, so that every checkpoint has the same keys. State of a parameter's shape is a
+`DTensor` in the parameter's layout where the parameter is one; everything else is whole on every rank.
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
 of bf16 weights into bf16; `load_state` copies values into the state that exists and refuses what does not fit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
+from operator import le
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quintic.optim.comms import Communicators, has_process_group, layouts_of, sum_over_ranks, this_rank
+from quintic.optim.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
 
-__all__ = ["CODE_KEYS", "init_state", "load_state", "master_key", "master_of", "second_moments"]
+__all__ = [
+    "CODE_KEYS",
+    "as_saved",
+    "complete_second_moments",
+    "init_state",
+    "load_state",
+    "master_key",
+    "master_of",
+    "second_moments",
+]
 
 CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
@@ -34,8 +48,14 @@ CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip"
 # What completes a low-precision parameter to float32; a parameter has one of them, or none.
 _MASTER_KEYS = ("master", "mantissa")
 
-# What a group is, as opposed to how it is stepped, and what is code: loading must not change these.
+# What a group is, as opposed to how it is stepped: loading must not change these.
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
+
+# Where the work is done and in how much memory: of this run, not of the one that was saved.
+_PLACE_KEYS = ("comms", "offload", "max_workspace_bytes")
+
+# Integers that hold every mantissa.
+_MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
 
 
 def init_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -81,14 +101,73 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
 
+def complete_second_moments(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
+) -> None:
+    """Give every rank NorMuon's second moments of matrices that are whole on one rank and nowhere else.
+
+    Such matrices (experts, heads) are stepped without any exchange, so that only the rank that holds one knows its
+    second moments. Those of all other matrices are known to all ranks after every step. Collective over the ranks that
+    share a parameter with such matrices; without one, nothing is communicated.
+
+    Args:
+        groups: parameter groups.
+        state: of their parameters.
+        communicators: of the optimizer.
+    """
+    shared: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    layouts: list[list[Layout | None]] = []
+    for number, group in enumerate(groups):
+        layouts.append([None] * len(group["params"]))
+        if group["algorithm"] != "muon" or group["normalize"] is None:
+            continue
+        of_group = layouts_of(number, group)
+        for index, (param, layout) in enumerate(zip(group["params"], of_group, strict=True)):
+            if layout is None or this_rank() not in layout.ranks:
+                continue
+            holders = _sole_holders(layout, group["view"])
+            if bool((holders >= 0).any()):
+                buffer = state[param]["second_momentum_buffer"]
+                shared.setdefault(tuple(sorted(layout.ranks)), []).append((buffer, holders.to(buffer.device)))
+                layouts[-1][index] = layout
+    if not shared:
+        return
+    communicators.connect(groups, layouts)
+    for ranks, found in sorted(shared.items()):
+        # Everybody else adds zeros, so that the sum is what the holder has, to the last bit.
+        mine = [torch.where(holders == this_rank(), buffer, 0) for buffer, holders in found]
+        sums = sum_over_ranks(mine, communicators[ranks])
+        for (buffer, holders), total in zip(found, sums, strict=True):
+            buffer.copy_(torch.where(holders >= 0, total, buffer))
+
+
+def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return PyTorch's state dict of an optimizer with views and callables as text.
+
+    Tensors share memory with the state, except that mantissas become int32 where there are process groups: whoever
+    gathers or distributes a state dict needs collectives, and these do not know uint16.
+    """
+    state: dict[Any, dict[str, Any]] = {}
+    for key, tensors in state_dict["state"].items():
+        state[key] = dict(tensors)
+        if "mantissa" in tensors and has_process_group():
+            state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
+    groups = [
+        {**group, **{key: str(group[key]) for key in ("view", *CODE_KEYS)}} for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
 def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Copy saved values into the optimizer's state and hyperparameters; nothing changes unless everything fits.
 
-    Parameters are matched by `param_names` where both sides have them, else by position, as in PyTorch.
+    Parameters are matched by name where both sides have names, else by position, as in PyTorch. State may be saved as
+    whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds what it needs. Nothing
+    is communicated.
 
     Raises:
-        ValueError: another number of groups, another parameter set, algorithm or view, missing or unknown state, or a
-            shape that differs; the message names the parameter.
+        ValueError: another number of groups, another parameter set, algorithm or view, missing or unknown state, a
+            shape that differs, or a `DTensor` in another layout; the message names the parameter.
     """
     saved_groups = state_dict["param_groups"]
     groups = optimizer.param_groups
@@ -104,46 +183,118 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         for name, param, key in _matched(number, group, saved_group):
             copies += _matched_state(name, optimizer.state[param], state_dict["state"].get(key))
     for target, source in copies:
-        target.copy_(source)
+        _copy_(target, source)
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for key, value in saved_group.items():
-            if key not in _IDENTITY_KEYS and key not in CODE_KEYS:
-                group[key] = deepcopy(value)
+            if key not in (*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS):
+                group[key] = _with_tuples(deepcopy(value))
+
+
+@lru_cache(maxsize=1024)
+def _sole_holders(layout: Layout, view: View) -> Tensor:
+    """Return for each second moment the rank that alone holds any of its matrix, -1 where several do; int64, CPU."""
+    shape = layout.shape
+    length = sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
+    # On the CPU, whatever the default device is.
+    result = torch.full((length,), -1, dtype=torch.int64, device="cpu")
+    blocks = second_moments(result, shape, view)
+    for unit in view.units(shape):
+        holders = [
+            rank
+            for rank, box in zip(layout.ranks, layout.boxes, strict=True)
+            if intersection(box, unit.box) is not None
+        ]
+        if len(holders) == 1:
+            for block, matrix in unit.matrices:
+                blocks[block][matrix] = holders[0]
+    return result
 
 
 def _matched(number: int, group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[tuple[str, Tensor, Any]]:
     """Return (name, parameter, key into the saved state) for each parameter of a group."""
-    names, saved_names = group["param_names"], saved_group.get("param_names")
-    if len(saved_group["params"]) != len(group["params"]):
-        raise ValueError(
-            f"parameter group {number} was saved with {len(saved_group['params'])} parameters, "
-            f"this one has {len(group['params'])}"
-        )
-    if saved_names is None:
-        return list(zip(names, group["params"], saved_group["params"], strict=True))
-    keys = dict(zip(saved_names, saved_group["params"], strict=True))
-    missing = [name for name in names if name not in keys]
-    if missing:
-        raise ValueError(f"parameter group {number}: {missing[0]} is not in the saved optimizer state")
-    return [(name, param, keys[name]) for name, param in zip(names, group["params"], strict=True)]
+    names, saved_names, keys = group["param_names"], saved_group.get("param_names"), saved_group["params"]
+    if len(keys) != len(names):
+        raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, this one has {len(names)}")
+    if set(keys) == set(names):
+        keys = names  # the keys of torch.distributed.checkpoint, which may have put them into this optimizer's order
+    elif saved_names is not None and list(saved_names) != list(names):
+        missing = [name for name in names if name not in saved_names]
+        if missing:
+            raise ValueError(f"parameter group {number}: {missing[0]} is not in the saved optimizer state")
+        if any(isinstance(key, str) for key in keys):
+            raise ValueError(
+                f"parameter group {number} was saved with its parameters in another order, {saved_names[0]} first, "
+                f"and under keys such as {keys[0]} that are not their names; name the parameters of this optimizer as "
+                f"model.named_parameters() does, or give them in the saved order"
+            )
+        of_name = dict(zip(saved_names, keys, strict=True))
+        keys = [of_name[name] for name in names]
+    return list(zip(names, group["params"], keys, strict=True))
 
 
 def _matched_state(
     name: str, state: Mapping[str, Tensor], saved: Mapping[str, Any] | None
-) -> list[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of this rank's state becomes what of the saved state of a parameter."""
     if saved is None:
         raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
     if set(saved) != set(state):
         raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(state)}")
-    pairs = []
     for key, target in state.items():
+        what = f"{name}: saved {key}"
         source = torch.as_tensor(saved[key])
         if source.shape != target.shape:
-            raise ValueError(
-                f"{name}: saved {key} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"
-            )
-        pairs.append((target, source))
-    return pairs
+            message = f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"
+            if source.ndim == target.ndim and all(map(le, source.shape, target.shape)):
+                message += (
+                    "; if it is the piece of one rank, save whole tensors or DTensors instead, as "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
+                )
+            raise ValueError(message)
+        if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
+            raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
+        piece = _piece(what, target, source)
+        if piece is not None:
+            yield local_tensor(target), piece
+
+
+def _piece(what: str, target: Tensor, source: Tensor) -> Tensor | None:
+    """Return the part of a saved tensor that this rank holds of a state of the same shape; None if it holds nothing.
+
+    Raises:
+        ValueError: the saved tensor is a `DTensor` of which some rank does not hold what it needs.
+    """
+    layout, saved_layout = layout_of(what, target), layout_of(what, source)
+    whole = tuple((0, size) for size in target.shape)
+    rank = this_rank()
+    if saved_layout is not None and saved_layout != layout:
+        # The same answer on all ranks, so that none of them loads what another one refuses.
+        for other in (*saved_layout.ranks, rank) if layout is None else layout.ranks:
+            needed = whole if layout is None else layout.box_of(other)
+            held = saved_layout.box_of(other) if other in saved_layout.ranks else None
+            if numel_of(needed) and (held is None or intersection(needed, held) != needed):
+                raise ValueError(
+                    f"{what} is a DTensor of which rank {other} does not hold the part that it needs; save with "
+                    f"torch.distributed.checkpoint.save and load into the state dict of this optimizer, or save with "
+                    f"full_state_dict=True"
+                )
+    if layout is not None and rank not in layout.ranks:
+        return None
+    box = whole if layout is None else layout.box_of(rank)
+    if not numel_of(box):
+        return None
+    return local_tensor(source)[relative(box, whole if saved_layout is None else saved_layout.box_of(rank))]
+
+
+def _copy_(target: Tensor, source: Tensor) -> None:
+    if target.dtype == torch.uint16 and source.dtype != torch.uint16:
+        target = target.view(torch.int16)  # the cast keeps the low 16 bits
+    target.copy_(source)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a hyperparameter with tuples for lists, which checkpoints make of tuples."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:

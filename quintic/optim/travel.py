@@ -9,7 +9,7 @@ Every rank makes the same plan from the same groups, so that nothing about sizes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relat
 from quintic.optim.owners import assign_owners, balance
 from quintic.optim.plan import Bucket, Kind, Member, Plan, direction_dtype, form_of, local_buckets, update_dtype
 from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
+from quintic.optim.sharded import sharded_buckets
 from quintic.optim.views import Unit, View
 
-__all__ = ["Travel", "TravellingUnit", "build_plan"]
+__all__ = ["SharedBucket", "Travel", "TravellingUnit", "build_plan", "kinds_of", "shared_buckets"]
 
 # How many buckets have buffers at a time: one is gathered, one computed, one scattered.
 _IN_FLIGHT = 3
@@ -56,7 +57,7 @@ class Travel:
     def is_plain(self) -> bool:
         """Return whether a unit is one matrix or its transpose, with no groups of rows."""
         blocks = self.view.blocks(torch.empty(self.exchange.unit_shape, device="meta"))
-        return len(blocks) == 1 and blocks[0].shape[1] == 1
+        return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
 
     @cached_property
     def is_transposed(self) -> bool:
@@ -94,8 +95,33 @@ class _Key(NamedTuple):
     kernels: Any
 
 
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket that travels, before any rank's part in it."""
+
+    key: _Key
+    kinds: tuple[Kind, ...]
+    """One for each matrix of a unit."""
+    units: tuple[TravellingUnit, ...]
+    """In the order of their owners."""
+    exchange: Exchange
+    """As the first rank sees it; `replace(exchange, position=...)` is another's."""
+
+    @property
+    def unit_flops(self) -> int:
+        """Return the floating-point operations of one unit's orthogonalisation."""
+        return sum(kind.form.flops(*kind.shape) for kind in self.kinds if kind.form is not None)
+
+    def workspace_bytes(self, exchange: Exchange) -> int:
+        """Return an upper bound of the temporary bytes on a rank, given the exchange as that rank sees it."""
+        return _travelling_bytes(self.key, self.kinds, exchange)
+
+
 def build_plan(
-    param_groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]], rank: int = 0
+    param_groups: Sequence[Mapping[str, Any]],
+    layouts: Sequence[Sequence[Layout | None]],
+    rank: int = 0,
+    divided: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Plan:
     """Return the plan of one rank.
 
@@ -103,6 +129,27 @@ def build_plan(
         param_groups: validated (see `Muon.add_param_group`).
         layouts: for each group and each of its parameters where it travels, or None.
         rank: the global rank whose plan this is.
+        divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
+    """
+    shared, balance = shared_buckets(param_groups, layouts)
+    buckets: list[Bucket] = []
+    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+        if divided and number in divided:
+            buckets += sharded_buckets(number, group, divided[number], rank)
+            continue
+        for one in shared:
+            if one.key.group == number and rank in one.key.ranks:
+                buckets += _travelling_bucket(one, found, rank)
+        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
+    return Plan(tuple(buckets), balance)
+
+
+def shared_buckets(
+    param_groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]]
+) -> tuple[list[SharedBucket], float]:
+    """Return what travels as all ranks see it, group by group, and the balance of the work; arguments of `build_plan`.
+
+    Also buckets are among them that take no part in some ranks' plans, because those own nothing of what is local.
     """
     shares: list[_Share] = []
     for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
@@ -110,29 +157,48 @@ def build_plan(
             if layout is not None:
                 shares += _shares(number, group, index, layout)
     owners = _owners(shares)
-    buckets: list[Bucket] = []
-    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
-        together: dict[_Key, list[tuple[int, TravellingUnit]]] = {}
-        for share, owner in zip(shares, owners, strict=True):
-            key = _Key(*share.key)
-            if key.group == number and rank in key.ranks:
-                together.setdefault(key, []).append((owner, share.unit))
-        for key, units in together.items():
-            buckets += _travelling_buckets(key, group, found, units, rank)
-        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
-    return Plan(tuple(buckets), _balance(shares, owners))
+    together: dict[_Key, list[tuple[int, TravellingUnit]]] = {}
+    for share, owner in zip(shares, owners, strict=True):
+        together.setdefault(_Key(*share.key), []).append((owner, share.unit))
+    buckets: list[SharedBucket] = []
+    for key, units in together.items():
+        buckets += _shared_buckets(key, param_groups[key.group], units)
+    return buckets, _balance(shares, owners)
 
 
 def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -> Iterator[_Share]:
     name, param = group["param_names"][index], group["params"][index]
     local, view = local_tensor(param), group["view"]
     kernels = choose_kernels(group["kernels"], local)
+    ranks, copies, cuts = _cuts(layout, view)
+    for unit, first_matrices, pieces, holders in cuts:
+        shape = size_of(unit.box)
+        key = _Key(number, ranks, shape, unit.view, pieces, copies, local.dtype, local.device, kernels)
+        cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
+        yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
+
+
+class _Cut(NamedTuple):
+    """A unit, and which piece of it each rank holds."""
+
+    unit: Unit
+    first_matrices: tuple[int, ...]
+    pieces: tuple[Box | None, ...]
+    holders: tuple[int, ...]
+    """Positions of the ranks that hold it whole."""
+
+
+# Parameters of one shape, of which models have many, are cut alike.
+@lru_cache(maxsize=64)
+def _cuts(layout: Layout, view: View) -> tuple[tuple[int, ...], tuple[int, ...], tuple[_Cut, ...]]:
+    """Return the ranks in order, their copies, and the units that are not empty."""
     order = sorted(range(len(layout.ranks)), key=lambda position: layout.ranks[position])
     ranks = tuple(layout.ranks[position] for position in order)
     boxes = tuple(layout.boxes[position] for position in order)
     copies = tuple(layout.copies[position] for position in order)
     counts = [b for b, _, _ in view.shapes(layout.shape)]
     firsts = [sum(counts[:block]) for block in range(len(counts))]
+    cuts = []
     for unit in view.units(layout.shape):
         shape = size_of(unit.box)
         if math.prod(shape) == 0:
@@ -141,10 +207,8 @@ def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -
         holders = tuple(
             position for position, piece in enumerate(pieces) if piece is not None and size_of(piece) == shape
         )
-        first_matrices = tuple(firsts[block] + matrix for block, matrix in unit.matrices)
-        key = _Key(number, ranks, shape, unit.view, pieces, copies, local.dtype, local.device, kernels)
-        cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
-        yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
+        cuts.append(_Cut(unit, tuple(firsts[block] + matrix for block, matrix in unit.matrices), pieces, holders))
+    return ranks, copies, tuple(cuts)
 
 
 def _piece(box: Box, unit: Box) -> Box | None:
@@ -185,48 +249,45 @@ def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
     return max(found, default=1.0)
 
 
-def _travelling_buckets(
-    key: _Key,
-    group: Mapping[str, Any],
-    layouts: Sequence[Layout | None],
-    units: Sequence[tuple[int, TravellingUnit]],
-    rank: int,
-) -> Iterator[Bucket]:
-    position = key.ranks.index(rank)
-    kinds = tuple(Kind((m, n), form_of(group, m, n, key.dtype, key.device)) for _, m, n in key.view.shapes(key.shape))
+def _shared_buckets(
+    key: _Key, group: Mapping[str, Any], units: Sequence[tuple[int, TravellingUnit]]
+) -> Iterator[SharedBucket]:
+    kinds = kinds_of(key.view, key.shape, group, key.dtype, key.device)
     per_owner: list[list[TravellingUnit]] = [[] for _ in key.ranks]
     for owner, unit in units:
         per_owner[owner].append(unit)
 
     def exchange_of(parts: Sequence[Sequence[TravellingUnit]]) -> Exchange:
         counts = tuple(map(len, parts))
-        return Exchange(key.ranks, position, key.shape, key.pieces, key.copies, counts)
+        return Exchange(key.ranks, 0, key.shape, key.pieces, key.copies, counts)
 
     most = max(map(len, per_owner))
-    one = exchange_of([part[:1] for part in per_owner])
-    limit = _units_at_a_time(key, group, kinds, one)
+    limit = _units_at_a_time(key, group, kinds, exchange_of([part[:1] for part in per_owner]))
     for start in range(0, most, limit):
         parts = [part[start : start + limit] for part in per_owner]
-        exchange = exchange_of(parts)
-        if exchange.is_local and not exchange.num_owned:
-            continue
-        together = tuple(unit for part in parts for unit in part)
-        owned = exchange.num_owned
-        flops = sum(kind.form.flops(*kind.shape) for kind in kinds if kind.form is not None)
-        yield Bucket(
-            algorithm="muon",
-            group=key.group,
-            members=tuple(_members(together, exchange, layouts, rank)),
-            shape=kinds[0].shape,
-            dtype=key.dtype,
-            device=key.device,
-            kernels=key.kernels,
-            form=kinds[0].form,
-            numel=math.prod(key.shape) * len(together),
-            flops=owned * flops,
-            workspace_bytes=_travelling_bytes(key, kinds, exchange),
-            travel=Travel(exchange, together, key.view, kinds),
-        )
+        yield SharedBucket(key, kinds, tuple(unit for part in parts for unit in part), exchange_of(parts))
+
+
+def _travelling_bucket(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
+    """Yield a rank's part in a bucket, or nothing where it has none."""
+    key, kinds = shared.key, shared.kinds
+    exchange = replace(shared.exchange, position=key.ranks.index(rank))
+    if exchange.is_local and not exchange.num_owned:
+        return
+    yield Bucket(
+        algorithm="muon",
+        group=key.group,
+        members=tuple(_members(shared.units, exchange, layouts, rank)),
+        shape=kinds[0].shape,
+        dtype=key.dtype,
+        device=key.device,
+        kernels=key.kernels,
+        form=kinds[0].form,
+        numel=math.prod(key.shape) * len(shared.units),
+        flops=exchange.num_owned * shared.unit_flops,
+        workspace_bytes=shared.workspace_bytes(exchange),
+        travel=Travel(exchange, shared.units, key.view, kinds),
+    )
 
 
 def _members(
@@ -248,6 +309,14 @@ def _members(
             first_matrix=unit.first_matrices[0],
             piece=relative(found, box),
         )
+
+
+def kinds_of(
+    view: View, shape: Sequence[int], group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[Kind, ...]:
+    """Return the matrices of a unit of some shape."""
+    shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
+    return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
 
 
 def _units_at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: Exchange) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Agreement, Pending, ProcessGroup
+from quintic.optim.comms import ProcessGroup
 from quintic.optim.device_memory import upload
 from quintic.optim.device_passes import DeviceMemory
 from quintic.optim.pipeline import Observer, Passes, State, advance_neurons_, orthogonalized
@@ -24,7 +24,15 @@ from quintic.optim.state import second_moments
 from quintic.optim.travel import Travel
 from quintic.optim.update import lr_scale_factor
 
-__all__ = ["TravelMemory", "run_travelling", "step_travelling"]
+__all__ = [
+    "Neurons",
+    "TravelMemory",
+    "as_rows",
+    "factors_of_pieces",
+    "orthogonalized_units",
+    "run_travelling",
+    "step_travelling",
+]
 
 
 class TravelMemory(DeviceMemory):
@@ -32,16 +40,9 @@ class TravelMemory(DeviceMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: Tensor | None = None
         self._scales_key: object = None
         self._scales = torch.empty(0)
-        self._owned_moments: list[list[Tensor]] | None = None
-
-    def places(self, bucket: Bucket, agreement: Agreement) -> Tensor:
-        """Return where the parameters of the units stand in an agreement, for `Agreement.stepped`."""
-        if self._places is None:
-            self._places = agreement.numbers((bucket.group, unit.index) for unit in _travel_of(bucket).units)
-        return self._places
+        self._moments_of_units: list[list[Tensor]] | None = None
 
     def scales(self, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
@@ -60,18 +61,18 @@ class TravelMemory(DeviceMemory):
             self._scales, self._scales_key = upload(scales, bucket.device), key
         return self._scales
 
-    def owned_moments(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> list[list[Tensor]]:
-        """Return for each kind the second moments of this rank's units, each (1, m, 1) or (1, 1, n), sharing memory."""
-        if self._owned_moments is None:
+    def moments_of_units(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> list[list[Tensor]]:
+        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
+        if self._moments_of_units is None:
             travel = _travel_of(bucket)
             found: list[list[Tensor]] = [[] for _ in travel.kinds]
-            for unit in travel.owned:
+            for unit in travel.units:
                 param = group["params"][unit.index]
                 blocks = second_moments(state[param]["second_momentum_buffer"], param.shape, group["view"])
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     found[kind].append(blocks[block][matrix : matrix + 1])
-            self._owned_moments = found
-        return self._owned_moments
+            self._moments_of_units = found
+        return self._moments_of_units
 
 
 def run_travelling(steps: Sequence[Iterator[None]], meanwhile: Callable[[], None]) -> None:
@@ -124,23 +125,65 @@ def step_travelling(
     pending = exchange.gather(pieces.contiguous(), process_group)
     del pieces
     yield
-    units = exchange.assemble(pending.wait())
-    owned_go = None if go is None else go[exchange.first_owned : exchange.first_owned + exchange.num_owned]
-    scales = memory.scales(bucket, group)
+    updates, factors = orthogonalized_units(
+        bucket, group, memory, state, exchange.assemble(pending.wait()), go, observer
+    )
+    pending = exchange.scatter(updates, process_group)
+    neurons = Neurons(bucket, group, memory, state, factors, process_group) if group["normalize"] is not None else None
+    del updates, factors
+    yield
+    received = exchange.pieces_of(pending.wait())
+    if neurons is None:
+        scales = memory.scales(bucket, group)
+        factors = [scales[:, number].view(-1, 1, 1) for number in range(len(travel.kinds))]
+    else:
+        factors = neurons.wait()
+    if passes is not None:
+        passes.apply(as_rows(received), factors_of_pieces(factors, travel))
+
+
+def orthogonalized_units(
+    bucket: Bucket,
+    group: Mapping[str, Any],
+    memory: TravelMemory,
+    state: State,
+    units: Tensor,
+    go: Tensor | None,
+    observer: Observer | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Orthogonalise the units that this rank owns, and advance their neurons.
+
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        memory: the bucket's own.
+        state: of all parameters.
+        units: (num_owned, *unit_shape) contiguous: directions.
+        go: (units of all ranks,) int32 or None, as for `step_travelling`.
+        observer: likewise.
+
+    Returns:
+        The updates (num_owned, *unit_shape), and for each kind of matrix the factors (num_owned, m or 1, n or 1).
+    """
+    travel = _travel_of(bucket)
+    exchange = travel.exchange
+    owned = slice(exchange.first_owned, exchange.first_owned + exchange.num_owned)
+    scales = memory.scales(bucket, group)[owned]
     normalizes = group["normalize"] is not None
-    moments = memory.owned_moments(bucket, group, state) if normalizes else []
+    moments = [of_kind[owned] for of_kind in memory.moments_of_units(bucket, group, state)] if normalizes else []
     updates, factors = [], []
-    owned_scales = scales[exchange.first_owned : exchange.first_owned + exchange.num_owned]
     for number, (kind, block) in enumerate(zip(travel.kinds, _blocks(units, travel), strict=True)):
         directions = block.flatten(1, 2)
         if bucket.kernels == "torch":
             directions = directions.contiguous()
-        found = owned_scales[:, number].view(-1, 1, 1)
+        found = scales[:, number].view(-1, 1, 1)
         if exchange.num_owned:
             update = orthogonalized(directions, kind.form, bucket, group)
             if normalizes:
                 table = memory.neuron_table(bucket, moments[number], (unit.name for unit in travel.owned), number)
-                found = advance_neurons_(update, moments[number], found, group, owned_go, table)
+                found = advance_neurons_(
+                    update, moments[number], found, group, None if go is None else go[owned], table
+                )
             if observer is not None:
                 observer(_owned_members(bucket, number), directions, update, found)
         else:
@@ -149,21 +192,50 @@ def step_travelling(
                 found = scales.new_empty((0, *_factor_shape(kind)))
         updates.append(update)
         factors.append(found)
-    del units
-    pending = exchange.scatter(_units(updates, travel), process_group)
-    pending_factors: Pending | None = None
-    if normalizes:
-        vectors = torch.cat([found.flatten(1) for found in factors], dim=1)
-        pending_factors = exchange.all_gather(vectors, process_group)
-    del updates, factors
-    yield
-    received = exchange.pieces_of(pending.wait())
-    if pending_factors is None:
-        of_units = [scales[:, number].view(-1, 1, 1) for number in range(len(travel.kinds))]
-    else:
-        of_units = _unpacked(exchange.in_order(pending_factors.wait()), travel.kinds)
-    if passes is not None:
-        passes.apply(_as_rows(received), _of_pieces(of_units, travel))
+    return _units(updates, travel), factors
+
+
+class Neurons:
+    """Factors and second moments of NorMuon on their way from the owners to everybody, started by construction.
+
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        memory: the bucket's own.
+        state: of all parameters.
+        factors: of the units that this rank owns, for each kind.
+        process_group: of the bucket's ranks.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Mapping[str, Any],
+        memory: TravelMemory,
+        state: State,
+        factors: Sequence[Tensor],
+        process_group: ProcessGroup,
+    ) -> None:
+        self._travel = _travel_of(bucket)
+        exchange = self._travel.exchange
+        self._moments = memory.moments_of_units(bucket, group, state)
+        owned = slice(exchange.first_owned, exchange.first_owned + exchange.num_owned)
+        vectors = [found.flatten(1) for found in factors]
+        # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
+        for of_kind, found in zip(self._moments, factors, strict=True):
+            mine = torch.cat(of_kind[owned]).flatten(1) if exchange.num_owned else found.flatten(1)
+            vectors.append(mine.to(found.dtype))
+        self._pending = exchange.all_gather(torch.cat(vectors, dim=1), process_group)
+
+    def wait(self) -> list[Tensor]:
+        """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
+        exchange, kinds = self._travel.exchange, self._travel.kinds
+        vectors = exchange.in_order(self._pending.wait())
+        factors, moments = vectors.chunk(2, dim=1)
+        if not exchange.is_local:
+            for of_kind, found in zip(self._moments, _unpacked(moments, kinds), strict=True):
+                torch._foreach_copy_(of_kind, list(found.split(1)))
+        return _unpacked(factors, kinds)
 
 
 def _travel_of(bucket: Bucket) -> Travel:
@@ -181,11 +253,12 @@ def _blocks(units: Tensor, travel: Travel) -> list[Tensor]:
     unit = torch.empty(travel.exchange.unit_shape, device="meta")
     return [
         units.as_strided(
-            (units.shape[0], *block.shape[1:]),
-            (unit.numel(), *block.stride()[1:]),
-            units.storage_offset() + block.storage_offset(),
+            (units.shape[0], *matrix.shape),
+            (unit.numel(), *matrix.stride()),
+            units.storage_offset() + matrix.storage_offset(),
         )
         for block in travel.view.blocks(unit)
+        for matrix in block
     ]
 
 
@@ -215,14 +288,14 @@ def _unpacked(vectors: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
     return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _of_pieces(factors: Sequence[Tensor], travel: Travel) -> Tensor:
+def factors_of_pieces(factors: Sequence[Tensor], travel: Travel) -> Tensor:
     """Return the factors of this rank's pieces, (units, rows or 1, columns or 1), from those of whole units."""
     exchange = travel.exchange
     piece = exchange.piece
     assert piece is not None
     if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
         return factors[0]
-    count = exchange.num_units
+    count = factors[0].shape[0]
     if len(factors) == 1 and travel.is_plain:
         m, n = travel.kinds[0].shape
         whole = factors[0].expand(count, m, n)
@@ -234,10 +307,10 @@ def _of_pieces(factors: Sequence[Tensor], travel: Travel) -> Tensor:
         for block, found in zip(_blocks(units, travel), factors, strict=True):
             over = found.unsqueeze(1) if found.shape[1] == 1 else found.unflatten(1, block.shape[1:3])
             block.copy_(over)
-    return _as_rows(units[(slice(None), *(slice(start, stop) for start, stop in piece))])
+    return as_rows(units[(slice(None), *(slice(start, stop) for start, stop in piece))])
 
 
-def _as_rows(pieces: Tensor) -> Tensor:
+def as_rows(pieces: Tensor) -> Tensor:
     """Return (count, *piece_shape) as (count, rows, columns)."""
     return pieces if pieces.ndim == 3 else pieces.flatten(1, -2)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import choose_kernels
+from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.forms import check_orthogonalizer
 from quintic.optim.layouts import local_tensor
 from quintic.optim.qk_clip import QKClip
@@ -32,7 +32,7 @@ _NEUTRAL_ONLY: dict[str, object] = {"offload": False}
 _CHOICES: dict[str, tuple[object, ...]] = {
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
-    "comms": ("none", "averaged"),
+    "comms": ("none", "averaged", "replicated", "sharded"),
     "master": (None, "fp32", "mantissa"),
     "on_nonfinite": ("propagate", "skip", "raise"),
     "kernels": ("auto", "torch", "triton"),
@@ -86,6 +86,11 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
                 f"use master='fp32'"
+            )
+        if group["comms"] == "sharded" and not is_dense(local_tensor(param)):
+            raise ValueError(
+                f"{name}: comms='sharded' sends runs of memory, and this parameter of shape {tuple(param.shape)} and "
+                f"strides {param.stride()} has gaps in it; make it contiguous"
             )
         if group["algorithm"] == "muon":
             _check_matrix(name, param, group)

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from quintic.kernels import adamw, matrix_update, normalize, symmetric  # noqa: E402
+from quintic.kernels import adamw, matrix_update, neuron, normalize, symmetric  # noqa: E402
 from quintic.kernels.configurations import ADAMW, MOMENTUM, SYMMETRIC, WEIGHTS  # noqa: E402
 
 pytestmark = [
@@ -107,6 +107,34 @@ def test_normalisation(given, made):
     for combined in (True, False):
         constants = {"BLOCK": block, "COMBINE": combine, "COMBINED": combined}
         compile_kernel(normalize._scale_kernel, constants, num_warps, x=given, out=made)
+
+
+@pytest.mark.parametrize("update", ["*bf16", "*fp16", "*fp32", "*fp64"])
+@pytest.mark.parametrize("side_by_side", ["entry_stride", "neuron_stride"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_sums_of_neurons(update, side_by_side, aligned):
+    compile_sums_of_neurons(update, {side_by_side: 1}, aligned)
+
+
+def test_sums_of_one_entry():
+    compile_sums_of_neurons("*fp32", dict.fromkeys(("neurons", "entries", "neuron_stride", "entry_stride"), 1), False)
+
+
+def compile_sums_of_neurons(update, known, aligned):
+    # A launch makes a constant of every one.
+    flags = {"ENTRIES_FIRST": "entry_stride" in known, "LOG_LANES": neuron._LOG_LANES, "BLOCK": neuron._SUM_BLOCK}
+    multiples = ("update", "sums", "neurons", "entries", "segment", "matrix_stride", "neuron_stride", "entry_stride")
+    multiples = [name for name in multiples if name not in known] if aligned else ["sums", "segment"]
+    compile_kernel(neuron._sum_kernel, flags | known, neuron._SUM_WARPS, aligned=multiples, update=update)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("block", [neuron._MIN_FACTOR_BLOCK, neuron._MAX_FACTOR_BLOCK])
+@pytest.mark.parametrize("known", [{}, {"neurons": 1, "segments": 1, "scale_stride": 1}], ids=["many", "one"])
+def test_factors_of_neurons(guarded, block, known):
+    flags = {"GUARDED": guarded, "LOG_SEGMENTS": neuron._LOG_SEGMENTS, "LOG_BLOCK": block.bit_length() - 1}
+    types = {"moments": "*i64", "scale": "*fp32", **dict.fromkeys(("entries", "rest", "eps"), "fp32")}
+    compile_kernel(neuron._factor_kernel, flags | known, block // neuron._NEURONS_PER_WARP, **types)
 
 
 @pytest.mark.parametrize("dtype", ["*fp16", "*bf16"])

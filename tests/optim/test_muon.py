@@ -537,7 +537,7 @@ def test_distributed_checkpoint_round_trip():
         ({}, {"coefficients": [(1.0, 2.0)]}, "coefficients="),
         ({}, {"orthogonalizer": "svd", "compute_dtype": torch.float16}, "compute_dtype=torch.float16"),
         ({}, {"max_workspace_bytes": -1}, "max_workspace_bytes=-1"),
-        ({}, {"comms": "sharded"}, "comms='sharded' must be 'none' or 'averaged'"),
+        ({}, {"comms": "shared"}, "comms='shared' must be 'none' or 'averaged' or 'replicated' or 'sharded'"),
         ({}, {"master": "bf16"}, "master='bf16' must be None or 'fp32' or 'mantissa'"),
         ({}, {"offload": True}, "offload=True is not available"),
         ({}, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'propagate' or"),

@@ -1,0 +1,226 @@
+"""Clipping of gradients by their total norm, whatever ranks their pieces lie on.
+
+The squared norm of each parameter's gradient is made where its pieces are, brought together along the axes of its mesh
+(pieces of a sharded axis are added, copies of a replicated one count once), and added up. Only these numbers travel.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms import ProcessGroup, group_ranks, start_all_gather
+from quintic.optim.device_memory import upload
+from quintic.optim.layouts import local_tensor
+from quintic.optim.muon import Muon
+
+if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["clip_grad_norm_"]
+
+_SCOPES = ("adamw", "all")
+
+# Keeps the division finite, as in torch.nn.utils.clip_grad_norm_.
+_NORM_EPS = 1e-6
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizer: Muon,
+    max_norm: float,
+    *,
+    scope: Literal["adamw", "all"] = "adamw",
+    error_if_nonfinite: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), where norm is their total 2-norm; return the norm.
+
+    Call it between `backward` and `step`; with `torch.amp.GradScaler` after `unscale_`. The norm is that of the whole
+    gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
+    zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum.
+
+    By default only gradients of AdamW groups are counted and scaled. Muon's update is orthogonalised: it has the same
+    size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only weights the steps
+    in the momentum differently, and the large gradients of matrices would decide how much of the others is left.
+
+    Collective: all ranks of the parameters' meshes (and of `process_group`) must call it, with the same parameters in
+    the same order, whichever gradients are None on which rank; a gradient that is `Partial` must be there on all ranks
+    of its mesh. Does not wait for the device unless `error_if_nonfinite`. Groups that are between two of their steps
+    (`step_every`) are left alone: their gradients still add up.
+
+    Args:
+        optimizer: whose gradients are clipped; weights and state are not read.
+        max_norm: upper bound of the total norm, > 0; `math.inf` measures without scaling.
+        scope: `"adamw"`: gradients of AdamW groups; `"all"`: of all groups.
+        error_if_nonfinite: raise if the norm is infinite or undefined; nothing was scaled then. Waits for the device.
+        process_group: ranks with other parameters, whose squared norms are added: those of the pipeline's stages, one
+            rank of every stage. None if this rank's parameters are all there are.
+
+    Returns:
+        () float32: the total norm before clipping, on the device of the (first) gradients; the same on all ranks of a
+        mesh, and of `process_group`. Squares are added in float64 (where a device has none, in float32) in a fixed
+        order, so that the norm is the one of a single device up to the last rounding to float32, which hardly ever
+        falls the other way.
+
+    Raises:
+        TypeError: `optimizer` is not a `quintic.Muon`.
+        ValueError: `scope` is unknown, `max_norm` is not positive, a gradient is sparse, or a group's gradients are
+            only brought together by `step` (`comms`).
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+
+    Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
+    """
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer must be a quintic.Muon, got {type(optimizer).__name__}")
+    if scope not in _SCOPES:
+        raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
+    params = _params_in(optimizer, scope)
+    gradients = [_summed_gradient(name, param) for name, param in params]
+    device = _device_of(optimizer, gradients)
+    squared = _squared_norm([param for _, param in params], gradients, device)
+    if process_group is not None:
+        squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
+    norm = squared.sqrt()
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the total norm of the gradients in scope {scope!r} is {norm.item()}, so they cannot be clipped; nothing "
+            f"was scaled (error_if_nonfinite=False scales anyway)"
+        )
+    if math.isfinite(max_norm):
+        _scale_(gradients, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
+    return norm.float()
+
+
+def _params_in(optimizer: Muon, scope: str) -> list[tuple[str, Tensor]]:
+    """Return (name, parameter) of everything that the scope counts."""
+    found: list[tuple[str, Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        is_waiting = (group["pending_steps"] + 1) % group["step_every"] != 0
+        if is_waiting or scope not in ("all", group["algorithm"]):
+            continue
+        if group["comms"] not in ("none", "averaged"):
+            raise ValueError(
+                f"parameter group {number}: with comms={group['comms']!r} the ranks' gradients are brought together by "
+                f"step(), so their norm is not known before; average them yourself and use comms='averaged' to clip"
+            )
+        found += zip(group["param_names"], group["params"], strict=True)
+    return found
+
+
+def _summed_gradient(name: str, param: Any) -> Tensor | None:
+    """Return this rank's piece of the gradient of a tensor or `DTensor`, cut as that is; None where there is none.
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+    cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
+    if cut != wanted and cut is not None and wanted is not None:
+        # Kept, so that `step` need not do it again.
+        param.grad = gradient = gradient.redistribute(param.device_mesh, wanted)
+    return local_tensor(gradient)
+
+
+def _device_of(optimizer: Muon, gradients: Sequence[Tensor | None]) -> torch.device:
+    """Return the device of the first gradient; where this rank has none, of the first parameter."""
+    for gradient in gradients:
+        if gradient is not None:
+            return gradient.device
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next((param.device for param in params), torch.device("cpu"))
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """Return the dtype in which squares are added."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _squared_norm(params: Sequence[Tensor], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Return () on `device`: the sum of the squares of all entries of the whole gradients.
+
+    Args:
+        params: their meshes say what a gradient's piece is a piece of.
+        gradients: this rank's pieces.
+        device: of the result.
+    """
+    norms = _norms(gradients)
+    places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
+    for place, param in enumerate(params):
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is None or mesh.get_coordinate() is not None:
+            places.setdefault((mesh, param.device), []).append(place)
+    total = torch.zeros((), dtype=_wide(device), device=device)
+    for (mesh, where), members in places.items():
+        zero = torch.zeros((), dtype=_wide(where), device=where)
+        squares = torch.stack([norms.get(place, zero) for place in members]).square()
+        if mesh is not None:
+            squares = _over_mesh(squares, mesh, [params[place] for place in members])
+        total += squares.sum().to(device)
+    return total
+
+
+def _norms(gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the 2-norm of each gradient that has entries, by its place."""
+    found: dict[int, Tensor] = {}
+    for (device, _), places in _alike(gradients).items():
+        tensors = [gradient for place in places if (gradient := gradients[place]) is not None]
+        found |= zip(places, torch._foreach_norm(tensors, 2, dtype=_wide(device)), strict=True)
+    return found
+
+
+def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the places of the gradients that have entries, by device and dtype: what one launch can handle."""
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient is not None and gradient.numel():
+            found.setdefault((gradient.device, gradient.dtype), []).append(place)
+    return found
+
+
+def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any]) -> Tensor:
+    """Return the squared norms of whole gradients, (n,), on every rank of the mesh.
+
+    Args:
+        squares: (n,) those of this rank's pieces.
+        mesh: of all these parameters.
+        params: the n parameters, `DTensor`s.
+    """
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == 1:
+            continue
+        found = _gathered(squares, mesh.get_group(axis), mesh.size(axis))
+        is_copy = [param.placements[axis].is_replicate() for param in params]
+        # Of copies the largest counts: they are equal, unless a rank lacks the gradient.
+        if all(is_copy):
+            squares = found.amax(dim=0)
+        elif not any(is_copy):
+            squares = found.sum(dim=0)
+        else:
+            squares = torch.where(upload(torch.tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
+    return squares
+
+
+def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:
+    """Return (num_ranks, n) from the (n,) of every rank. All ranks of the group must call it."""
+    return start_all_gather(values, num_ranks, group).wait().view(num_ranks, -1)
+
+
+def _scale_(gradients: Sequence[Tensor | None], coefficient: Tensor) -> None:
+    """Multiply all gradients by a () tensor, in place."""
+    for (device, dtype), places in _alike(gradients).items():
+        tensors = [gradient for place in places if (gradient := gradients[place]) is not None]
+        factor = coefficient.to(device, torch.promote_types(dtype, torch.float32))
+        if factor.dtype == dtype:
+            torch._foreach_mul_(tensors, factor)
+        else:
+            # A tensor without dimensions would be rounded to the gradients' dtype before the product.
+            torch._foreach_mul_([gradient.unsqueeze(0) for gradient in tensors], [factor.view(1)] * len(tensors))

@@ -1,0 +1,318 @@
+"""The step again, slow and obviously right: what `Muon.step` is compared with, see `verify.py`.
+
+One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
+`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of. Nothing of the pipeline
+is used: neither buckets nor owners, neither exchanges nor kernels. What both share is the update rule itself, the
+layouts, and where directions are rounded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, layouts_of, this_rank
+from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
+from quintic.optim.muon import Muon
+from quintic.optim.orthogonalize import apply_form
+from quintic.optim.plan import direction_dtype, form_of
+from quintic.optim.state import second_moments
+from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+from quintic.optim.views import View
+
+__all__ = ["Observer", "Parameter", "Rounding", "parameters_of", "reference_step", "run_reference"]
+
+# State that is not cut as the parameter is.
+_UNCUT = ("step", "second_momentum_buffer")
+
+# What is taken for the rounding of a user's function, relative to its result: nobody knows how it computes.
+_FUNCTION_ROUNDING = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What the rounding of its products did to one matrix: differences from the same polynomial in a wider dtype."""
+
+    update: float
+    """Largest of the change of a weight."""
+    second_moment: float
+    """Largest of NorMuon's second moments; 0 without them."""
+
+
+Observer = Callable[[Tensor, int, Rounding], None]
+"""Called with a parameter, the number of a matrix of it and its rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an optimizer, and where its pieces are."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout | None
+    """None where this rank has all there is."""
+    process_group: ProcessGroup | None
+    """Of the layout's ranks."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that hold pieces or copies, in the order of the process group."""
+        return (this_rank(),) if self.layout is None else tuple(sorted(self.layout.ranks))
+
+    @property
+    def own_copy(self) -> tuple[int, ...]:
+        """Return the ranks that hold the pieces of the same copy as this rank, in order."""
+        if self.layout is None or self.layout.is_replicated:
+            return (this_rank(),)
+        copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
+        return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole of what this rank holds a piece of, a new tensor. All of `ranks` must call it."""
+        layout = self.layout
+        if layout is None or self.process_group is None or layout.is_replicated:
+            return local.clone()
+        boxes = [layout.box_of(rank) for rank in self.ranks]
+        parts = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
+        whole = local.new_empty(layout.shape)
+        for rank, box, part in zip(self.ranks, boxes, parts, strict=True):
+            if rank in self.own_copy and part.numel():
+                self.piece(whole, rank).copy_(part.view(size_of(box)))
+        return whole
+
+    def piece(self, whole: Tensor, rank: int) -> Tensor:
+        """Return what a rank holds of a whole tensor, sharing memory."""
+        if self.layout is None:
+            return whole
+        return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
+
+    def sole_holders(self) -> dict[tuple[int, int], int]:
+        """Return the matrices, as (block of the view, number in it), that only one of several ranks has any part of."""
+        found: dict[tuple[int, int], int] = {}
+        if self.layout is None:
+            return found
+        for unit in self.group["view"].units(self.layout.shape):
+            holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
+            if len(holders) == 1:
+                found |= dict.fromkeys(unit.matrices, holders[0])
+        return found
+
+
+def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
+    """Yield the parameters that this rank has a part in, group by group. All ranks that share parameters must call it.
+
+    Raises:
+        ValueError: a group's `comms` brings gradients together, which the reference does not do.
+    """
+    layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
+    optimizer._communicators.connect(optimizer.param_groups, layouts)
+    for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
+        if group["comms"] not in ("none", "averaged"):
+            raise ValueError(
+                f"parameter group {number}: there is no reference for comms={group['comms']!r}; compare with "
+                f"comms='averaged' and gradients that are averaged before the step"
+            )
+        for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
+            if layout is None:
+                yield Parameter(name, param, group, None, None)
+            elif this_rank() in layout.ranks:
+                process_group = optimizer._communicators[tuple(sorted(layout.ranks))]
+                yield Parameter(name, param, group, layout, process_group)
+
+
+def reference_step(optimizer: Muon) -> None:
+    """Do what `optimizer.step()` does, slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
+
+    For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
+    `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
+    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient.
+    Needs the memory of one whole parameter with its gradient and state, several times. All ranks that share parameters
+    must call it, and wait for the device and for each other.
+
+    Args:
+        optimizer: with gradients in `p.grad`, which are not modified.
+
+    Raises:
+        TypeError: it is not a `quintic.Muon`.
+        ValueError: a gradient is sparse, or a group's `comms` brings gradients together.
+        FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+    """
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
+    run_reference(optimizer, None)
+
+
+@torch.no_grad()
+def run_reference(optimizer: Muon, observer: Observer | None) -> None:
+    """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
+    groups = optimizer.param_groups
+    pending_steps = [(group["pending_steps"] + 1) % group["step_every"] for group in groups]
+    everything = list(parameters_of(optimizer))
+    due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
+    # Ranks of one process group meet the same parameters in the same order.
+    parameters = [found for found in everything if id(found.group) in due]
+    is_finite = _all_finite(parameters)
+    for found in parameters:
+        # All ranks must ask, whatever they know themselves.
+        is_stepped = _all_have_gradients(found)
+        if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
+            _step_parameter(found, optimizer.state[found.param], observer)
+    for group, pending in zip(groups, pending_steps, strict=True):
+        group["pending_steps"] = pending
+
+
+def _all_finite(parameters: list[Parameter]) -> bool:
+    """Return whether all gradients that somebody asks about are finite, on all ranks."""
+    asking = [found for found in parameters if found.group["on_nonfinite"] != "propagate"]
+    if not asking:
+        return True
+    bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
+    go = torch.tensor(int(not bad), dtype=torch.int32, device=asking[0].param.device)
+    if any(found.layout is not None for found in parameters):
+        all_agree_(go, asking[0].group["process_group"])
+    if not go and any(found.group["on_nonfinite"] == "raise" for found in asking):
+        where = bad[0].name if bad else "on another rank"
+        raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
+    return bool(go)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(torch.isfinite(local_tensor(gradient)).all())
+
+
+def _all_have_gradients(found: Parameter) -> bool:
+    present = torch.tensor(int(found.param.grad is not None), dtype=torch.int32, device=found.param.device)
+    if found.process_group is not None:
+        all_agree_(present, found.process_group)
+    return bool(present)
+
+
+def _step_parameter(found: Parameter, state: Mapping[str, Tensor], observer: Observer | None) -> None:
+    gradient = local_gradient(found.param)
+    assert gradient is not None
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
+    local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
+    if found.group["algorithm"] == "adamw":
+        _step_adamw(local, gradient, found.group)
+        return
+    whole = {key: found.whole(value) for key, value in local.items() if key not in _UNCUT}
+    # The gradient may lie otherwise in memory than the weight.
+    whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(found.whole(gradient))
+    buffer = local.get("second_momentum_buffer")
+    second = None if buffer is None else _whole_second_moments(found, buffer)
+    _step_matrices(found, whole, second, observer)
+    for key, value in local.items():
+        if key not in _UNCUT and value.numel():
+            value.copy_(found.piece(whole[key], this_rank()))
+    if buffer is not None and second is not None:
+        buffer.copy_(second)
+
+
+def _whole_second_moments(found: Parameter, buffer: Tensor) -> Tensor:
+    """Return NorMuon's second moments of all matrices: those of a matrix that one rank alone holds are there alone."""
+    if found.layout is None or found.process_group is None:
+        return buffer.clone()
+    everyone = all_gather_uneven(buffer, [buffer.numel()] * len(found.ranks), found.process_group)
+    shape, view = found.layout.shape, found.group["view"]
+    by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(found.ranks, everyone, strict=True)}
+    result = buffer.clone()
+    for (block, matrix), holder in found.sole_holders().items():
+        second_moments(result, shape, view)[block][matrix].copy_(by_rank[holder][block][matrix])
+    return result
+
+
+def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> None:
+    """Step a parameter entry by entry: where its pieces are makes no difference."""
+    adamw_(
+        local["weight"],
+        local.get("master", local.get("mantissa")),
+        gradient,
+        local["exp_avg"],
+        local["exp_avg_sq"],
+        local["step"],
+        lr=float(group["lr"]),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decay_coupling=group["decay_coupling"],
+        cautious=group["cautious"],
+    )
+
+
+def _step_matrices(
+    found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, observer: Observer | None
+) -> None:
+    """Step the whole weight, momentum and master, one matrix after the other."""
+    view: View = found.group["view"]
+    # Copies, whether or not a view's matrices share memory with the tensor.
+    batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
+    moments = None if second is None else second_moments(second, whole["weight"].shape, view)
+    number = 0
+    for block, weights in enumerate(batches["weight"]):
+        for index in range(weights.shape[0]):
+            matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
+            if moments is not None:
+                matrix["second_moment"] = moments[block][index : index + 1]
+            if matrix["weight"].numel():
+                rounding = _step_matrix(matrix, number, found.group, measure=observer is not None)
+                if observer is not None and rounding is not None:
+                    observer(found.param, number, rounding)
+            number += 1
+    for key, batch in batches.items():
+        view.write_(whole[key], batch)
+
+
+def _step_matrix(
+    matrix: Mapping[str, Tensor], number: int, group: Mapping[str, Any], *, measure: bool
+) -> Rounding | None:
+    """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    weight, momentum = matrix["weight"], matrix["momentum_buffer"]
+    m, n = weight.shape[1:]
+    form = form_of(group, m, n, weight.dtype, weight.device)
+    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group["momentum"]), nesterov=group["nesterov"])
+    direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
+    if form is None:
+        update = group["orthogonalizer"](direction).to(direction.dtype)
+    else:
+        update = apply_form(direction, form, "torch")
+    # In the dtype of the step, so that on CPUs not even the last bit differs.
+    factor = torch.full((1, 1, 1), lr_scale_factor(group["lr_scale"], m, n), dtype=momentum.dtype, device=weight.device)
+    if group["lr_multipliers"] is not None:
+        factor = factor * torch.tensor(group["lr_multipliers"][number], dtype=factor.dtype)
+    before = matrix["second_moment"].clone() if "second_moment" in matrix else None
+    scale = factor
+    if before is not None:
+        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group["normalize_beta"]))
+    apply_(
+        [weight],
+        [matrix.get("master", matrix.get("mantissa"))],
+        [update],
+        [factor],
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        decay_coupling=group["decay_coupling"],
+        cautious=group["cautious"],
+    )
+    if not measure:
+        return None
+    change = factor * update * float(group["lr"])
+    if form is None:
+        second = 0.0 if before is None else _largest(matrix["second_moment"])
+        return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
+    wide = torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64
+    exact = apply_form(direction, replace(form, compute_dtype=wide), "torch")
+    if before is None:
+        return Rounding(_largest(change - scale * exact * float(group["lr"])), 0.0)
+    exact_factor = scale * neuron_factors_(exact, before, beta=float(group["normalize_beta"]))
+    return Rounding(
+        _largest(change - exact_factor * exact * float(group["lr"])), _largest(matrix["second_moment"] - before)
+    )
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest finite absolute entry, 0 if there is none."""
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max())

@@ -1,0 +1,65 @@
+"""What an exchange moves, for all of its ranks at a time: `Exchange` itself answers for one rank."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.exchange import Exchange
+from quintic.optim.layouts import numel_of
+
+__all__ = ["Cargo", "Traffic", "per_key", "piece_numels", "traffic_of"]
+
+
+class Cargo(NamedTuple):
+    """An exchange, and the bytes of what it moves."""
+
+    exchange: Exchange
+    direction: int
+    """Of one entry of a gather."""
+    update: int
+    """Of one entry of a scatter."""
+    factors: int
+    """Of NorMuon's factors of one unit, which every rank gets with a scatter; 0 for none."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that each rank sends and receives, those that it keeps not counted; (ranks,) int64."""
+
+    gather_sent: Tensor
+    gather_received: Tensor
+    scatter_sent: Tensor
+    scatter_received: Tensor
+
+
+def traffic_of(cargo: Cargo, nodes: Tensor | None = None) -> Traffic:
+    """Return what moves between ranks.
+
+    Args:
+        cargo: of an exchange that is not local.
+        nodes: (ranks,) int64, the node of each rank, to count only what moves within nodes.
+    """
+    exchange = cargo.exchange
+    counts, copies, pieces = torch.tensor(exchange.counts), torch.tensor(exchange.copies), piece_numels(exchange)
+    if nodes is None:
+        nodes = torch.zeros_like(counts)
+    # A gather stays within a copy of the parameters, a scatter reaches all of them.
+    near = copies * (int(nodes.max()) + 1) + nodes
+    factors = cargo.factors * max(exchange.counts) * (per_key(torch.ones_like(nodes), nodes) - 1)
+    return Traffic(
+        gather_sent=pieces * (per_key(counts, near) - counts) * cargo.direction,
+        gather_received=counts * (per_key(pieces, near) - pieces) * cargo.direction,
+        scatter_sent=counts * (per_key(pieces, nodes) - pieces) * cargo.update + factors,
+        scatter_received=pieces * (per_key(counts, nodes) - counts) * cargo.update + factors,
+    )
+
+
+def piece_numels(exchange: Exchange) -> Tensor:
+    """Return the entries of each rank's piece of a unit, (ranks,) int64."""
+    return torch.tensor([0 if piece is None else numel_of(piece) for piece in exchange.pieces])
+
+
+def per_key(values: Tensor, keys: Tensor) -> Tensor:
+    """Return for each position the sum of the values whose keys, whole numbers from 0, are that position's."""
+    sums = torch.zeros(int(keys.max()) + 1, dtype=values.dtype).index_add_(0, keys, values)
+    return sums[keys]

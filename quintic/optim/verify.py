@@ -1,0 +1,368 @@
+"""`verify`: is one step on this mesh, with these kernels, the step that the reference makes?
+
+keep      weights, state and counts, in host memory
+step      the optimizer's own, with the gradients that are there; its results go to host memory too
+restore
+reference one parameter at a time, see `reference.py`; measures how much rounding each matrix suffers
+compare   matrix by matrix, and AdamW's parameters piece by piece
+restore   bit for bit
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintic.optim.comms import ProcessGroup, all_gather_values, this_rank
+from quintic.optim.layouts import local_tensor
+from quintic.optim.muon import Muon
+from quintic.optim.precision import full_precision
+from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
+from quintic.optim.state import second_moments
+from quintic.optim.verify_report import Difference, Verification, badness, merged
+
+__all__ = ["verify"]
+
+# Two computations of one matrix may each be this far from exact, in units of the rounding that was measured, and one of
+# them may have been luckier when it was.
+_ROUNDINGS = 4.0
+
+# What element-wise arithmetic in another order may change: of the largest change of a matrix, of values in units of
+# their dtype's eps, and AdamW's update in units of its learning rate.
+_CHANGE = 2.0**-18
+_EPS = 8
+_ADAMW = 1e-4
+
+# Differences that a rank reports to the others.
+_MOST_REPORTED = 1000
+
+_NOT_CUT = ("step", "second_momentum_buffer", "master", "mantissa")
+
+
+def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | None = None) -> Verification:
+    """Make one step on this mesh, compare it with `reference_step`, and undo both.
+
+    Call it where `optimizer.step()` would be called, after `backward()`; training then goes on as if nothing had
+    happened: weights, state, counts, telemetry and random number generators are bit for bit what they were. Hooks of
+    the optimizer do not run, QK-clip takes no part, and groups with `step_every` step whatever their place in it.
+    Without any gradient on any rank, random ones stand in, which are removed again.
+
+    A difference counts as wrong where rounding does not explain it. How much that is, is measured for each matrix: what
+    changes when the reference multiplies in a wider dtype. Weights and all state are compared.
+
+    Takes about as long as orthogonalising every matrix three times on each rank without kernels. Host memory: twice the
+    weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its gradient and
+    state, several times.
+
+    All ranks must call it.
+
+    Args:
+        model: its parameters; those the optimizer has must be among them.
+        optimizer: made for the model.
+        process_group: the ranks that call, and that get the report; None for all.
+
+    Returns:
+        The same report on all of them; `report.ok` says it in one word, `print(report)` in a few. Nothing is raised for
+        a step that is wrong.
+
+    Raises:
+        TypeError: the optimizer is not a `quintic.Muon`.
+        ValueError, FloatingPointError: as `optimizer.step()`, and `reference_step`; everything is restored before.
+    """
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    problems = [
+        f"{name}: this parameter of the optimizer is none of the model's; make the optimizer after the model is moved, "
+        f"wrapped (fully_shard, parallelize_module) or compiled"
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+        if param not in names
+    ]
+    given = _give_gradients(optimizer, process_group)
+    kept = _Kept(optimizer)
+    roundings: dict[tuple[Tensor, int], Rounding] = {}
+
+    def observe(param: Tensor, number: int, rounding: Rounding) -> None:
+        roundings[param, number] = rounding
+
+    try:
+        kept.make_due()
+        step = type(optimizer).step
+        # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
+        (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)  # type: ignore[attr-defined]
+        taken = _snapshot(optimizer)
+        kept.restore()
+        kept.make_due()
+        run_reference(optimizer, observe)
+        found, stepped = _compare(optimizer, kept.values, taken, roundings)
+    finally:
+        kept.restore()
+        for param in given:
+            param.grad = None
+    renamed = {name: names.get(param, name) for name, param in _named(optimizer)}
+    found = [replace(difference, name=renamed[difference.name]) for difference in found]
+    stepped = {renamed[name]: count for name, count in stepped.items()}
+    return merged(all_gather_values((found, stepped, problems), process_group))
+
+
+def _named(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+# ----------------------------------------------------------------------------------------------------- keep and restore
+
+_Values = dict[Tensor, dict[str, Tensor]]
+
+
+def _local(optimizer: Muon, param: Tensor) -> dict[str, Tensor]:
+    state = {key: local_tensor(value) for key, value in optimizer.state[param].items()}
+    return {"weight": local_tensor(param.detach()), **state}
+
+
+def _snapshot(optimizer: Muon) -> _Values:
+    """Return copies in host memory of what this rank holds of all weights and state."""
+    return {
+        param: {key: value.to("cpu", copy=True) for key, value in _local(optimizer, param).items()}
+        for _, param in _named(optimizer)
+    }
+
+
+class _Kept:
+    """Everything that a step changes, as it is now."""
+
+    _COUNTS = ("_num_steps", "_report")
+
+    def __init__(self, optimizer: Muon) -> None:
+        self._optimizer = optimizer
+        self.values = _snapshot(optimizer)
+        self._pending = [group["pending_steps"] for group in optimizer.param_groups]
+        self._counts = {key: getattr(optimizer, key) for key in self._COUNTS}
+        self._measured = dict(optimizer._measured)
+        self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
+
+    def make_due(self) -> None:
+        """Let every group step next time, whatever its `step_every`."""
+        for group in self._optimizer.param_groups:
+            group["pending_steps"] = group["step_every"] - 1
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        optimizer = self._optimizer
+        for param, values in self.values.items():
+            for key, target in _local(optimizer, param).items():
+                target.copy_(values[key])
+        for group, pending in zip(optimizer.param_groups, self._pending, strict=True):
+            group["pending_steps"] = pending
+        for key, value in self._counts.items():
+            setattr(optimizer, key, value)
+        optimizer._measured = dict(self._measured)
+        if self._skipped is None:
+            optimizer._skipped = None
+        elif optimizer._skipped is not None:
+            optimizer._skipped.copy_(self._skipped)
+
+
+@torch.no_grad()
+def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
+    """Set random gradients if no rank has any, the same wherever a piece is held; return their parameters."""
+    has_gradients = any(param.grad is not None for _, param in _named(optimizer))
+    if any(all_gather_values(has_gradients, process_group)):
+        return []
+    given = []
+    for number, found in enumerate(parameters_of(optimizer)):
+        box = None if found.layout is None else found.layout.box_of(this_rank())
+        # Of its own, so that the user's generators do not notice.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box}".encode()))
+        found.param.grad = torch.zeros_like(found.param)
+        local = local_tensor(found.param.grad)
+        local.copy_(torch.randn(local.shape, generator=generator))
+        given.append(found.param)
+    return given
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+@torch.no_grad()
+def _compare(
+    optimizer: Muon, before: _Values, taken: _Values, roundings: Mapping[tuple[Tensor, int], Rounding]
+) -> tuple[list[Difference], dict[str, int]]:
+    """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
+    differences: list[Difference] = []
+    stepped: dict[str, int] = {}
+    for found in parameters_of(optimizer):
+        expected = _local(optimizer, found.param)
+        first, second = (
+            {key: value.to(found.param.device) for key, value in values[found.param].items()}
+            for values in (before, taken)
+        )
+        if found.group["algorithm"] == "muon":
+            differences += _compare_matrices(found, expected, second, first, roundings)
+        elif found.param.grad is not None:
+            differences += _compare_adamw(found, expected, second, first)
+        if found.param.grad is not None:
+            shapes = found.group["view"].shapes(found.param.shape) if found.group["algorithm"] == "muon" else ()
+            stepped[found.name] = sum(count for count, _, _ in shapes)
+    return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
+
+
+def _compare_adamw(
+    found: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    """Yield the differences of what this rank holds."""
+    if expected["weight"].numel() == 0:
+        return
+    for key in ("weight", "exp_avg", "exp_avg_sq", "step"):
+        old, right, mine = (_value(values, key) for values in (before, expected, taken))
+        if key == "weight":
+            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * float(found.group["lr"]))
+            scale = _largest(right - old)
+        else:
+            allowed = torch.full_like(right, 0.0 if key == "step" else _allowed_state(right, old))
+            scale = _largest(right)
+        absolute, ratio = _distance(right, mine, allowed)
+        yield Difference(
+            name=found.name,
+            tensor=key,
+            matrix=None,
+            num_matrices=0,
+            ranks=(this_rank(),),
+            absolute=absolute,
+            relative=_relative(absolute, scale),
+            ratio=ratio,
+        )
+
+
+def _compare_matrices(
+    found: Parameter,
+    expected: Mapping[str, Tensor],
+    taken: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    roundings: Mapping[tuple[Tensor, int], Rounding],
+) -> Iterator[Difference]:
+    """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
+    view, shape = found.group["view"], found.param.shape
+    numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
+    for key in ("weight", "momentum_buffer"):
+        wholes = [found.whole(_value(values, key)) for values in (before, expected, taken)]
+        batches = [view.batches(whole) for whole in wholes]
+        for number, (block, index) in enumerate(numbers):
+            old, right, mine = (batch[block][index] for batch in batches)
+            if right.numel() == 0:
+                continue
+            change = _largest(right - old)
+            if key == "weight":
+                # A parameter that was not stepped has not changed.
+                rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+                slack = _ROUNDINGS * rounding.update + _CHANGE * change
+                allowed = _allowed_change(found.group, expected, old, right, slack)
+            else:
+                allowed = torch.full_like(right, _allowed_state(right, old))
+            absolute, ratio = _distance(right, mine, allowed)
+            yield Difference(
+                name=found.name,
+                tensor=key,
+                matrix=number,
+                num_matrices=len(numbers),
+                ranks=_ranks(found, wholes[1], block, index, (right - mine).abs() > allowed if ratio > 1 else None),
+                absolute=absolute,
+                relative=_relative(absolute, change if key == "weight" else _largest(right)),
+                ratio=ratio,
+            )
+    if "second_momentum_buffer" in expected:
+        yield from _compare_second_moments(found, numbers, expected, taken, roundings)
+
+
+def _compare_second_moments(
+    found: Parameter,
+    numbers: Sequence[tuple[int, int]],
+    expected: Mapping[str, Tensor],
+    taken: Mapping[str, Tensor],
+    roundings: Mapping[tuple[Tensor, int], Rounding],
+) -> Iterator[Difference]:
+    """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
+    view, shape = found.group["view"], found.param.shape
+    holders = found.sole_holders()
+    key = "second_momentum_buffer"
+    all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
+    for number, (block, index) in enumerate(numbers):
+        right, mine = all_right[block][index], all_mine[block][index]
+        if right.numel() == 0 or holders.get((block, index), this_rank()) != this_rank():
+            continue
+        rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+        slack = _ROUNDINGS * rounding.second_moment + _allowed_state(right, right)
+        absolute, ratio = _distance(right, mine, torch.full_like(right, slack))
+        yield Difference(
+            name=found.name,
+            tensor=key,
+            matrix=number,
+            num_matrices=len(numbers),
+            ranks=(this_rank(),),
+            absolute=absolute,
+            relative=_relative(absolute, _largest(right)),
+            ratio=ratio,
+        )
+
+
+def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
+    """Return the ranks that hold wrong entries of a matrix; None for any entries."""
+    if len(found.own_copy) == 1:
+        return found.own_copy
+    marks = torch.zeros_like(whole, dtype=torch.bool)
+    batches = [batch.clone() for batch in found.group["view"].batches(marks)]
+    batches[block][index] = True if wrong is None else wrong
+    found.group["view"].write_(marks, batches)
+    return tuple(rank for rank in found.own_copy if bool(found.piece(marks, rank).any()))
+
+
+def _value(values: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return a state, or the value behind a weight."""
+    if key != "weight":
+        return values[key]
+    return full_precision(values["weight"], values.get("master", values.get("mantissa")))
+
+
+def _allowed_change(
+    group: Mapping[str, Any], state: Mapping[str, Tensor], old: Tensor, right: Tensor, slack: float
+) -> Tensor:
+    """Return for each weight the difference that rounding explains, given that of updates."""
+    relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
+    if right.itemsize < 4:  # both are rounded to one of few numbers
+        relative += torch.finfo(right.dtype).eps
+    wide = torch.promote_types(right.dtype, torch.float32)
+    old, right = old.to(wide), right.to(wide)
+    allowed = right.abs().mul(relative).add(slack)
+    rate = float(group["lr"]) * float(group["weight_decay"])
+    if group["cautious"] and rate:
+        # Where the update is so small that its sign may go either way, decay may come or not.
+        decay = old.abs() * (rate * float(group["lr"]) if group["decay_coupling"] == "lr_squared" else rate)
+        allowed += decay * ((right - old).abs() <= decay + allowed)
+    return allowed
+
+
+def _allowed_state(right: Tensor, old: Tensor) -> float:
+    return _EPS * torch.finfo(right.dtype).eps * (_largest(right) + _largest(old))
+
+
+def _distance(right: Tensor, mine: Tensor, allowed: Tensor) -> tuple[float, float]:
+    """Return the largest absolute difference, and the largest over what is allowed; NaN agrees with NaN."""
+    wide = torch.promote_types(right.dtype, torch.float32)
+    same = (right == mine) | (right.isnan() & mine.isnan())
+    apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)
+    ratio = (apart / allowed).nan_to_num(math.inf).masked_fill(same, 0.0)
+    return float(apart.max()), float(ratio.max())
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max())
+
+
+def _relative(absolute: float, scale: float) -> float:
+    return absolute / scale if scale else (math.inf if absolute else 0.0)

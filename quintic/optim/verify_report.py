@@ -1,0 +1,119 @@
+"""What `quintic.verify` reports: differences between a step and the reference, of all ranks together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Difference", "Verification", "badness", "merged"]
+
+# Differences that are printed.
+_MOST_PRINTED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far the step and the reference are apart in one tensor of one matrix."""
+
+    name: str
+    """Of the parameter."""
+    tensor: str
+    """`"weight"` (the value behind it, if it has a master), or the name of a state."""
+    matrix: int | None
+    """Which matrix of the parameter's view, counted from 0; None for parameters of AdamW."""
+    num_matrices: int
+    ranks: tuple[int, ...]
+    """Global ranks that hold entries which are wrong; where none are, ranks that hold the matrix."""
+    absolute: float
+    """Largest absolute difference of an entry."""
+    relative: float
+    """The same, relative to the largest change of a weight that the reference makes; of state, to its largest entry."""
+    ratio: float
+    """Largest difference of an entry over what rounding explains there: more than 1 is wrong."""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        which = "" if self.matrix is None else f", matrix {self.matrix} of {self.num_matrices}"
+        where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        of = "largest change" if self.tensor == "weight" else "largest entry"
+        return (
+            f"{self.name}{which}, {self.tensor} on {where}: off by {self.absolute:.2g}, {self.relative:.2g} of the "
+            f"{of}, {self.ratio:.2g} times what rounding explains"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `verify` found; the same on all ranks. Print it."""
+
+    num_ranks: int
+    num_parameters: int
+    """Parameters that have a gradient on any rank."""
+    num_matrices: int
+    """Matrices of these."""
+    worst: Difference | None
+    """The largest of all by `ratio`; None if there is nothing to compare."""
+    wrong: tuple[Difference, ...]
+    """Those that rounding does not explain, worst first."""
+    problems: tuple[str, ...]
+    """Mistakes found without a step, one sentence each."""
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing is wrong."""
+        return not self.wrong and not self.problems
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Return whether step and reference agree to the last bit."""
+        return self.worst is None or self.worst.absolute == 0
+
+    def __str__(self) -> str:
+        """Return the verdict, and what is wrong."""
+        checked = (
+            f"{self.num_parameters} parameters ({self.num_matrices} matrices) on {self.num_ranks} "
+            f"rank{'s' * (self.num_ranks > 1)}"
+        )
+        if self.ok:
+            agree = "agree with the reference to the last bit" if self.is_bitwise else f"agree; worst: {self.worst}"
+            return f"the step is right: {checked} {agree if self.num_parameters else 'were stepped'}"
+        lines = [f"THE STEP IS WRONG: of {checked}, {len(self.wrong)} tensors differ by more than rounding explains"]
+        lines += [str(difference) for difference in self.wrong[:_MOST_PRINTED]]
+        if len(self.wrong) > _MOST_PRINTED:
+            lines.append(f"and {len(self.wrong) - _MOST_PRINTED} more")
+        return "\n  ".join([*lines, *self.problems])
+
+
+def badness(difference: Difference) -> tuple[float, str, str, int]:
+    """Return what sorts differences, the worst first."""
+    return -difference.ratio, difference.name, difference.tensor, difference.matrix or 0
+
+
+def merged(answers: Sequence[tuple[list[Difference], dict[str, int], list[str]]]) -> Verification:
+    """Return the report of all ranks' findings."""
+    found: dict[tuple[str, str, int | None], Difference] = {}
+    stepped: dict[str, int] = {}
+    problems: dict[str, None] = {}
+    for differences, of_rank, texts in answers:
+        stepped |= of_rank
+        problems |= dict.fromkeys(texts)
+        for difference in differences:
+            key = (difference.name, difference.tensor, difference.matrix)
+            other = found.setdefault(key, difference)
+            if other is not difference:
+                found[key] = _together(other, difference)
+    ordered = sorted(found.values(), key=badness)
+    return Verification(
+        num_ranks=len(answers),
+        num_parameters=len(stepped),
+        num_matrices=sum(stepped.values()),
+        worst=ordered[0] if ordered else None,
+        wrong=tuple(difference for difference in ordered if difference.ratio > 1),
+        problems=tuple(problems),
+    )
+
+
+def _together(a: Difference, b: Difference) -> Difference:
+    """Return what two ranks found about one tensor."""
+    worse, better = (a, b) if a.ratio >= b.ratio else (b, a)
+    if worse.ratio > 1 >= better.ratio:
+        return worse
+    return replace(worse, ranks=tuple(sorted({*worse.ranks, *better.ranks})))

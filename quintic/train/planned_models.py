@@ -1,0 +1,229 @@
+"""Models to plan for: shapes of parameters on the meta device, without weights.
+
+Some well-known models are described here by their sizes, so that planning needs no network and no other package; any
+other comes from its configuration through `transformers`. Parameters have the names that `transformers` gives them.
+"""
+
+import difflib
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quintic.errors import ConfigError
+
+__all__ = ["KNOWN_MODELS", "Sizes", "planned_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A decoder in the manner of Llama.
+
+    Args:
+        layers: how many.
+        width: of the residual stream.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: features of a head.
+        hidden: of the MLP, or of one expert.
+        vocab_size: rows of the embedding.
+        tied: the head is the embedding.
+        qk_norm: queries and keys are normed, with weights.
+        experts: of the mixture in every layer; 0 for a plain MLP.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    hidden: int
+    vocab_size: int
+    tied: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+
+
+_LLAMA_3 = {"kv_heads": 8, "vocab_size": 128256}
+_QWEN_3 = {"vocab_size": 151936, "qk_norm": True}
+
+KNOWN_MODELS: dict[str, Sizes | None] = {
+    "gpt2": None,
+    "llama-3-8b": Sizes(layers=32, width=4096, heads=32, hidden=14336, **_LLAMA_3),
+    "llama-3-70b": Sizes(layers=80, width=8192, heads=64, hidden=28672, **_LLAMA_3),
+    "qwen3-1.7b": Sizes(layers=28, width=2048, heads=16, kv_heads=8, hidden=6144, tied=True, **_QWEN_3),
+    "qwen3-30b-a3b": Sizes(layers=48, width=2048, heads=32, kv_heads=4, hidden=768, experts=128, **_QWEN_3),
+}
+"""By name; None for the one that is not in the manner of Llama."""
+
+
+def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model on the meta device.
+
+    Args:
+        name: one of `KNOWN_MODELS`; the path of a `config.json` or of its folder; or `owner/name` of a model on the
+            Hugging Face Hub, of which only the configuration is fetched.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: there is no such model, or `transformers` is needed and missing; the message begins with `model=`.
+    """
+    with torch.device("meta"):
+        if name in KNOWN_MODELS:
+            sizes = KNOWN_MODELS[name]
+            model: nn.Module = _GPT2() if sizes is None else _Decoder(sizes)
+        else:
+            model = _from_configuration(name)
+    return model.to(dtype)
+
+
+def _from_configuration(name: str) -> nn.Module:
+    path = Path(name)
+    folder = path.parent if path.is_file() else path
+    if not path.exists() and ("/" not in name or path.suffix == ".json"):
+        nearest = difflib.get_close_matches(name, KNOWN_MODELS, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ConfigError(
+            f"model={name}: unknown; {hint}choose {', '.join(KNOWN_MODELS)}, the path of a config.json, or owner/name "
+            f"of a model on the Hugging Face Hub"
+        )
+    if path.exists():
+        _check_file(name, path if path.is_file() else path / "config.json")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"model={name}: models other than {', '.join(KNOWN_MODELS)} are read by the package transformers: "
+            f"pip install transformers"
+        ) from None
+    try:
+        source = str(path if path.is_file() else folder) if path.exists() else name
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model={name}: no configuration that transformers can read: {_first_line(error)}") from error
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        try:
+            model = transformers.AutoModel.from_config(config)
+        except ValueError as error:
+            raise ConfigError(f"model={name}: transformers cannot build it: {_first_line(error)}") from error
+    return model
+
+
+def _check_file(name: str, path: Path) -> None:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model={name}: {path} cannot be read as JSON: {_first_line(error)}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"model={name}: {path} has no model_type; give the config.json of a transformers model")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.model.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.layers))
+        self.model.norm = nn.RMSNorm(sizes.width)
+        self.lm_head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
+        if sizes.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class _Layer(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.self_attn = _Attention(sizes)
+        self.mlp = _Mixture(sizes) if sizes.experts else _Mlp(sizes)
+        self.input_layernorm = nn.RMSNorm(sizes.width)
+        self.post_attention_layernorm = nn.RMSNorm(sizes.width)
+
+
+class _Attention(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.q_proj = nn.Linear(sizes.width, queries, bias=False)
+        self.k_proj = nn.Linear(sizes.width, keys, bias=False)
+        self.v_proj = nn.Linear(sizes.width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, sizes.width, bias=False)
+        if sizes.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(sizes.head_dim), nn.RMSNorm(sizes.head_dim)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.up_proj = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.down_proj = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+
+class _Router(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.width))
+
+
+class _Experts(nn.Module):
+    # What transformers says about its stacks.
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(sizes.experts, 2 * sizes.hidden, sizes.width))
+        self.down_proj = nn.Parameter(torch.empty(sizes.experts, sizes.width, sizes.hidden))
+
+
+class _Mixture(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate, self.experts = _Router(sizes), _Experts(sizes)
+
+
+class Conv1D(nn.Module):
+    """A linear layer that stores (in, out), known by this name."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.empty(nf))
+
+
+class GPT2Attention(nn.Module):
+    """Fused queries, keys and values, known by this name."""
+
+    split_size = 768
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(3 * 768, 768), Conv1D(768, 768)
+
+
+class _GPT2Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(768), GPT2Attention(), nn.LayerNorm(768)
+        self.mlp = nn.Module()
+        self.mlp.c_fc, self.mlp.c_proj = Conv1D(4 * 768, 768), Conv1D(768, 4 * 768)
+
+
+class _GPT2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Module()
+        self.transformer.wte, self.transformer.wpe = nn.Embedding(50257, 768), nn.Embedding(1024, 768)
+        self.transformer.h = nn.ModuleList(_GPT2Block() for _ in range(12))
+        self.transformer.ln_f = nn.LayerNorm(768)
+        self.lm_head = nn.Linear(768, 50257, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight

@@ -1,0 +1,106 @@
+"""`quintic plan --model`: what the optimizer of any model does on any mesh of ranks, as a table, without the ranks."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import quintic
+from quintic.errors import ConfigError
+from quintic.optim.machine import load_machine
+from quintic.optim.prediction import StepTimes, predict
+from quintic.optim.rehearsal import Load, Rehearsal, rehearse
+from quintic.train.planned_models import planned_model
+
+if TYPE_CHECKING:
+    from quintic.train.options import RehearsalOptions
+
+__all__ = ["rehearsal_text", "table"]
+
+
+def rehearsal_text(options: "RehearsalOptions") -> str:
+    """Return what `quintic plan --model` prints.
+
+    Raises:
+        ConfigError: an option does not fit; the message begins with its name.
+    """
+    mesh = _mesh(options.mesh)
+    names = tuple(options.layout.split(","))
+    try:
+        machine = load_machine(options.machine)
+        model = planned_model(options.model, getattr(torch, options.dtype))
+        optimizer = quintic.Muon(
+            quintic.param_groups(model),
+            orthogonalizer=options.orthogonalizer,
+            normalize=options.normalize,
+            master=options.master,
+        )
+        rehearsal = rehearse(optimizer, mesh, names)
+    except ConfigError as error:
+        # The library speaks of its argument, the user of the option.
+        raise ConfigError(re.sub("^(model|mesh|layout|machine)=", r"--\1 ", str(error))) from None
+    except ValueError as error:
+        # Parameters that nobody decided about.
+        raise ConfigError(f"--model {options.model}: {error}") from None
+    parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    head = f"{options.model}: {parameters:,} parameters of {options.dtype}; predicted for {options.machine}"
+    return f"{head}\n{table(rehearsal, predict(rehearsal, machine))}"
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ConfigError(f"--mesh {text}: give ranks per dimension, such as 8 or 8x4")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def table(rehearsal: Rehearsal, times: StepTimes) -> str:
+    """Return a rehearsal as text: a line for each kind of bucket, then the totals.
+
+    Args:
+        rehearsal: of a step.
+        times: predicted for it.
+    """
+    mesh = "x".join(map(str, rehearsal.mesh))
+    lines = [
+        f"{rehearsal.num_ranks:,} ranks, mesh {mesh} ({', '.join(rehearsal.names)}); of the ranks: the most / the mean",
+        "",
+        f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
+    ]
+    kinds: dict[Any, list[Load]] = {}
+    for load in rehearsal.loads:
+        kinds.setdefault((load.method, load.shapes, load.dtype, load.cargo is None), []).append(load)
+    for (method, shapes, _, is_local), loads in kinds.items():
+        matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
+        sent = _most_and_mean(_sum(load.bytes_sent for load in loads), 1e6)
+        workspace = torch.stack([load.workspace_bytes for load in loads]).amax(0)
+        lines.append(
+            f"{method:18} {matrices if shapes else '-':>22} {_num_buckets(loads):>7} "
+            f"{_most_and_mean(_sum(load.flops for load in loads), 1e9):>21} {'-' if is_local else sent:>21} "
+            f"{_most_and_mean(workspace, 2**20):>19}"
+        )
+    totals = {
+        "operations": f"{_most_and_mean(rehearsal.flops, 1e9)} GFLOP, balance {rehearsal.balance:.2f}",
+        "sent": f"{_most_and_mean(rehearsal.bytes_sent, 1e6)} MB",
+        "state": f"{_most_and_mean(rehearsal.state_bytes, 2**20)} MiB",
+        "temporary memory": f"at most {_most_and_mean(rehearsal.workspace_bytes, 2**20)} MiB",
+        "one step": (
+            f"{times.total * 1e3:,.2f} ms: {times.compute * 1e3:,.2f} computing, {times.waiting * 1e3:,.2f} waiting "
+            f"(collectives take {times.collectives * 1e3:,.2f})"
+        ),
+    }
+    return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items())])
+
+
+def _num_buckets(loads: Sequence[Load]) -> int:
+    """Return how many buckets of a kind a rank has at most."""
+    return int(torch.stack([load.present for load in loads]).sum(0).max())
+
+
+def _sum(values: "Any") -> Tensor:
+    return torch.stack(list(values)).sum(0)
+
+
+def _most_and_mean(values: Tensor, unit: float) -> str:
+    return f"{float(values.max()) / unit:,.1f} / {float(values.double().mean()) / unit:,.1f}"

@@ -1,0 +1,256 @@
+"""State saved in one layout goes on in any other: the same numbers as without an interruption.
+
+The reference is one device that never stopped. What is whole or in pieces is judged by the positions that PyTorch gave
+each rank (`models.positions`), not by what Quintic or DTensor think.
+"""
+
+import copy
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import wrappings
+from harness import run
+from models import Awkward, gathered, give_gradients, gradient, numbered, positions, rules
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from trajectories import CASES, Layout
+
+import quintic
+
+RULES = ("plain", "neuron", "fp32", "mantissa")
+BEFORE, AFTER = 2, 2
+
+FUSED_ADAMW = (BEFORE + AFTER) * 2.0**-23, (BEFORE + AFTER) * 1e-6 * 0.01
+"""A last bit per step, see `trajectories.py`."""
+
+FULL = StateDictOptions(full_state_dict=True)
+
+ONE = Layout((1,))
+
+LAYOUTS = {
+    "one": ONE,
+    "averaged-3": Layout((3,), comms="averaged"),
+    "fsdp2-2": Layout((2,), wrappings.data_parallel),
+    "fsdp2-3": Layout((3,), wrappings.data_parallel),
+    "fsdp2-4": Layout((4,), wrappings.data_parallel),
+    "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
+    "tp-2": Layout((2,), wrappings.tensor_parallel),
+    "ep_fsdp2-4": Layout((4,), wrappings.expert_and_data_parallel),
+    "ep_fsdp2-2x2": Layout((2, 2), wrappings.expert_and_data_parallel),
+}
+
+
+class Trained(NamedTuple):
+    """A laid-out model, its optimizer, and which entries of the parameters this rank holds."""
+
+    model: torch.nn.Module
+    optimizer: quintic.Muon
+    held: dict
+
+
+class Named:
+    """Tensors by name, for `gathered`."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def named_parameters(self):
+        return self.tensors.items()
+
+
+def start(layout, case):
+    """A model before its first step, on this rank."""
+    twin, model = numbered(Awkward()), Awkward(dtype=case.dtype)
+    if layout.wrap is not wrappings.plain:
+        names = ("outer", "inner")[-len(layout.mesh) :]
+        mesh = DeviceMesh("cpu", torch.arange(layout.world_size).view(layout.mesh), mesh_dim_names=names)
+        layout.wrap(twin, mesh)
+        layout.wrap(model, mesh)
+    groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
+    optimizer = quintic.Muon(groups, lr=0.05, adamw_lr=0.01, comms=layout.comms, **case.options)
+    return Trained(model, optimizer, positions(twin))
+
+
+def step(trained, steps):
+    for number in steps:
+        params = trained.model.named_parameters()
+        whole = {name: gradient(name, param.shape, param.dtype, number) for name, param in params}
+        give_gradients(trained.model, whole, trained.held)
+        trained.optimizer.step()
+
+
+def wide(tensor):
+    """uint16, which gloo does not know, as int32."""
+    return tensor.to(torch.int32) if tensor.dtype == torch.uint16 else tensor
+
+
+def zeroed(state_dict):
+    result = copy.deepcopy(state_dict)
+    for tensors in result["state"].values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    return result
+
+
+def whole_state(trained, world_size):
+    """{name: {key: whole tensor}}, put together from the pieces; all ranks must call it."""
+    params = dict(trained.model.named_parameters())
+    trained.optimizer.state_dict()
+    result = {name: {} for name in params}
+    for key in sorted({key for param in params.values() for key in trained.optimizer.state[param]}):
+        tensors = {
+            name: trained.optimizer.state[p][key] for name, p in params.items() if key in trained.optimizer.state[p]
+        }
+        found = {name: wide(tensor) for name, tensor in tensors.items()}
+        cut = {name: tensor for name, tensor in found.items() if tensor.shape == params[name].shape}
+        for name, tensor in gathered(Named(cut), trained.held, range(world_size)).items():
+            result[name][key] = tensor
+        whole = {name: tensor.clone() for name, tensor in found.items() if name not in cut}
+        everyone = [{}] * world_size
+        dist.all_gather_object(everyone, whole)
+        for name, tensor in whole.items():
+            assert all(torch.equal(tensor, other[name]) for other in everyone), f"{name}: ranks differ in {key}"
+            result[name][key] = tensor
+    return result
+
+
+def wrong_state(found, expected, what):
+    """A line for every state that is not bitwise the same."""
+    lines = []
+    for name, tensors in expected.items():
+        if set(found[name]) != set(tensors):
+            lines.append(f"{what}: {name} has {sorted(found[name])} instead of {sorted(tensors)}")
+            continue
+        for key, tensor in tensors.items():
+            value = wide(found[name][key])
+            if isinstance(value, DTensor) or not torch.equal(value, tensor):
+                lines.append(f"{what}: {name} has another {key}")
+    return lines
+
+
+def weights_of(trained, world_size):
+    return gathered(trained.model, trained.held, range(world_size))
+
+
+def wrong_weights(found, optimizer, case, expected, what):
+    """A line for every weight that differs, with the tolerance that `trajectories` states for AdamW in pieces."""
+    adamw = {name for g in optimizer.param_groups if g["algorithm"] == "adamw" for name in g["param_names"]}
+    lines = []
+    for name, weight in expected.named_parameters():
+        rtol, atol = FUSED_ADAMW if name in adamw and case.dtype == torch.float32 else (0.0, 0.0)
+        if not torch.allclose(found[name], weight.detach(), rtol=rtol, atol=atol):
+            lines.append(f"{what}: {name} ends elsewhere than on one device")
+    return lines
+
+
+def save(rank, world_size, layout, folder):
+    """Some steps, then checkpoints for `load`; what is saved whole is what the ranks hold."""
+    wrong = []
+    for title in RULES:
+        trained = start(layout, CASES[title])
+        model, optimizer, _ = trained
+        step(trained, range(BEFORE))
+        state = whole_state(trained, world_size)
+        whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        wrong += wrong_state(whole["state"], state, f"{title}, full_state_dict")
+        weights = weights_of(trained, world_size)
+        if rank == 0:
+            torch.save((state, weights), folder / f"{title}.pt")
+        both = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(both, checkpoint_id=folder / title)
+    assert not wrong, "\n".join(wrong)
+
+
+def load(rank, world_size, layout, folder):
+    """What `save` saved, loaded into a new model in another layout, and more steps."""
+    wrong = []
+    for title in RULES:
+        case = CASES[title]
+        trained = start(layout, case)
+        model, optimizer, _ = trained
+        both = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(both, checkpoint_id=folder / title)
+        set_model_state_dict(model, both["model"])
+        set_optimizer_state_dict(model, optimizer, both["optimizer"])
+        state, weights = torch.load(folder / f"{title}.pt")
+        wrong += wrong_state(whole_state(trained, world_size), state, f"{title}, loaded")
+        found = weights_of(trained, world_size)
+        wrong += [
+            f"{title}: {name} is another weight" for name in weights if not torch.equal(found[name], weights[name])
+        ]
+        step(trained, range(BEFORE, BEFORE + AFTER))
+        found = weights_of(trained, world_size)
+        if rank == 0:
+            one = start(ONE, case)
+            step(one, range(BEFORE + AFTER))
+            wrong += wrong_weights(found, one.optimizer, case, one.model, title)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [*itertools.pairwise(LAYOUTS), (list(LAYOUTS)[-1], "one")])
+def test_a_run_goes_on_in_another_layout(saving, loading, tmp_path):
+    run(save, LAYOUTS[saving].world_size, LAYOUTS[saving], tmp_path, timeout=60)
+    run(load, LAYOUTS[loading].world_size, LAYOUTS[loading], tmp_path, timeout=60)
+
+
+def in_memory(rank, world_size, layout):
+    """State dicts of one device and of a layout, into one another."""
+    wrong = []
+
+    def check(trained, what):
+        nonlocal wrong
+        wrong += wrong_state(whole_state(trained, world_size), state, f"{title}, {what}")
+
+    for title in ("neuron", "fp32", "mantissa"):
+        case = CASES[title]
+        one = start(ONE, case)
+        step(one, range(BEFORE))
+        saved = copy.deepcopy(one.optimizer.state_dict())
+        params = dict(one.model.named_parameters())
+        state = {name: {k: wide(v).clone() for k, v in one.optimizer.state[p].items()} for name, p in params.items()}
+        cut = start(layout, case)
+        cut.optimizer.load_state_dict(saved)
+        check(cut, "one device's state")
+        full = get_optimizer_state_dict(cut.model, cut.optimizer, options=FULL)
+        wrong += wrong_state(full["state"], state, f"{title}, full_state_dict")
+        one.optimizer.load_state_dict(zeroed(one.optimizer.state_dict()))
+        one.optimizer.load_state_dict(full)
+        wrong += wrong_state(
+            {name: one.optimizer.state[p] for name, p in params.items()}, state, f"{title}, full state"
+        )
+        again = start(layout, case)
+        again.optimizer.load_state_dict(cut.optimizer.state_dict())
+        check(again, "state of the same layout")
+        again = start(layout, case)
+        again.optimizer.load_state_dict(full)
+        check(again, "full state")
+        again = start(layout, case)
+        set_optimizer_state_dict(again.model, again.optimizer, full, options=FULL)
+        check(again, "set_optimizer_state_dict with full_state_dict")
+        again = start(layout, case)
+        only_first = full if rank == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(again.model, again.optimizer, only_first, options=options)
+        check(again, "set_optimizer_state_dict with broadcast_from_rank0")
+        again = start(layout, case)
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        pieces = get_optimizer_state_dict(cut.model, cut.optimizer, options=flat)
+        set_optimizer_state_dict(again.model, again.optimizer, pieces, options=flat)
+        check(again, "flatten_optimizer_state_dict")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["averaged-3", "fsdp2-3", "hsdp-2x2", "tp-2", "ep_fsdp2-2x2"])
+def test_state_dicts_of_one_device_and_of_a_layout_load_into_each_other(name):
+    run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60)
