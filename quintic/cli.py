@@ -239,6 +239,15 @@ def _report(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
+    from quintic.train.options import RehearsalOptions, asks_for_rehearsal, parse
+
+    if asks_for_rehearsal(arguments):
+        from quintic.train.rehearse import rehearsal_text
+
+        description = "Show what the optimizer of any model does on any number of GPUs, without them."
+        print(rehearsal_text(parse(RehearsalOptions, arguments, "plan", description)))
+        return 0
+
     import torch
 
     from quintic.model.gpt import GPT
@@ -285,7 +294,8 @@ def _training_options(arguments: list[str], command: str) -> "Start":
     descriptions = {
         "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
         "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
-        "plan": "Show what the optimizer does to each kind of weight, without training.",
+        "plan": "Show what the optimizer does to each kind of weight, without training. For another model, on any "
+        "number of GPUs: quintic plan --model NAME --help.",
     }
     extra = "The defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
     return training_options(arguments, command=command, description=f"{descriptions[command]}\n\n{extra}")

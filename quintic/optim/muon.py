@@ -2,12 +2,13 @@
 
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
-is in `plan.py`; how a bucket is run is in `pipeline.py`. Where matrices lie on several ranks: `travel.py`.
+is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `pipeline.py`. Where matrices lie on several
+ranks: `travel.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,31 +17,20 @@ from torch.optim import Optimizer
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
 from quintic.optim.comms import (
-    Agreements,
     Communicators,
     ProcessGroup,
-    all_agree_,
-    check_same_plan,
-    describe,
     layouts_of,
     this_rank,
-    travelling,
 )
-from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
-from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
+from quintic.optim.device_memory import is_capturing
 from quintic.optim.forms import Method, Polynomials
-from quintic.optim.layouts import Layout
-from quintic.optim.non_finite import all_finite, first_non_finite
-from quintic.optim.pipeline import Observer, Operands, Passes, PlainPasses, operands, step_adamw, step_matrices
-from quintic.optim.plan import PLANNED_OPTIONS, Bucket, Member, Plan
+from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
+from quintic.optim.runner import Runner, ranks_of
 from quintic.optim.sharded import divided_state, parts_of
-from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state, master_of
-from quintic.optim.telemetry import MatrixTelemetry, StepReport, measure
-from quintic.optim.travel import build_plan
-from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
+from quintic.optim.telemetry import MatrixTelemetry, StepReport
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.validate import check_group, check_keys
 from quintic.optim.views import Matrix
@@ -48,15 +38,6 @@ from quintic.optim.views import Matrix
 __all__ = ["Muon", "Orthogonalizer"]
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
-
-
-class _Work(NamedTuple):
-    """A bucket, its number in the plan, and the members that have a gradient now."""
-
-    number: int
-    bucket: Bucket
-    group: dict[str, Any]
-    active: Operands
 
 
 class Muon(Optimizer):
@@ -128,16 +109,11 @@ class Muon(Optimizer):
     """
 
     # What follows from the groups, made when needed and dropped when they change.
-    _plan: Plan | None
+    _runner: Runner | None
     _planned_options: list[list[Any]]
-    _layouts: list[list[Layout | None]]
     _communicators: Communicators
-    _agreements: Agreements | None
-    _memory: dict[int, DeviceMemory]
-    _hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters]
     _clips: dict[str | int, tuple[LayerClip, dict[str, Tensor]]]
     # What the user may ask about the steps made.
-    _measured: dict[tuple[int, int], tuple[list[Member], Tensor]]
     _skipped: Tensor | None
     _num_steps: int
     _report: tuple[StepReport, Tensor | None]
@@ -200,29 +176,25 @@ class Muon(Optimizer):
             raise
         self._communicators.connect([added], [layouts])
         divides = added["comms"] == "sharded" and layouts[:1] not in ([], [None])
-        parts = parts_of(added, _ranks_of(layouts)) if divides else []
+        parts = parts_of(added, ranks_of(layouts)) if divides else []
         for index, param in enumerate(added["params"]):
             state = init_state(param, added)
             if divides:
-                state = divided_state(state, parts[index], _ranks_of(layouts).index(this_rank()))
+                state = divided_state(state, parts[index], ranks_of(layouts).index(this_rank()))
             self.state[param] = state
         self._forget_plan()
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
+        return self._planned().plan
+
+    def _planned(self) -> Runner:
         options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
-        if self._plan is None or options != self._planned_options:
+        if self._runner is None or options != self._planned_options:
             self._forget_plan()
-            self._layouts = [layouts_of(number, group) for number, group in enumerate(self.param_groups)]
-            layouts = [travelling(group, found) for group, found in zip(self.param_groups, self._layouts, strict=True)]
-            divided = {
-                number: _ranks_of(found)
-                for number, (group, found) in enumerate(zip(self.param_groups, self._layouts, strict=True))
-                if group["comms"] == "sharded" and any(found)
-            }
-            self._plan = build_plan(self.param_groups, layouts, this_rank(), divided)
+            self._runner = Runner(self.param_groups, self.state, self._communicators)
             self._planned_options = options
-        return self._plan
+        return self._runner
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
@@ -257,38 +229,20 @@ class Muon(Optimizer):
             if loss is None:
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
         row_factors = self._row_factors(qk_logits or {})
-        plan = self.plan()
+        runner = self._planned()
         pending_steps = self._pending_steps()
-        self._count_gradients()
-        lent = self._average_gradients(pending_steps)
-        works = self._works(plan, pending_steps)
-        go = self._guard(works)
-        # From here on nothing raises that could have been known.
-        host_go = True
-        if go is not None and any(work.bucket.kernels == "torch" for work in works):
-            host_go = bool(go)
-
-        def run_local() -> None:
-            for work in works:
-                stopped = not host_go and work.group["on_nonfinite"] != "propagate"
-                if work.bucket.travels or stopped:
-                    continue
-                if work.bucket.travel is not None:
-                    for _ in self._travel(work, go):
-                        pass  # nothing travels in this one
-                elif work.active.params and work.bucket.numel:
-                    self._run(work, go)
-
-        run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
-        for param in lent:
-            param.grad = None
+        done = runner.step(pending_steps, self._num_steps)
+        if done.go is not None:
+            if self._skipped is None:
+                self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
+            self._skipped += 1 - done.go
         for param, factors in row_factors:
-            self._scale(param, factors, go)
+            self._scale(param, factors, done.go)
         for group, pending in zip(self.param_groups, pending_steps, strict=True):
             group["pending_steps"] = pending
         waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
         self._num_steps += 1
-        self._report = _report(works, self._memory, waiting, len(qk_logits or {})), go
+        self._report = replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})), done.go
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -315,7 +269,8 @@ class Muon(Optimizer):
         Empty until a step was sampled (`telemetry_every`). Waits for the device.
         """
         found: dict[str, dict[int, MatrixTelemetry]] = {}
-        for members, values in self._measured.values():
+        measured = self._runner.measured.values() if self._runner is not None else []
+        for members, values in measured:
             rows = iter(values.tolist())
             for member in members:
                 for offset in range(member.num_matrices):
@@ -330,8 +285,8 @@ class Muon(Optimizer):
 
         `step` does it by itself; needed only before replaying a captured step. Does not wait for the device.
         """
-        for (number, _), values in self._hyperparameters.items():
-            values.update(self.param_groups[number])
+        if self._runner is not None:
+            self._runner.upload_hyperparameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
@@ -373,14 +328,9 @@ class Muon(Optimizer):
 
     def _forget_plan(self) -> None:
         """Forget everything that follows from the groups."""
-        self._plan = None
+        self._runner = None
         self._planned_options = []
-        self._layouts = []
-        self._agreements = None
-        self._memory = {}
-        self._hyperparameters = {}
         self._clips = {}
-        self._measured = {}
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
@@ -390,176 +340,6 @@ class Muon(Optimizer):
                 raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
             pending_steps.append((group["pending_steps"] + 1) % group["step_every"])
         return pending_steps
-
-    def _works(self, plan: Plan, pending_steps: Sequence[int]) -> list[_Work]:
-        """Return what there is to do."""
-        works = []
-        for number, bucket in enumerate(plan):
-            if pending_steps[bucket.group] == 0:
-                if number not in self._memory:
-                    self._memory[number] = _memory_of(bucket)
-                group, memory = self.param_groups[bucket.group], self._memory[number]
-                works.append(_Work(number, bucket, group, operands(bucket, group, self.state, memory)))
-        return works
-
-    def _average_gradients(self, pending_steps: Sequence[int]) -> list[Tensor]:
-        """Average the gradients of groups with `comms="replicated"`, in place.
-
-        Returns:
-            The parameters that have a gradient only until the step is over, because other ranks have one.
-        """
-        lent = []
-        for group, pending, layouts in zip(self.param_groups, pending_steps, self._layouts, strict=True):
-            if group["comms"] != "replicated" or pending or not any(layouts):
-                continue
-            ranks = _ranks_of(layouts)
-            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for param in group["params"]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                    lent.append(param)
-                together.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
-            for gradients in together.values():
-                average_(gradients, len(ranks), self._communicators[ranks], group["max_workspace_bytes"])
-        return lent
-
-    def _count_gradients(self) -> None:
-        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
-        if self._agreements is None:
-            self._communicators.connect(self.param_groups, self._layouts)
-            for ranks, found in describe(self.param_groups, self._layouts).items():
-                check_same_plan([description for _, description in found], ranks, self._communicators[ranks])
-            self._agreements = Agreements(self.param_groups, self._layouts, self._communicators)
-        self._agreements.start()
-
-    def _stepped(self, work: _Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
-        """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
-
-        Args:
-            work: what is stepped.
-            indices: positions of the parameters in their group.
-            go: of the whole step.
-        """
-        assert self._agreements is not None
-        bucket = work.bucket
-        if work.group["on_nonfinite"] == "propagate":
-            go = None
-        elif go is not None:
-            go = go.to(bucket.device, non_blocking=True)
-        places = [(bucket.group, index) for index in indices]
-        selection = self._memory[work.number].selection(self._agreements, places, bucket.device)
-        if selection is None:
-            return go
-        stepped = self._agreements.stepped(selection)
-        return stepped if go is None else stepped * go
-
-    def _guard(self, works: Sequence[_Work]) -> Tensor | None:
-        """Return () int32 that is 0 if a step must not happen, None if no group asks; counts the skipped steps."""
-        asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
-        watched = [work.active for work in asking]
-        gradients = [gradient for active in watched for gradient in active.gradients]
-        travels = any(layout is not None for found in self._layouts for layout in found)
-        if not gradients and not (travels and asking):
-            return None
-        go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
-        if travels:
-            # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
-            all_agree_(go, asking[0].group["process_group"])
-        if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
-            name = first_non_finite([member.name for active in watched for member in active.members], gradients)
-            raise FloatingPointError(
-                f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"
-            )
-        if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.int64, device=go.device)
-        self._skipped += 1 - go
-        return go
-
-    def _run(self, work: _Work, go: Tensor | None) -> None:
-        number, bucket, group, active = work
-        memory = self._memory[number]
-        stepped = self._stepped(work, [member.index for member in active.members], go)
-        if bucket.algorithm == "muon":
-            passes = self._passes(work, stepped)
-            of_matrices = _of_matrices(stepped, active)
-            step_matrices(bucket, group, active, memory, passes, of_matrices, self._observer(number, bucket, group))
-        elif bucket.kernels == "torch":
-            step_adamw(bucket, group, _present(active, stepped))
-        else:
-            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
-
-    def _travel(self, work: _Work, go: Tensor | None) -> Iterator[None]:
-        """Step a bucket that needs collectives, see `step_travelling` and `step_sharded`."""
-        number, bucket, group, active = work
-        if bucket.sharding is not None:
-            yield from self._step_sharded(work, go)
-            return
-        assert bucket.travel is not None
-        memory = self._memory[number]
-        assert isinstance(memory, TravelMemory)
-        stepped = self._stepped(work, [unit.index for unit in bucket.travel.units], go)
-        yield from step_travelling(
-            bucket,
-            group,
-            memory,
-            self._passes(work, stepped) if active.params else None,
-            self.state,
-            self._communicators[bucket.travel.exchange.ranks],
-            stepped,
-            self._observer(number, bucket, group),
-        )
-
-    def _step_sharded(self, work: _Work, go: Tensor | None) -> Iterator[None]:
-        number, bucket, group, _ = work
-        sharding, memory = bucket.sharding, self._memory[number]
-        assert sharding is not None
-        assert isinstance(memory, ShardedMemory)
-        stepped = self._stepped(work, [part.index for part in sharding.parts], go)
-        assert stepped is not None
-        first = sum(part.owner < sharding.position for part in sharding.parts)
-        owned = stepped[first : first + len(sharding.owned)]
-
-        def make_passes(active: Operands) -> Passes:
-            return self._passes(work._replace(active=active), owned)
-
-        def step_vectors(active: Operands) -> None:
-            if bucket.kernels == "torch":
-                step_adamw(bucket, group, _present(active, owned))
-            else:
-                step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), owned)
-
-        observer = self._observer(number, bucket, group)
-        process_group = self._communicators[sharding.ranks]
-        yield from step_sharded(
-            bucket, group, memory, self.state, process_group, stepped, make_passes, step_vectors, observer
-        )
-
-    def _passes(self, work: _Work, stepped: Tensor | None) -> Passes:
-        number, bucket, group, active = work
-        if bucket.kernels == "torch":
-            present = None if stepped is None or stepped.ndim == 0 else stepped.bool().tolist()
-            return PlainPasses(bucket, group, active, present)
-        hyperparameters = self._hyperparameters_of(work)
-        return DevicePasses(bucket, group, active, self._memory[number], hyperparameters, _of_matrices(stepped, active))
-
-    def _hyperparameters_of(self, work: _Work) -> DeviceHyperparameters:
-        key = (work.bucket.group, work.bucket.device)
-        if key not in self._hyperparameters:
-            self._hyperparameters[key] = DeviceHyperparameters(work.bucket.device)
-        self._hyperparameters[key].update(work.group)
-        return self._hyperparameters[key]
-
-    def _observer(self, number: int, bucket: Bucket, group: Mapping[str, Any]) -> Observer | None:
-        every = group["telemetry_every"]
-        if every is None or self._num_steps % every or is_capturing(bucket.device):
-            return None
-
-        def observe(members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor) -> None:
-            # A unit that travels may hold matrices of several kinds, measured one kind after the other.
-            key = (number, members[0].first_matrix if members and members[0].piece is None else 0)
-            self._measured[key] = list(members), measure(directions, updates, factors)
-
-        return observe
 
     def _row_factors(self, qk_logits: Mapping[str | int, Tensor]) -> list[tuple[Tensor, RowFactors]]:
         """Return what QK-clip multiplies which parameters with; every mistake in `qk_logits` is found here."""
@@ -598,72 +378,6 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 yield name, param, group
-
-
-def _ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks that share the plain parameters of a group with `comms`."""
-    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
-
-
-def _memory_of(bucket: Bucket) -> DeviceMemory:
-    if bucket.sharding is not None:
-        return ShardedMemory()
-    return DeviceMemory() if bucket.travel is None else TravelMemory()
-
-
-def _of_matrices(stepped: Tensor | None, active: Operands) -> Tensor | None:
-    """Return for each matrix what `_stepped` says of its parameter."""
-    if stepped is None or stepped.ndim == 0 or all(member.num_matrices == 1 for member in active.members):
-        return stepped
-    counts = torch.tensor([member.num_matrices for member in active.members])
-    return stepped.repeat_interleave(counts.to(stepped.device), output_size=int(counts.sum()))
-
-
-def _present(active: Operands, stepped: Tensor | None) -> Operands:
-    """Return the members that are stepped; waits for the device."""
-    if stepped is None or stepped.ndim == 0 or bool(stepped.all()):
-        return active
-    keep = [number for number, flag in enumerate(stepped.tolist()) if flag]
-    return Operands(
-        tuple(active.members[number] for number in keep),
-        [active.params[number] for number in keep],
-        [active.gradients[number] for number in keep],
-        [active.states[number] for number in keep],
-        active.num_matrices,
-    )
-
-
-def _report(works: Sequence[_Work], memories: Mapping[int, DeviceMemory], waiting: int, clipped: int) -> StepReport:
-    matrices: dict[str, int] = {}
-    num_adamw = without = 0
-    seen: set[tuple[int, int]] = set()
-    for number, bucket, _, active in works:
-        missing = len(bucket.members) - len(active.members)
-        if bucket.sharding is not None:
-            present = {member.index for member in active.members}
-            absent = {part.index for part in bucket.sharding.parts} - present
-            seen |= {(bucket.group, index) for index in absent}
-            missing = 0
-        elif bucket.travel is not None and active.members:
-            rows = zip(active.members, memories[number].owners, strict=True)
-            seen |= {(bucket.group, member.index) for member, owner in rows if owner.grad is None}
-        if bucket.algorithm == "adamw":
-            num_adamw += len(active.members)
-            without += missing
-            continue
-        if active.num_matrices:
-            matrices[bucket.method] = matrices.get(bucket.method, 0) + active.num_matrices
-        if missing:
-            # A parameter can have members in several buckets.
-            absent = {member.index for member in bucket.members} - {member.index for member in active.members}
-            seen |= {(bucket.group, index) for index in absent}
-    return StepReport(
-        matrices=matrices,
-        adamw_parameters=num_adamw,
-        without_gradient=without + len(seen),
-        waiting=waiting,
-        clipped_layers=clipped,
-    )
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "Member",
     "Plan",
+    "Stages",
     "adamw_entries",
     "block_of",
     "direction_dtype",
@@ -78,6 +79,24 @@ class Kind(NamedTuple):
     form: Form | None
 
 
+class Stages(NamedTuple):
+    """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
+
+    gathering: int
+    """From its start until its gather is over."""
+    computing: int
+    """Then, until its updates are there."""
+    updates: int
+    """What goes from there into the last stage."""
+    scattering: int
+    """From then to its end."""
+
+    def peak(self, before: "Stages", after: "Stages") -> int:
+        """Return the most while this bucket is computed, with the one before scattering and the one after gathering."""
+        around = before.scattering + after.gathering
+        return around + max(self.gathering, self.computing, self.updates + self.scattering)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
     """What one batched computation updates."""
@@ -101,6 +120,8 @@ class Bucket:
     """Upper bound of the temporary memory this bucket's batched computation needs."""
     travel: "Travel | None" = None
     """How its matrices come together, where they lie on several ranks; `members` are then this rank's pieces."""
+    stages: "Stages | None" = None
+    """Temporary memory by stage, where the bucket is stepped with collectives under way."""
     sharding: "Sharding | None" = None
     """Who owns which part, where state is divided among ranks; `members` are then this rank's parts."""
 
@@ -153,8 +174,17 @@ class Plan:
 
     @property
     def peak_workspace_bytes(self) -> int:
-        """Return the temporary memory of the largest bucket; buckets run one after the other."""
-        return max((bucket.workspace_bytes for bucket in self.buckets), default=0)
+        """Return the most temporary memory of a step on this rank.
+
+        Buckets run one after the other, but for those with collectives: of these the next is gathered and the last
+        scattered meanwhile, and the first is gathered while the others run.
+        """
+        nothing = Stages(0, 0, 0, 0)
+        stages = [bucket.stages for bucket in self.buckets if bucket.stages is not None]
+        alone = max((bucket.workspace_bytes for bucket in self.buckets if bucket.stages is None), default=0)
+        around = [nothing, *stages, nothing]
+        overlapping = (one.peak(around[i], around[i + 2]) for i, one in enumerate(stages))
+        return max(alone + (stages[0].gathering if stages else 0), *overlapping, 0)
 
     def __str__(self) -> str:
         """Return the plan as a table with one line per bucket."""

@@ -105,15 +105,15 @@ def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
     """Yield the parameters that this rank has a part in, group by group. All ranks that share parameters must call it.
 
     Raises:
-        ValueError: a group's `comms` brings gradients together, which the reference does not do.
+        ValueError: a group has `comms="sharded"`, which the reference does not know.
     """
     layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
     optimizer._communicators.connect(optimizer.param_groups, layouts)
     for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
-        if group["comms"] not in ("none", "averaged"):
+        if group["comms"] == "sharded" and any(layout is not None for layout in found):
             raise ValueError(
-                f"parameter group {number}: there is no reference for comms={group['comms']!r}; compare with "
-                f"comms='averaged' and gradients that are averaged before the step"
+                f"parameter group {number}: there is no reference for comms='sharded', whose state is divided among "
+                f"ranks; verify with comms='replicated', which takes the same gradients"
             )
         for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
             if layout is None:
@@ -128,16 +128,18 @@ def reference_step(optimizer: Muon) -> None:
 
     For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
     `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
-    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient.
-    Needs the memory of one whole parameter with its gradient and state, several times. All ranks that share parameters
-    must call it, and wait for the device and for each other.
+    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
+    with `comms="replicated"` if any has, and the others count as zeros.
+
+    Needs the memory of one whole Muon parameter with its gradient and state, several times. All ranks that share
+    parameters must call it, and wait for the device and for each other.
 
     Args:
         optimizer: with gradients in `p.grad`, which are not modified.
 
     Raises:
         TypeError: it is not a `quintic.Muon`.
-        ValueError: a gradient is sparse, or a group's `comms` brings gradients together.
+        ValueError: a gradient is sparse, or a group has `comms="sharded"` on several ranks.
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
     """
     if not isinstance(optimizer, Muon):
@@ -157,7 +159,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     is_finite = _all_finite(parameters)
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
-        is_stepped = _all_have_gradients(found)
+        is_stepped = _is_stepped(found)
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
             _step_parameter(found, optimizer.state[found.param], observer)
     for group, pending in zip(groups, pending_steps, strict=True):
@@ -183,18 +185,34 @@ def _is_finite(gradient: Tensor) -> bool:
     return bool(torch.isfinite(local_tensor(gradient)).all())
 
 
-def _all_have_gradients(found: Parameter) -> bool:
-    present = torch.tensor(int(found.param.grad is not None), dtype=torch.int32, device=found.param.device)
+def _is_stepped(found: Parameter) -> bool:
+    """Return whether all ranks have a gradient; where gradients are averaged, whether any has."""
+    one_is_enough: bool = found.group["comms"] == "replicated"
+    flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
     if found.process_group is not None:
-        all_agree_(present, found.process_group)
-    return bool(present)
+        all_agree_(flag, found.process_group)
+    return bool(flag) is not one_is_enough
+
+
+def _gradient_of(found: Parameter) -> Tensor:
+    """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part."""
+    gradient = local_gradient(found.param)
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
+    if found.group["comms"] != "replicated" or found.process_group is None:
+        assert gradient is not None
+        return gradient
+    if gradient is None:
+        gradient = torch.zeros_like(found.param)
+    everyone = all_gather_uneven(gradient.reshape(-1), [gradient.numel()] * len(found.ranks), found.process_group)
+    total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
+    for one in everyone:
+        total += one
+    return (total / len(everyone)).to(gradient.dtype).view(gradient.shape)
 
 
 def _step_parameter(found: Parameter, state: Mapping[str, Tensor], observer: Observer | None) -> None:
-    gradient = local_gradient(found.param)
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
+    gradient = _gradient_of(found)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
     if found.group["algorithm"] == "adamw":
         _step_adamw(local, gradient, found.group)

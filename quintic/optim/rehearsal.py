@@ -146,14 +146,24 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
     return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state)
 
 
+class _Shadow(Tensor):
+    """A tensor on the meta device that says it is on another one, which need not exist here."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
+    claimed: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the device of the rehearsed ranks."""
+        return self.claimed
+
+
 class _Shadows:
-    """Tensors with a shape, a dtype and the ranks' device, but without memory; equal ones are the same."""
+    """Tensors with shape, dtype and the ranks' device, but without memory; equal ones are the same."""
 
     def __init__(self, device: str) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self._mode, self._device = FakeTensorMode(), device
-        self._made: dict[Any, Tensor] = {}
+        self._device = torch.device(device)
+        self._made: dict[Any, _Shadow] = {}
 
     def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the shadow of a part of a parameter that has `shape`, in the parameter's order of dimensions."""
@@ -161,8 +171,8 @@ class _Shadows:
         order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
         key = (tuple(shape), tuple(order), param.dtype)
         if key not in self._made:
-            with self._mode:
-                made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device=self._device)
+            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_Shadow)
+            made.claimed = self._device
             self._made[key] = made
         return self._made[key]
 
@@ -177,9 +187,10 @@ def _travelling_load(shared: SharedBucket, group: Mapping[str, Any]) -> Load:
     if not exchange.is_local:
         direction = max(direction_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
         update = max(update_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
-        normalizes = group["normalize"] is not None
-        factor = max(4, shared.key.dtype.itemsize)
-        factors = factor * sum(math.prod(second_moment_shape(*kind.shape)) for kind in kinds) if normalizes else 0
+        factors = 0
+        if group["normalize"] is not None:
+            neurons = sum(math.prod(second_moment_shape(*kind.shape)) for kind in kinds)
+            factors = 2 * neurons * max(4, shared.key.dtype.itemsize)
         cargo = Cargo(exchange, direction, update, factors)
     traffic = None if cargo is None else traffic_of(cargo)
     zeros = torch.zeros_like(counts)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.owners import assign_owners
-from quintic.optim.plan import Bucket, Member, form_of
+from quintic.optim.plan import Bucket, Member, Stages, form_of, workspace_bytes
 from quintic.optim.views import Unit, View
 
 __all__ = [
@@ -40,9 +40,6 @@ _LEAST_ENTRIES = 1024
 
 # Ranges begin at multiples of this many entries, which every kernel likes.
 _MULTIPLE = 64
-
-# How many buckets have buffers at a time.
-_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +216,9 @@ def _chunks(
 ) -> Iterator[list[Part]]:
     """Divide parts so that what is in flight fits the workspace: some of each owner's at a time."""
     budget = group["max_workspace_bytes"]
-    # A gradient sent and received, its average, a direction, an update and what makes it, in float32 at most.
-    per_entry = 2 * dtype.itemsize + (24 if group["algorithm"] == "muon" else 8)
-    limit = sum(part.numel for part in parts) if budget is None else max(1, budget // (_IN_FLIGHT * per_entry))
+    # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
+    per_entry = 6 * dtype.itemsize + -(-(24 if group["algorithm"] == "muon" else 8) // num_ranks)
+    limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
     per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]
     while any(per_owner):
         chunk: list[Part] = []
@@ -252,6 +249,7 @@ def _bucket(
     from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 
     sharding = Sharding(ranks, ranks.index(rank), tuple(parts))
+    entries = sharding.entries
     numel = sum(part.numel for part in parts)
     members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
     travel, flops = None, 0
@@ -269,6 +267,23 @@ def _bucket(
         )
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
+    mine, most = entries[sharding.position], max(entries)
+    work = (
+        0
+        if travel is None
+        else len(sharding.owned)
+        * sum(workspace_bytes(*kind.shape, dtype, device, kind.form, kernels) for kind in travel.kinds)
+    )
+    if travel is None and kernels == "torch":
+        work = 2 * 4 * mine
+    gradients = (numel + len(ranks) * mine) * dtype.itemsize
+    average = mine * (max(dtype.itemsize, 4) + dtype.itemsize)
+    stages = Stages(
+        gathering=gradients,
+        computing=max(len(ranks) * mine * dtype.itemsize + average, mine * dtype.itemsize + work),
+        updates=0,
+        scattering=(most + len(ranks) * most) * dtype.itemsize,
+    )
     return Bucket(
         algorithm=group["algorithm"],
         group=number,
@@ -280,7 +295,8 @@ def _bucket(
         form=None if travel is None else travel.kinds[0].form,
         numel=numel,
         flops=flops,
-        workspace_bytes=numel * 2 * dtype.itemsize + sum(p.numel for p in sharding.owned) * 24,
+        workspace_bytes=stages.peak(Stages(0, 0, 0, 0), Stages(0, 0, 0, 0)),
+        stages=stages,
         travel=travel,
         sharding=sharding,
     )

@@ -1,5 +1,6 @@
 """What an exchange moves, for all of its ranks at a time: `Exchange` itself answers for one rank."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Cargo(NamedTuple):
     update: int
     """Of one entry of a scatter."""
     factors: int
-    """Of NorMuon's factors of one unit, which every rank gets with a scatter; 0 for none."""
+    """Of NorMuon's factors and second moments of one unit, which every rank gets with a scatter; 0 for none."""
 
 
 class Traffic(NamedTuple):
@@ -43,9 +44,14 @@ def traffic_of(cargo: Cargo, nodes: Tensor | None = None) -> Traffic:
     counts, copies, pieces = torch.tensor(exchange.counts), torch.tensor(exchange.copies), piece_numels(exchange)
     if nodes is None:
         nodes = torch.zeros_like(counts)
+    # What all-gathers send: parts as long as the longest, to every other rank.
+    padded = max(exchange.counts) * (per_key(torch.ones_like(nodes), nodes) - 1)
+    factors = cargo.factors * padded
+    if exchange.is_replicated:
+        zeros, everything = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update * padded + factors
+        return Traffic(zeros, zeros, everything, everything)
     # A gather stays within a copy of the parameters, a scatter reaches all of them.
     near = copies * (int(nodes.max()) + 1) + nodes
-    factors = cargo.factors * max(exchange.counts) * (per_key(torch.ones_like(nodes), nodes) - 1)
     return Traffic(
         gather_sent=pieces * (per_key(counts, near) - counts) * cargo.direction,
         gather_received=counts * (per_key(pieces, near) - pieces) * cargo.direction,

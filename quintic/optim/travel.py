@@ -18,15 +18,22 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.owners import assign_owners, balance
-from quintic.optim.plan import Bucket, Kind, Member, Plan, direction_dtype, form_of, local_buckets, update_dtype
+from quintic.optim.plan import (
+    Bucket,
+    Kind,
+    Member,
+    Plan,
+    Stages,
+    direction_dtype,
+    form_of,
+    local_buckets,
+    update_dtype,
+)
 from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
 from quintic.optim.sharded import sharded_buckets
 from quintic.optim.views import Unit, View
 
 __all__ = ["SharedBucket", "Travel", "TravellingUnit", "build_plan", "kinds_of", "shared_buckets"]
-
-# How many buckets have buffers at a time: one is gathered, one computed, one scattered.
-_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,13 @@ class SharedBucket:
         return sum(kind.form.flops(*kind.shape) for kind in self.kinds if kind.form is not None)
 
     def workspace_bytes(self, exchange: Exchange) -> int:
-        """Return an upper bound of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return _travelling_bytes(self.key, self.kinds, exchange)
+        """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""
+        nothing = Stages(0, 0, 0, 0)
+        return self.stages(exchange).peak(nothing, nothing)
+
+    def stages(self, exchange: Exchange) -> Stages:
+        """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
+        return _stages(self.key, self.kinds, exchange)
 
 
 def build_plan(
@@ -286,6 +298,7 @@ def _travelling_bucket(shared: SharedBucket, layouts: Sequence[Layout | None], r
         numel=math.prod(key.shape) * len(shared.units),
         flops=exchange.num_owned * shared.unit_flops,
         workspace_bytes=shared.workspace_bytes(exchange),
+        stages=None if exchange.is_local else shared.stages(exchange),
         travel=Travel(exchange, shared.units, key.view, kinds),
     )
 
@@ -331,8 +344,9 @@ def _units_at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind],
     budget = group["max_workspace_bytes"]
     if budget is None:
         return 2**62
-    most = max(_travelling_bytes(key, kinds, replace(one, position=position)) for position in _different_positions(one))
-    return int(max(1, budget // (_IN_FLIGHT * max(1, most))))
+    stages = (_stages(key, kinds, replace(one, position=position)) for position in _different_positions(one))
+    most = max(stage.peak(stage, stage) for stage in stages)
+    return int(max(1, budget // max(1, most)))
 
 
 def _different_positions(exchange: Exchange) -> list[int]:
@@ -343,13 +357,31 @@ def _different_positions(exchange: Exchange) -> list[int]:
     return list(found.values())
 
 
-def _travelling_bytes(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
-    """Return an upper bound of the temporary bytes of a bucket on this rank."""
+def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
+    """Return upper bounds of the temporary bytes of a bucket on the exchange's rank."""
     direction = max(direction_dtype(kind.form, key.dtype).itemsize for kind in kinds)
     update = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
-    gather, scatter = exchange.entries_in_flight()
-    own_pieces = exchange.num_units * math.prod(exchange.piece_shape)
+    unit = math.prod(exchange.unit_shape)
+    owned = exchange.num_owned * unit
+    pieces = exchange.num_units * math.prod(exchange.piece_shape)
+    sent, received = sum(exchange.gather_sends()), sum(exchange.gather_receives())
     work = exchange.num_owned * sum(
         matrix_workspace_bytes(*kind.shape, key.dtype, key.device, kind.form, key.kernels) for kind in kinds
     )
-    return gather * direction + scatter * update + own_pieces * (direction + update) + work
+    if exchange.is_local or exchange.is_replicated:
+        # The units are a part of the pieces, which they keep alive.
+        gathering = pieces * direction
+        computing = gathering + work
+    else:
+        gathering = (pieces + (0 if sent == pieces else sent) + received) * direction
+        computing = max(gathering + owned * direction, owned * direction + work)
+    if exchange.is_local:
+        scattering = 0
+    elif exchange.is_replicated:
+        most, padded = max(exchange.counts), len(exchange.ranks) * max(exchange.counts)
+        uneven = padded != exchange.num_units
+        # Padding before it is sent, and what is received without it.
+        scattering = (padded + (exchange.num_units + most if uneven else 0)) * unit * update
+    else:
+        scattering = (sum(exchange.scatter_sends()) + pieces) * update
+    return Stages(gathering, computing, owned * update, scattering)

@@ -23,7 +23,7 @@ from quintic.optim.muon import Muon
 from quintic.optim.precision import full_precision
 from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
 from quintic.optim.state import second_moments
-from quintic.optim.verify_report import Difference, Verification, badness, merged
+from quintic.optim.verify_report import Answer, Difference, Verification, badness, merged
 
 __all__ = ["verify"]
 
@@ -40,7 +40,8 @@ _ADAMW = 1e-4
 # Differences that a rank reports to the others.
 _MOST_REPORTED = 1000
 
-_NOT_CUT = ("step", "second_momentum_buffer", "master", "mantissa")
+# Keys of a group that are no options, or may differ from rank to rank.
+_NO_OPTIONS = ("params", "param_names", "process_group")
 
 
 def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | None = None) -> Verification:
@@ -83,14 +84,15 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
         for name, param in zip(group["param_names"], group["params"], strict=True)
         if param not in names
     ]
-    given = _give_gradients(optimizer, process_group)
     kept = _Kept(optimizer)
+    given: list[Tensor] = []
     roundings: dict[tuple[Tensor, int], Rounding] = {}
 
     def observe(param: Tensor, number: int, rounding: Rounding) -> None:
         roundings[param, number] = rounding
 
     try:
+        given = _give_gradients(optimizer, process_group)
         kept.make_due()
         step = type(optimizer).step
         # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
@@ -107,7 +109,28 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
     renamed = {name: names.get(param, name) for name, param in _named(optimizer)}
     found = [replace(difference, name=renamed[difference.name]) for difference in found]
     stepped = {renamed[name]: count for name, count in stepped.items()}
-    return merged(all_gather_values((found, stepped, problems), process_group))
+    answer = Answer(found, stepped, problems, _options(optimizer, names))
+    return merged(all_gather_values(answer, process_group))
+
+
+def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
+    """Return the options, as text, of each parameter that several ranks share."""
+    of_group = {
+        id(group): {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        for group in optimizer.param_groups
+    }
+    return {
+        (names.get(found.param, found.name), found.ranks): of_group[id(found.group)]
+        for found in parameters_of(optimizer)
+        if found.layout is not None
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    # Where a function is in memory differs from rank to rank.
+    return str(getattr(value, "__qualname__", "a function")) if callable(value) else repr(value)
 
 
 def _named(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:
@@ -136,20 +159,26 @@ def _snapshot(optimizer: Muon) -> _Values:
 class _Kept:
     """Everything that a step changes, as it is now."""
 
-    _COUNTS = ("_num_steps", "_report")
+    _CHANGED = ("pending_steps", "telemetry_every")
 
     def __init__(self, optimizer: Muon) -> None:
         self._optimizer = optimizer
         self.values = _snapshot(optimizer)
-        self._pending = [group["pending_steps"] for group in optimizer.param_groups]
-        self._counts = {key: getattr(optimizer, key) for key in self._COUNTS}
-        self._measured = dict(optimizer._measured)
+        self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
+        self._counts = optimizer._num_steps, optimizer._report
+        # These are averaged in place.
+        self._gradients = {
+            param: None if param.grad is None else param.grad.to("cpu", copy=True)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if group["comms"] == "replicated"
+        }
         self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
 
     def make_due(self) -> None:
-        """Let every group step next time, whatever its `step_every`."""
+        """Let every group step next time, whatever its `step_every`, and measure nothing."""
         for group in self._optimizer.param_groups:
-            group["pending_steps"] = group["step_every"] - 1
+            group.update(pending_steps=group["step_every"] - 1, telemetry_every=None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -158,11 +187,14 @@ class _Kept:
         for param, values in self.values.items():
             for key, target in _local(optimizer, param).items():
                 target.copy_(values[key])
-        for group, pending in zip(optimizer.param_groups, self._pending, strict=True):
-            group["pending_steps"] = pending
-        for key, value in self._counts.items():
-            setattr(optimizer, key, value)
-        optimizer._measured = dict(self._measured)
+        for param, gradient in self._gradients.items():
+            if gradient is None:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.copy_(gradient)
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+        optimizer._num_steps, optimizer._report = self._counts
         if self._skipped is None:
             optimizer._skipped = None
         elif optimizer._skipped is not None:

@@ -1,9 +1,9 @@
 """What `quintic.verify` reports: differences between a step and the reference, of all ranks together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Difference", "Verification", "badness", "merged"]
+__all__ = ["Answer", "Difference", "Verification", "badness", "merged"]
 
 # Differences that are printed.
 _MOST_PRINTED = 10
@@ -82,33 +82,54 @@ class Verification:
         return "\n  ".join([*lines, *self.problems])
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank found."""
+
+    differences: list[Difference]
+    num_matrices: dict[str, int]
+    """Of each parameter that has a gradient; 0 for AdamW."""
+    problems: list[str]
+    options: dict[tuple[str, tuple[int, ...]], dict[str, str]]
+    """Of each parameter that several ranks share, by its name and theirs."""
+
+
 def badness(difference: Difference) -> tuple[float, str, str, int]:
     """Return what sorts differences, the worst first."""
     return -difference.ratio, difference.name, difference.tensor, difference.matrix or 0
 
 
-def merged(answers: Sequence[tuple[list[Difference], dict[str, int], list[str]]]) -> Verification:
-    """Return the report of all ranks' findings."""
+def merged(answers: Sequence[Answer]) -> Verification:
+    """Return the report of what all ranks found."""
     found: dict[tuple[str, str, int | None], Difference] = {}
-    stepped: dict[str, int] = {}
-    problems: dict[str, None] = {}
-    for differences, of_rank, texts in answers:
-        stepped |= of_rank
-        problems |= dict.fromkeys(texts)
-        for difference in differences:
+    num_matrices: dict[str, int] = {}
+    for answer in answers:
+        num_matrices |= answer.num_matrices
+        for difference in answer.differences:
             key = (difference.name, difference.tensor, difference.matrix)
-            other = found.setdefault(key, difference)
-            if other is not difference:
-                found[key] = _together(other, difference)
+            found[key] = _together(found[key], difference) if key in found else difference
     ordered = sorted(found.values(), key=badness)
+    problems = [*(text for answer in answers for text in answer.problems), *_disagreements(answers)]
     return Verification(
         num_ranks=len(answers),
-        num_parameters=len(stepped),
-        num_matrices=sum(stepped.values()),
+        num_parameters=len(num_matrices),
+        num_matrices=sum(num_matrices.values()),
         worst=ordered[0] if ordered else None,
         wrong=tuple(difference for difference in ordered if difference.ratio > 1),
-        problems=tuple(problems),
+        problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
+    """Yield options of a parameter that differ between the ranks which share it."""
+    first: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
+    for answer in answers:
+        for key, options in answer.options.items():
+            expected = first.setdefault(key, options)
+            for option in sorted(expected.keys() | options.keys()):
+                one, other = expected.get(option), options.get(option)
+                if one != other:
+                    yield f"{key[0]}: the ranks {key[1]} that share it have {option}={one} and {option}={other}"
 
 
 def _together(a: Difference, b: Difference) -> Difference:

@@ -21,7 +21,17 @@ from quintic.errors import ConfigError, QuinticError
 from quintic.train.config import Config, changed_fields, gpu_preset, load_config
 from quintic.train.runs import CONFIG_FILE, find_run
 
-__all__ = ["EvalOptions", "ReportOptions", "SampleOptions", "Start", "TuneOptions", "parse", "training_options"]
+__all__ = [
+    "EvalOptions",
+    "RehearsalOptions",
+    "ReportOptions",
+    "SampleOptions",
+    "Start",
+    "TuneOptions",
+    "asks_for_rehearsal",
+    "parse",
+    "training_options",
+]
 
 T = TypeVar("T")
 
@@ -92,6 +102,28 @@ class TuneOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RehearsalOptions:
+    """Show what the optimizer of any model does on any number of GPUs, without them."""
+
+    model: str
+    """A well-known model such as llama-3-70b, the path of a config.json, or owner/name on the Hugging Face Hub."""
+    mesh: str = "8"
+    """Ranks along each dimension of the mesh, as in 8x4."""
+    layout: str = "fsdp"
+    """What each dimension does: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
+    machine: str = "h200"
+    """What predicts the time: h200, or the path of a TOML file."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the parameters."""
+    orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
+    """How matrices are orthogonalised."""
+    normalize: Literal["neuron"] | None = None
+    """'neuron' for NorMuon."""
+    master: Literal["fp32", "mantissa"] | None = None
+    """What stands behind bfloat16 parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileOptions:
     """What to start from."""
 
@@ -125,6 +157,19 @@ class Start:
     config: Config
     resumed: Path | None
     """Folder of the run to continue; None for a new one."""
+
+
+def asks_for_rehearsal(arguments: list[str]) -> bool:
+    """Return whether the arguments of `quintic plan` speak of another model than the harness' own.
+
+    Raises:
+        ConfigError: they do, but do not say of which.
+    """
+    own = {name for name, _ in _options(RehearsalOptions)} - {name for name, _ in _options(Config)}
+    given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
+    if given and "--model" not in given:
+        raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
+    return bool(given)
 
 
 def training_options(arguments: list[str], *, command: str, description: str) -> Start:

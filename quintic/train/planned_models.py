@@ -16,7 +16,7 @@ from torch import nn
 
 from quintic.errors import ConfigError
 
-__all__ = ["KNOWN_MODELS", "Sizes", "planned_model"]
+__all__ = ["KNOWN_MODELS", "Decoder", "Sizes", "planned_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,20 @@ class Sizes:
     experts: int = 0
 
 
-_LLAMA_3 = {"kv_heads": 8, "vocab_size": 128256}
-_QWEN_3 = {"vocab_size": 151936, "qk_norm": True}
+def _llama_3(layers: int, width: int, heads: int, hidden: int) -> Sizes:
+    return Sizes(layers=layers, width=width, heads=heads, kv_heads=8, hidden=hidden, vocab_size=128256)
+
 
 KNOWN_MODELS: dict[str, Sizes | None] = {
     "gpt2": None,
-    "llama-3-8b": Sizes(layers=32, width=4096, heads=32, hidden=14336, **_LLAMA_3),
-    "llama-3-70b": Sizes(layers=80, width=8192, heads=64, hidden=28672, **_LLAMA_3),
-    "qwen3-1.7b": Sizes(layers=28, width=2048, heads=16, kv_heads=8, hidden=6144, tied=True, **_QWEN_3),
-    "qwen3-30b-a3b": Sizes(layers=48, width=2048, heads=32, kv_heads=4, hidden=768, experts=128, **_QWEN_3),
+    "llama-3-8b": _llama_3(32, 4096, 32, 14336),
+    "llama-3-70b": _llama_3(80, 8192, 64, 28672),
+    "qwen3-1.7b": Sizes(
+        layers=28, width=2048, heads=16, kv_heads=8, hidden=6144, vocab_size=151936, tied=True, qk_norm=True
+    ),
+    "qwen3-30b-a3b": Sizes(
+        layers=48, width=2048, heads=32, kv_heads=4, hidden=768, vocab_size=151936, qk_norm=True, experts=128
+    ),
 }
 """By name; None for the one that is not in the manner of Llama."""
 
@@ -75,7 +80,7 @@ def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         if name in KNOWN_MODELS:
             sizes = KNOWN_MODELS[name]
-            model: nn.Module = _GPT2() if sizes is None else _Decoder(sizes)
+            model: nn.Module = _GPT2() if sizes is None else Decoder(sizes)
         else:
             model = _from_configuration(name)
     return model.to(dtype)
@@ -128,7 +133,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-class _Decoder(nn.Module):
+class Decoder(nn.Module):
+    """The parameters of a decoder, under the names of `transformers`; it computes nothing."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.model = nn.Module()

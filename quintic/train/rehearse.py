@@ -1,7 +1,7 @@
 """`quintic plan --model`: what the optimizer of any model does on any mesh of ranks, as a table, without the ranks."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ def table(rehearsal: Rehearsal, times: StepTimes) -> str:
     """
     mesh = "x".join(map(str, rehearsal.mesh))
     lines = [
-        f"{rehearsal.num_ranks:,} ranks, mesh {mesh} ({', '.join(rehearsal.names)}); of the ranks: the most / the mean",
+        f"{rehearsal.num_ranks:,} ranks as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
         "",
         f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
     ]
@@ -98,7 +98,7 @@ def _num_buckets(loads: Sequence[Load]) -> int:
     return int(torch.stack([load.present for load in loads]).sum(0).max())
 
 
-def _sum(values: "Any") -> Tensor:
+def _sum(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(values)).sum(0)
 
 

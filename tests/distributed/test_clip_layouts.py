@@ -31,7 +31,7 @@ LAYOUTS = {
 
 MAX_NORM = 0.5
 
-# Sharded or copied, on the last rank in pieces or empty there.
+# Cut, copied, or with nothing on the last rank, as the layout has it.
 MISSING = ("embedding.weight", "mlp.0.weight", "mlp.0.bias", "mlp.1.bias", "experts.up", "none.weight")
 
 

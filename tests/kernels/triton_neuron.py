@@ -231,6 +231,10 @@ def test_not_a_number_stays_in_its_matrix(shape, bad):
         assert torch.equal(found[::2], expected[::2])
     stop = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     assert torch.equal(run(update, moments, scale, go=stop)[1][1], moments[1])
+    moments[1].view(-1)[3] = bad
+    factors, _ = run(made(shape), moments, scale)
+    assert factors[1].isnan().all()
+    assert factors[::2].isfinite().all()
 
 
 @from_numpy

@@ -121,8 +121,9 @@ def test_infinite_bound_only_measures():
     assert params[0].grad.tolist() == [3.0, math.inf]
 
 
-def test_low_precision_gradients_are_scaled_by_the_exact_factor():
-    gradient = torch.randn(300, 200).bfloat16()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_low_precision_gradients_are_scaled_by_the_exact_factor(device):
+    gradient = torch.randn(300, 200, device=device).bfloat16()
     params, optimizer = vectors(gradient)
     max_norm = 0.503 * gradient.double().norm().item()  # 0.503 rounded to bfloat16 is 0.2 % more
     clip_grad_norm_(optimizer, max_norm)

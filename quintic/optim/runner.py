@@ -1,0 +1,359 @@
+"""Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
+
+A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
+the buckets: those that need collectives overtaking each other (`travel_step.py`, `sharded_step.py`), the others while
+the first of these is under way.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms import (
+    Agreements,
+    Communicators,
+    all_agree_,
+    check_same_plan,
+    describe,
+    layouts_of,
+    this_rank,
+    travelling,
+)
+from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
+from quintic.optim.layouts import Layout
+from quintic.optim.non_finite import all_finite, first_non_finite
+from quintic.optim.pipeline import (
+    Observer,
+    Operands,
+    Passes,
+    PlainPasses,
+    State,
+    operands,
+    step_adamw,
+    step_matrices,
+)
+from quintic.optim.plan import Bucket, Member
+from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
+from quintic.optim.telemetry import StepReport, measure
+from quintic.optim.travel import build_plan
+from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
+
+__all__ = ["Done", "Runner", "ranks_of"]
+
+
+class Done(NamedTuple):
+    """What became of a step."""
+
+    report: StepReport
+    go: Tensor | None
+    """() int32 on a device: 0 if non-finite gradients stopped it; None if no group asks."""
+
+
+class Work(NamedTuple):
+    """A bucket, its number in the plan, and the members that have a gradient now."""
+
+    number: int
+    bucket: Bucket
+    group: dict[str, Any]
+    active: Operands
+
+
+class Runner:
+    """The plan of some parameter groups, and what its buckets keep on their devices between steps.
+
+    Args:
+        groups: validated parameter groups.
+        state: of their parameters.
+        communicators: connected.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], state: State, communicators: Communicators) -> None:
+        self.groups, self._state, self._communicators = groups, state, communicators
+        self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
+        layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
+        divided = {
+            number: ranks_of(found)
+            for number, (group, found) in enumerate(zip(groups, self._layouts, strict=True))
+            if group["comms"] == "sharded" and any(found)
+        }
+        self.plan = build_plan(groups, layouts, this_rank(), divided)
+        self.measured: dict[tuple[int, int], tuple[list[Member], Tensor]] = {}
+        """Telemetry of the last sampled step, by bucket and kind of matrix."""
+        self._memory: dict[int, DeviceMemory] = {}
+        self._hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = {}
+        self._agreements: Agreements | None = None
+        self._num_steps = 0
+
+    def upload_hyperparameters(self) -> None:
+        """Bring changed hyperparameters to the devices."""
+        for (number, _), values in self._hyperparameters.items():
+            values.update(self.groups[number])
+
+    def step(self, pending_steps: Sequence[int], num_steps: int) -> Done:
+        """Step every bucket whose group does not wait. All ranks that share parameters must call it.
+
+        Args:
+            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
+            num_steps: steps made before, by which telemetry is sampled.
+
+        Raises:
+            ValueError: a gradient is sparse.
+            FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
+        """
+        self._num_steps = num_steps
+        self._count_gradients()
+        lent = self._average_gradients(pending_steps)
+        try:
+            works = self._works(pending_steps)
+            go = self._guard(works)
+            # From here on nothing raises that could have been known.
+            host_go = True
+            if go is not None and any(work.bucket.kernels == "torch" for work in works):
+                host_go = bool(go)
+
+            def run_local() -> None:
+                for work in works:
+                    stopped = not host_go and work.group["on_nonfinite"] != "propagate"
+                    if work.bucket.travels or stopped:
+                        continue
+                    if work.bucket.travel is not None:
+                        for _ in self._travel(work, go):
+                            pass  # nothing travels in this one
+                    elif work.active.params and work.bucket.numel:
+                        self._run(work, go)
+
+            run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
+        finally:
+            for param in lent:
+                param.grad = None
+        return Done(_report(works, self._memory), go)
+
+    def _works(self, pending_steps: Sequence[int]) -> list[Work]:
+        """Return what there is to do."""
+        works = []
+        for number, bucket in enumerate(self.plan):
+            if pending_steps[bucket.group] == 0:
+                if number not in self._memory:
+                    self._memory[number] = _memory_of(bucket)
+                group, memory = self.groups[bucket.group], self._memory[number]
+                works.append(Work(number, bucket, group, operands(bucket, group, self._state, memory)))
+        return works
+
+    def _average_gradients(self, pending_steps: Sequence[int]) -> list[Tensor]:
+        """Average the gradients of groups with `comms="replicated"`, in place.
+
+        Returns:
+            The parameters that have a gradient only until the step is over, because other ranks have one.
+        """
+        lent = []
+        for group, pending, layouts in zip(self.groups, pending_steps, self._layouts, strict=True):
+            if group["comms"] != "replicated" or pending or not any(layouts):
+                continue
+            ranks = ranks_of(layouts)
+            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                    lent.append(param)
+                together.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+            for gradients in together.values():
+                average_(gradients, len(ranks), self._communicators[ranks], group["max_workspace_bytes"])
+        return lent
+
+    def _count_gradients(self) -> None:
+        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
+        if self._agreements is None:
+            self._communicators.connect(self.groups, self._layouts)
+            for ranks, found in describe(self.groups, self._layouts).items():
+                check_same_plan([description for _, description in found], ranks, self._communicators[ranks])
+            self._agreements = Agreements(self.groups, self._layouts, self._communicators)
+        self._agreements.start()
+
+    def _stepped(self, work: Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
+        """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
+
+        Args:
+            work: what is stepped.
+            indices: positions of the parameters in their group.
+            go: of the whole step.
+        """
+        assert self._agreements is not None
+        bucket = work.bucket
+        if work.group["on_nonfinite"] == "propagate":
+            go = None
+        elif go is not None:
+            go = go.to(bucket.device, non_blocking=True)
+        places = [(bucket.group, index) for index in indices]
+        selection = self._memory[work.number].selection(self._agreements, places, bucket.device)
+        if selection is None:
+            return go
+        stepped = self._agreements.stepped(selection)
+        return stepped if go is None else stepped * go
+
+    def _guard(self, works: Sequence[Work]) -> Tensor | None:
+        """Return () int32 that is 0 if a step must not happen, None if no group asks."""
+        asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
+        watched = [work.active for work in asking]
+        gradients = [gradient for active in watched for gradient in active.gradients]
+        travels = any(layout is not None for found in self._layouts for layout in found)
+        if not gradients and not (travels and asking):
+            return None
+        go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
+        if travels:
+            # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
+            all_agree_(go, asking[0].group["process_group"])
+        if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
+            name = first_non_finite([member.name for active in watched for member in active.members], gradients)
+            raise FloatingPointError(
+                f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"
+            )
+        return go
+
+    def _run(self, work: Work, go: Tensor | None) -> None:
+        number, bucket, group, active = work
+        memory = self._memory[number]
+        stepped = self._stepped(work, [member.index for member in active.members], go)
+        if bucket.algorithm == "muon":
+            passes = self._passes(work, stepped)
+            of_matrices = _of_matrices(stepped, active)
+            step_matrices(bucket, group, active, memory, passes, of_matrices, self._observer(work))
+        elif bucket.kernels == "torch":
+            step_adamw(bucket, group, _present(active, stepped))
+        else:
+            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
+
+    def _travel(self, work: Work, go: Tensor | None) -> Iterator[None]:
+        """Step a bucket that needs collectives, see `step_travelling` and `step_sharded`."""
+        number, bucket, group, active = work
+        if bucket.sharding is not None:
+            yield from self._step_sharded(work, go)
+            return
+        assert bucket.travel is not None
+        memory = self._memory[number]
+        assert isinstance(memory, TravelMemory)
+        stepped = self._stepped(work, [unit.index for unit in bucket.travel.units], go)
+        yield from step_travelling(
+            bucket,
+            group,
+            memory,
+            self._passes(work, stepped) if active.params else None,
+            self._state,
+            self._communicators[bucket.travel.exchange.ranks],
+            stepped,
+            self._observer(work),
+        )
+
+    def _step_sharded(self, work: Work, go: Tensor | None) -> Iterator[None]:
+        number, bucket, group, _ = work
+        sharding, memory = bucket.sharding, self._memory[number]
+        assert sharding is not None
+        assert isinstance(memory, ShardedMemory)
+        stepped = self._stepped(work, [part.index for part in sharding.parts], go)
+        assert stepped is not None
+        first = sum(part.owner < sharding.position for part in sharding.parts)
+        owned = stepped[first : first + len(sharding.owned)]
+
+        def make_passes(active: Operands) -> Passes:
+            return self._passes(work._replace(active=active), owned)
+
+        def step_vectors(active: Operands) -> None:
+            if bucket.kernels == "torch":
+                step_adamw(bucket, group, _present(active, owned))
+            else:
+                step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), owned)
+
+        observer = self._observer(work)
+        process_group = self._communicators[sharding.ranks]
+        yield from step_sharded(
+            bucket, group, memory, self._state, process_group, stepped, make_passes, step_vectors, observer
+        )
+
+    def _passes(self, work: Work, stepped: Tensor | None) -> Passes:
+        number, bucket, group, active = work
+        if bucket.kernels == "torch":
+            present = None if stepped is None or stepped.ndim == 0 else stepped.bool().tolist()
+            return PlainPasses(bucket, group, active, present)
+        hyperparameters = self._hyperparameters_of(work)
+        return DevicePasses(bucket, group, active, self._memory[number], hyperparameters, _of_matrices(stepped, active))
+
+    def _hyperparameters_of(self, work: Work) -> DeviceHyperparameters:
+        key = (work.bucket.group, work.bucket.device)
+        if key not in self._hyperparameters:
+            self._hyperparameters[key] = DeviceHyperparameters(work.bucket.device)
+        self._hyperparameters[key].update(work.group)
+        return self._hyperparameters[key]
+
+    def _observer(self, work: Work) -> Observer | None:
+        every = work.group["telemetry_every"]
+        if every is None or self._num_steps % every or is_capturing(work.bucket.device):
+            return None
+
+        def observe(members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor) -> None:
+            # A unit that travels may hold matrices of several kinds, measured one kind after the other.
+            key = (work.number, members[0].first_matrix if members and members[0].piece is None else 0)
+            self.measured[key] = list(members), measure(directions, updates, factors)
+
+        return observe
+
+
+def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
+    """Return the ranks that share the plain parameters of a group with `comms`."""
+    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
+
+
+def _memory_of(bucket: Bucket) -> DeviceMemory:
+    if bucket.sharding is not None:
+        return ShardedMemory()
+    return DeviceMemory() if bucket.travel is None else TravelMemory()
+
+
+def _of_matrices(stepped: Tensor | None, active: Operands) -> Tensor | None:
+    """Return for each matrix what `_stepped` says of its parameter."""
+    if stepped is None or stepped.ndim == 0 or all(member.num_matrices == 1 for member in active.members):
+        return stepped
+    counts = torch.tensor([member.num_matrices for member in active.members])
+    return stepped.repeat_interleave(counts.to(stepped.device), output_size=int(counts.sum()))
+
+
+def _present(active: Operands, stepped: Tensor | None) -> Operands:
+    """Return the members that are stepped; waits for the device."""
+    if stepped is None or stepped.ndim == 0 or bool(stepped.all()):
+        return active
+    keep = [number for number, flag in enumerate(stepped.tolist()) if flag]
+    return Operands(
+        tuple(active.members[number] for number in keep),
+        [active.params[number] for number in keep],
+        [active.gradients[number] for number in keep],
+        [active.states[number] for number in keep],
+        active.num_matrices,
+    )
+
+
+def _report(works: Sequence[Work], memories: Mapping[int, DeviceMemory]) -> StepReport:
+    matrices: dict[str, int] = {}
+    num_adamw = without = 0
+    seen: set[tuple[int, int]] = set()
+    for number, bucket, _, active in works:
+        missing = len(bucket.members) - len(active.members)
+        if bucket.sharding is not None:
+            present = {member.index for member in active.members}
+            absent = {part.index for part in bucket.sharding.parts} - present
+            seen |= {(bucket.group, index) for index in absent}
+            missing = 0
+        elif bucket.travel is not None and active.members:
+            rows = zip(active.members, memories[number].owners, strict=True)
+            seen |= {(bucket.group, member.index) for member, owner in rows if owner.grad is None}
+        if bucket.algorithm == "adamw":
+            num_adamw += len(active.members)
+            without += missing
+            continue
+        if active.num_matrices:
+            matrices[bucket.method] = matrices.get(bucket.method, 0) + active.num_matrices
+        if missing:
+            # A parameter can have members in several buckets.
+            absent = {member.index for member in bucket.members} - {member.index for member in active.members}
+            seen |= {(bucket.group, index) for index in absent}
+    return StepReport(matrices=matrices, adamw_parameters=num_adamw, without_gradient=without + len(seen))

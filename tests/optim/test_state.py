@@ -1,0 +1,125 @@
+"""Saving and loading on one device: what is matched, what is restored, what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import quintic
+
+
+def square_layers(*names, **options):
+    """Layers of one shape, so that only names tell them apart."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names}).bfloat16()
+    optimizer = quintic.Muon(quintic.param_groups(model), normalize="neuron", master="mantissa", **options)
+    return model, optimizer
+
+
+def trained(*names, **options):
+    model, optimizer = square_layers(*names, **options)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_same_state(model, optimizer, twin_model, twin):
+    twins = dict(twin_model.named_parameters())
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found = twin.state[twins[name]][key]
+            assert found.dtype == value.dtype
+            assert torch.equal(found, value), f"{name}: {key}"
+
+
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}], ids=str)
+def test_dcp_state_finds_its_parameter_in_another_order(options):
+    options = StateDictOptions(**options)
+    model, optimizer = trained("a", "b", "c")
+    twin_model, twin = square_layers("c", "a", "b")
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(twin_model, twin, saved, options=options)
+    assert_same_state(model, optimizer, twin_model, twin)
+
+
+def test_dcp_state_finds_its_parameter_without_dcp():
+    model, optimizer = trained("a", "b", "c")
+    twin_model, twin = square_layers("c", "a", "b")
+    twin.load_state_dict(get_optimizer_state_dict(model, optimizer))
+    assert_same_state(model, optimizer, twin_model, twin)
+
+
+def test_dcp_state_of_own_names_in_another_order_is_an_error():
+    _, optimizer = trained("a", "b")
+    saved = optimizer.state_dict()
+    (group,) = saved["param_groups"]
+    saved["state"] = {f"net.{name}": saved["state"][key] for name, key in zip("ab", group["params"], strict=True)}
+    group["params"], group["param_names"] = ["net.a", "net.b"], group["param_names"][::-1]
+    with pytest.raises(ValueError, match=r"another order, b\.weight first, and under keys such as net\.a"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_wide_mantissas_keep_their_bits(dtype):
+    model, optimizer = trained("a")
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0]["mantissa"].dtype == torch.uint16
+    saved["state"][0]["mantissa"] = torch.arange(65536 - 16, 65536, dtype=dtype).view(4, 4)
+    optimizer.load_state_dict(saved)
+    mantissa = optimizer.state[model["a"].weight]["mantissa"]
+    assert mantissa.dtype == torch.uint16
+    assert mantissa.tolist() == saved["state"][0]["mantissa"].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.float32])
+def test_mantissas_of_other_types_are_refused(dtype):
+    _, optimizer = trained("a")
+    saved = optimizer.state_dict()
+    saved["state"][0]["mantissa"] = torch.zeros(4, 4, dtype=dtype)
+    with pytest.raises(ValueError, match=r"a\.weight: saved mantissa is torch\.\w+, and must be torch\.uint16"):
+        optimizer.load_state_dict(saved)
+
+
+def test_what_may_be_a_piece_of_one_rank_is_an_error_that_says_so():
+    _, optimizer = trained("a")
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"a\.weight: saved momentum_buffer.*\(2, 4\).*\(4, 4\); if it is the piece"):
+        optimizer.load_state_dict(saved)
+
+
+def test_where_the_work_is_done_is_not_restored():
+    _, optimizer = trained("a", comms="averaged", max_workspace_bytes=1000, lr=0.5)
+    _, twin = square_layers("a")
+    twin.load_state_dict(optimizer.state_dict())
+    (group,) = twin.param_groups
+    assert (group["lr"], group["comms"], group["max_workspace_bytes"]) == (0.5, "none", 2**31)
+
+
+def test_hyperparameters_stay_tuples():
+    coefficients = ((3.0, -4.0, 2.0), (2.0, -1.5, 0.5))
+    options = {"coefficients": coefficients, "orthogonalizer_steps": 2, "lr_multipliers": (2.0,)}
+    _, optimizer = trained("a", **options)
+    saved = optimizer.state_dict()
+    for key in ("betas", "coefficients", "lr_multipliers"):
+        value = saved["param_groups"][0][key]
+        saved["param_groups"][0][key] = [list(v) if isinstance(v, tuple) else v for v in value]
+    model, twin = square_layers("a", **options)
+    twin.load_state_dict(saved)
+    (group,) = twin.param_groups
+    assert (group["betas"], group["coefficients"], group["lr_multipliers"]) == ((0.9, 0.95), coefficients, (2.0,))
+    model["a"].weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    twin.step()
+
+
+def test_tensors_in_a_state_dict_share_memory():
+    model, optimizer = trained("a")
+    for key, value in optimizer.state_dict()["state"][0].items():
+        assert value.data_ptr() == optimizer.state[model["a"].weight][key].data_ptr(), key
