@@ -12,6 +12,7 @@ from torch import nn
 
 import quintic
 from quintic.train.config import Config
+from quintic.train.options import RehearsalOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")])
@@ -60,7 +61,8 @@ def test_commands_and_options_exist(page):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
     own = {"sample": {"--tokens", "--temperature", "--top-k"}, "eval": {"--tokens"}, "report": set()}
     own["tune"] = {"--seconds", "--only"}
-    commands = {"train", "compare", "prepare", "plan", *own}
+    own["plan"] = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(RehearsalOptions)}
+    commands = {"train", "compare", "prepare", *own}
     for command, rest in re.findall(r"\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")):
         if "--" not in rest:
             continue

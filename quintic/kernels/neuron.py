@@ -26,18 +26,19 @@ __all__ = ["advance_neuron_factors_"]
 # These decide the order of sums, and with it the last bits.
 _LOG_LANES = 6
 _LOG_SEGMENTS = 3
-# Neurons that one program of the second launch has at a time, powers of two.
-_MIN_FACTOR_BLOCK = 256
-_MAX_FACTOR_BLOCK = 2048
 # Entries of a neuron in one segment: fewer make more programs of one matrix, more make fewer sums to add up. Powers of
 # two, whole numbers of lanes.
 _MIN_SEGMENT = 128
 _MAX_SEGMENT = 1024
 # Programs of one matrix that fill a large GPU: with more of them, segments grow.
 _PROGRAMS = 512
-
-# Neurons per program of the first launch. No bit depends on it, nor on the warps.
+# Neurons of one program in the first launch; how many programs there are decides on the segments.
 _SUM_BLOCK = 64
+# Neurons that a program of the second launch has at a time, powers of two.
+_MIN_FACTOR_BLOCK = 256
+_MAX_FACTOR_BLOCK = 2048
+
+# No bit depends on these.
 _SUM_WARPS = 4
 _NEURONS_PER_WARP = 256
 

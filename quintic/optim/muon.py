@@ -27,8 +27,9 @@ from quintic.optim.forms import Method, Polynomials
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
-from quintic.optim.runner import Runner, ranks_of
+from quintic.optim.runner import Runner
 from quintic.optim.sharded import divided_state, parts_of
+from quintic.optim.sharded_state import ranks_of, whole_states
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state, master_of
 from quintic.optim.telemetry import MatrixTelemetry, StepReport
 from quintic.optim.update import DecayCoupling, LrScale
@@ -291,10 +292,17 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
-        All ranks must call it if a `DTensor` has `normalize="neuron"`; see `state.py` and `docs/checkpoints.md`.
+        All ranks must call it if a `DTensor` has `normalize="neuron"`, and with `comms="sharded"`, whose divided state
+        it returns whole; see `state.py` and `docs/checkpoints.md`.
         """
         complete_second_moments(self.param_groups, self.state, self._communicators)
-        return as_saved(super().state_dict())
+        whole = whole_states(self.param_groups, self.state, self._communicators)
+        divided = {param: self.state[param] for param in whole}
+        self.state.update(whole)
+        try:
+            return as_saved(super().state_dict())
+        finally:
+            self.state.update(divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.

@@ -23,7 +23,6 @@ from quintic.optim.comms import (
 )
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
-from quintic.optim.layouts import Layout
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.pipeline import (
     Observer,
@@ -36,12 +35,13 @@ from quintic.optim.pipeline import (
     step_matrices,
 )
 from quintic.optim.plan import Bucket, Member
+from quintic.optim.sharded_state import ranks_of
 from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
 from quintic.optim.telemetry import StepReport, measure
 from quintic.optim.travel import build_plan
 from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
 
-__all__ = ["Done", "Runner", "ranks_of"]
+__all__ = ["Done", "Runner"]
 
 
 class Done(NamedTuple):
@@ -126,6 +126,7 @@ class Runner:
                         self._run(work, go)
 
             run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
+            self._count_steps_of_others(works, go)
         finally:
             for param in lent:
                 param.grad = None
@@ -271,6 +272,28 @@ class Runner:
             bucket, group, memory, self._state, process_group, stepped, make_passes, step_vectors, observer
         )
 
+    def _count_steps_of_others(self, works: Sequence[Work], go: Tensor | None) -> None:
+        """Count the steps of AdamW parameters of which only other ranks have state, so that all ranks save the same."""
+        for work in works:
+            sharding = work.bucket.sharding
+            if sharding is None or work.bucket.algorithm != "adamw":
+                continue
+            first = {index: number for number, index in reversed(list(enumerate(p.index for p in sharding.parts)))}
+            owned = {part.index for part in sharding.owned}
+            others = [index for index in first if index not in owned and not self._owns_part_of(work, index)]
+            # Counted once, where the parameter's first part is stepped.
+            others = [index for index in others if sharding.parts[first[index]].start == 0]
+            if not others:
+                continue
+            stepped = self._stepped(work, [part.index for part in sharding.parts], go)
+            assert stepped is not None
+            steps = [self._state[work.group["params"][index]]["step"] for index in others]
+            flags = stepped[[first[index] for index in others]].to(steps[0].dtype)
+            torch._foreach_add_(steps, list(flags.unbind()))
+
+    def _owns_part_of(self, work: Work, index: int) -> bool:
+        return bool(self._state[work.group["params"][index]]["exp_avg"].numel())
+
     def _passes(self, work: Work, stepped: Tensor | None) -> Passes:
         number, bucket, group, active = work
         if bucket.kernels == "torch":
@@ -297,11 +320,6 @@ class Runner:
             self.measured[key] = list(members), measure(directions, updates, factors)
 
         return observe
-
-
-def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks that share the plain parameters of a group with `comms`."""
-    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
 
 
 def _memory_of(bucket: Bucket) -> DeviceMemory:

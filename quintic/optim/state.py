@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from operator import le
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from quintic.optim.comms import Communicators, has_process_group, layouts_of, su
 from quintic.optim.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
+
+if TYPE_CHECKING:
+    from quintic.optim.sharded_state import Divided
 
 __all__ = [
     "CODE_KEYS",
@@ -173,6 +176,9 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     groups = optimizer.param_groups
     if len(saved_groups) != len(groups):
         raise ValueError(f"the saved optimizer has {len(saved_groups)} parameter groups, this one has {len(groups)}")
+    from quintic.optim.sharded_state import divided_parameters
+
+    divided = divided_parameters(groups)
     copies: list[tuple[Tensor, Tensor]] = []
     for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
         for key in ("algorithm", "view"):
@@ -181,7 +187,8 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                     f"parameter group {number} was saved with {key}={saved_group[key]!s}, this one has {group[key]!s}"
                 )
         for name, param, key in _matched(number, group, saved_group):
-            copies += _matched_state(name, optimizer.state[param], state_dict["state"].get(key))
+            parts = divided.get(param)
+            copies += _matched_state(name, param, optimizer.state[param], state_dict["state"].get(key), parts)
     for target, source in copies:
         _copy_(target, source)
     for group, saved_group in zip(groups, saved_groups, strict=True):
@@ -233,9 +240,16 @@ def _matched(number: int, group: Mapping[str, Any], saved_group: Mapping[str, An
 
 
 def _matched_state(
-    name: str, state: Mapping[str, Tensor], saved: Mapping[str, Any] | None
+    name: str,
+    param: Tensor,
+    state: Mapping[str, Tensor],
+    saved: Mapping[str, Any] | None,
+    divided: "Divided | None",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what of this rank's state becomes what of the saved state of a parameter."""
+    from quintic.optim.sharded import CUT_KEYS
+    from quintic.optim.sharded_state import part_of_saved
+
     if saved is None:
         raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
     if set(saved) != set(state):
@@ -243,6 +257,9 @@ def _matched_state(
     for key, target in state.items():
         what = f"{name}: saved {key}"
         source = torch.as_tensor(saved[key])
+        if divided is not None and key in CUT_KEYS:
+            yield from part_of_saved(what, param, divided, target, source)
+            continue
         if source.shape != target.shape:
             message = f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"
             if source.ndim == target.ndim and all(map(le, source.shape, target.shape)):

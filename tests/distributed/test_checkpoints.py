@@ -6,6 +6,7 @@ each rank (`models.positions`), not by what Quintic or DTensor think.
 
 import copy
 import itertools
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import wrappings
 from harness import run
-from models import Awkward, gathered, give_gradients, gradient, numbered, positions, rules
+from models import Awkward, gathered, give_gradients, gradient, local_of, numbered, positions, rules
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,12 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from trajectories import CASES, Layout
 
 import quintic
 
-RULES = ("plain", "neuron", "fp32", "mantissa")
+# Both have NorMuon's second moments; the others' state is a part of theirs, except for "fp32".
+RULES = ("neuron", "mantissa")
+ALL = ("plain", "neuron", "fp32", "mantissa")
 BEFORE, AFTER = 2, 2
 
 FUSED_ADAMW = (BEFORE + AFTER) * 2.0**-23, (BEFORE + AFTER) * 1e-6 * 0.01
@@ -43,9 +46,9 @@ LAYOUTS = {
     "averaged-3": Layout((3,), comms="averaged"),
     "fsdp2-2": Layout((2,), wrappings.data_parallel),
     "fsdp2-3": Layout((3,), wrappings.data_parallel),
-    "fsdp2-4": Layout((4,), wrappings.data_parallel),
     "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
     "tp-2": Layout((2,), wrappings.tensor_parallel),
+    "tp_fsdp2-2x2": Layout((2, 2), wrappings.tensor_and_data_parallel),
     "ep_fsdp2-4": Layout((4,), wrappings.expert_and_data_parallel),
     "ep_fsdp2-2x2": Layout((2, 2), wrappings.expert_and_data_parallel),
 }
@@ -154,10 +157,10 @@ def wrong_weights(found, optimizer, case, expected, what):
     return lines
 
 
-def save(rank, world_size, layout, folder):
+def save(rank, world_size, layout, titles, folder):
     """Some steps, then checkpoints for `load`; what is saved whole is what the ranks hold."""
     wrong = []
-    for title in RULES:
+    for title in titles:
         trained = start(layout, CASES[title])
         model, optimizer, _ = trained
         step(trained, range(BEFORE))
@@ -172,10 +175,10 @@ def save(rank, world_size, layout, folder):
     assert not wrong, "\n".join(wrong)
 
 
-def load(rank, world_size, layout, folder):
+def load(rank, world_size, layout, titles, folder):
     """What `save` saved, loaded into a new model in another layout, and more steps."""
     wrong = []
-    for title in RULES:
+    for title in titles:
         case = CASES[title]
         trained = start(layout, case)
         model, optimizer, _ = trained
@@ -198,10 +201,34 @@ def load(rank, world_size, layout, folder):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [*itertools.pairwise(LAYOUTS), (list(LAYOUTS)[-1], "one")])
+def goes_on(saving, loading, titles, folder):
+    run(save, saving.world_size, saving, titles, folder, timeout=60)
+    run(load, loading.world_size, loading, titles, folder, timeout=60)
+
+
+@pytest.mark.parametrize(("saving", "loading"), list(itertools.pairwise([*LAYOUTS, "one"])))
 def test_a_run_goes_on_in_another_layout(saving, loading, tmp_path):
-    run(save, LAYOUTS[saving].world_size, LAYOUTS[saving], tmp_path, timeout=60)
-    run(load, LAYOUTS[loading].world_size, LAYOUTS[loading], tmp_path, timeout=60)
+    titles = ALL if "fsdp2-3" in (saving, loading) else RULES
+    goes_on(LAYOUTS[saving], LAYOUTS[loading], titles, tmp_path)
+
+
+def test_fsdp2_on_four_ranks_goes_on_on_two_and_on_one(tmp_path):
+    four, two = (Layout((size,), wrappings.data_parallel) for size in (4, 2))
+    goes_on(four, two, RULES, tmp_path)
+    # No process group at all, in this process.
+    for title in RULES:
+        trained = start(ONE, CASES[title])
+        params = dict(trained.model.named_parameters())
+        both = {"model": trained.model.state_dict(), "optimizer": get_optimizer_state_dict(*trained[:2])}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch tells that there is one process
+            dcp.load(both, checkpoint_id=tmp_path / title)
+        trained.model.load_state_dict(both["model"])
+        set_optimizer_state_dict(*trained[:2], both["optimizer"])
+        state, weights = torch.load(tmp_path / f"{title}.pt")
+        assert all(torch.equal(params[name], weight) for name, weight in weights.items())
+        found = {name: trained.optimizer.state[param] for name, param in params.items()}
+        assert not wrong_state(found, state, title)
 
 
 def in_memory(rank, world_size, layout):
@@ -239,6 +266,10 @@ def in_memory(rank, world_size, layout):
         set_optimizer_state_dict(again.model, again.optimizer, full, options=FULL)
         check(again, "set_optimizer_state_dict with full_state_dict")
         again = start(layout, case)
+        named = get_optimizer_state_dict(one.model, one.optimizer)
+        set_optimizer_state_dict(again.model, again.optimizer, named)
+        check(again, "set_optimizer_state_dict with one device's state")
+        again = start(layout, case)
         only_first = full if rank == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(again.model, again.optimizer, only_first, options=options)
@@ -254,3 +285,103 @@ def in_memory(rank, world_size, layout):
 @pytest.mark.parametrize("name", ["averaged-3", "fsdp2-3", "hsdp-2x2", "tp-2", "ep_fsdp2-2x2"])
 def test_state_dicts_of_one_device_and_of_a_layout_load_into_each_other(name):
     run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60)
+
+
+def before_the_first_step(rank, world_size, layout, folder):
+    """All ranks have the same keys from the start, though some never see a gradient; then these are saved."""
+    trained = start(layout, CASES["neuron"])
+    keys = [None] * world_size
+    state = get_optimizer_state_dict(trained.model, trained.optimizer)
+    dist.all_gather_object(keys, {name: sorted(tensors) for name, tensors in state["state"].items()})
+    assert all(other == keys[0] for other in keys)
+    assert keys[0].keys() == dict(trained.model.named_parameters()).keys()
+    dcp.save({"optimizer": state}, checkpoint_id=folder / "first")
+    step(trained, range(1))
+    if rank == 1:
+        trained.model.experts.up.grad = None
+    trained.optimizer.step()
+    after = get_optimizer_state_dict(trained.model, trained.optimizer)
+    assert {name: sorted(tensors) for name, tensors in after["state"].items()} == keys[0]
+    dcp.load({"optimizer": after}, checkpoint_id=folder / "first")
+    set_optimizer_state_dict(trained.model, trained.optimizer, after)
+    for tensors in whole_state(trained, world_size).values():
+        assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_keys_are_the_same_on_all_ranks_from_construction_on(tmp_path):
+    run(before_the_first_step, 3, LAYOUTS["fsdp2-3"], tmp_path)
+
+
+def misfits(rank, world_size):
+    """State that is not whole, and not in the pieces that this layout needs."""
+    case = CASES["fp32"]
+    cut, copies = start(LAYOUTS["fsdp2-3"], case), start(ONE, case)
+    step(cut, range(1))
+    before = whole_state(cut, world_size)
+    saved = cut.optimizer.state_dict()
+    pieces = copy.copy(saved)
+    pieces["state"] = {
+        number: {key: local_of(value) for key, value in tensors.items()} for number, tensors in saved["state"].items()
+    }
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer.*the piece of one rank.*save whole"):
+        cut.optimizer.load_state_dict(pieces)
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer.*the piece of one rank.*save whole"):
+        copies.optimizer.load_state_dict(pieces)
+    # One device cannot take its state from pieces, and columns are no rows.
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor of which rank \d"):
+        copies.optimizer.load_state_dict(saved)
+    columns = copy.copy(saved)
+    columns["state"] = {
+        number: {key: in_columns(value) for key, value in tensors.items()} for number, tensors in saved["state"].items()
+    }
+    with pytest.raises(ValueError, match=r"mlp\.0\.weight: saved momentum_buffer is a DTensor of which rank 0 does"):
+        cut.optimizer.load_state_dict(columns)
+    assert not wrong_state(whole_state(cut, world_size), before, "after all errors")
+    assert not any(
+        t.any() for p in copies.model.parameters() for t in [copies.optimizer.state[p].get("exp_avg")] if t is not None
+    )
+    # Copies on every rank hold what any layout needs.
+    everywhere = copy.copy(saved)
+    everywhere["state"] = {
+        number: {key: replicated(value) for key, value in tensors.items()} for number, tensors in saved["state"].items()
+    }
+    for trained in (copies, cut):
+        trained.optimizer.load_state_dict(zeroed(trained.optimizer.state_dict()))
+        trained.optimizer.load_state_dict(everywhere)
+    assert not wrong_state(whole_state(cut, world_size), before, "copies")
+    found = {name: copies.optimizer.state[param] for name, param in copies.model.named_parameters()}
+    assert not wrong_state(found, before, "copies")
+
+
+def in_columns(tensor):
+    if not isinstance(tensor, DTensor) or tensor.ndim < 2:
+        return tensor
+    return tensor.redistribute(placements=[Shard(1)])
+
+
+def replicated(tensor):
+    return tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
+
+
+def test_pieces_that_do_not_fit_are_an_error_and_change_nothing():
+    run(misfits, 3)
+
+
+def unevenly_cut_twice(rank, world_size, folder):
+    """PyTorch saves a dimension that tensor parallelism and FSDP2 cut unevenly at wrong places, and notices itself."""
+    layout = Layout((3, 2), wrappings.tensor_and_data_parallel)
+    trained = start(layout, CASES["mantissa"])
+    step(trained, range(BEFORE))
+    state = whole_state(trained, world_size)
+    sharded = get_optimizer_state_dict(trained.model, trained.optimizer)
+    with pytest.raises(dcp.CheckpointException):
+        dcp.save(sharded, checkpoint_id=folder)
+    full = get_optimizer_state_dict(trained.model, trained.optimizer, options=FULL)
+    assert not wrong_state(full["state"], state, "full_state_dict")
+    again = start(layout, CASES["mantissa"])
+    set_optimizer_state_dict(again.model, again.optimizer, full)
+    assert not wrong_state(whole_state(again, world_size), state, "loaded")
+
+
+def test_whole_state_goes_where_pieces_cannot_be_saved(tmp_path):
+    run(unevenly_cut_twice, 6, tmp_path)

@@ -1,0 +1,95 @@
+"""State that `comms="sharded"` divides: saved whole, loaded in parts, on any number of ranks."""
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+
+import quintic
+
+SHAPES = {"wide": (6, 10), "tall": (9, 4), "bank": (8, 5), "table": (3000, 2), "bias": (7,)}
+
+
+def model(dtype):
+    torch.manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in SHAPES.items()}
+    params["turned"] = nn.Parameter(torch.randn(5, 3).to(dtype).T)
+    return params
+
+
+def optimizer_of(params, comms, master):
+    def group(names, **options):
+        return {"params": [(name, params[name]) for name in names], **options}
+
+    return quintic.Muon(
+        [
+            group(["wide", "tall", "turned"]),
+            group(["bank"], view=quintic.Rows(2)),
+            group(["table", "bias"], algorithm="adamw"),
+        ],
+        lr=0.1,
+        adamw_lr=0.1,
+        normalize="neuron",
+        weight_decay=0.1,
+        compute_dtype=torch.float32,
+        comms=comms,
+        master=master,
+    )
+
+
+def take_steps(optimizer, params, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for param in params.values():
+            # The same on every rank: their mean is one device's gradient, to the last bit.
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def saved_by(rank, world_size, dtype, master, comms):
+    params = model(dtype)
+    optimizer = optimizer_of(params, comms, master)
+    keys = [sorted(optimizer.state[param]) for param in params.values()]
+    take_steps(optimizer, params, 0, 3)
+    sizes = {
+        name: optimizer.state[param].get("momentum_buffer", torch.empty(0)).numel() for name, param in params.items()
+    }
+    return {n: p.detach() for n, p in params.items()}, optimizer.state_dict(), sizes, keys
+
+
+def continued(rank, world_size, dtype, master, comms, weights, state_dict):
+    params = model(dtype)
+    optimizer = optimizer_of(params, comms, master)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(weights[name])
+    optimizer.load_state_dict(state_dict)
+    take_steps(optimizer, params, 3, 5)
+    return {n: p.detach() for n, p in params.items()}
+
+
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "mantissa")], ids=str)
+def test_saved_on_some_ranks_and_continued_on_others(dtype, master):
+    params = model(dtype)
+    alone = optimizer_of(params, "none", master)
+    take_steps(alone, params, 0, 5)
+    expected = {name: param.detach() for name, param in params.items()}
+    results = run(saved_by, 4, dtype, master, "sharded")
+    weights, state_dict, _, keys = results[0]
+    # Every rank has a part of the momentum, nobody all of it, and all have the same keys.
+    assert sum(sizes["bank"] for _, _, sizes, _ in results) == 8 * 5
+    assert max(sum(sizes.values()) for _, _, sizes, _ in results) < sum(
+        params[n].numel() for n in ("wide", "tall", "bank")
+    )
+    assert all(other == keys for _, _, _, other in results)
+    for _, other, _, _ in results:
+        for key, tensors in state_dict["state"].items():
+            for name, value in tensors.items():
+                assert torch.equal(other["state"][key][name], value)
+    for ranks, comms in ((1, "none"), (2, "sharded"), (2, "replicated")):
+        for found in run(continued, ranks, dtype, master, comms, weights, state_dict):
+            for name, value in expected.items():
+                if name in ("table", "bias") and dtype == torch.float32:  # PyTorch's fused AdamW rounds tails otherwise
+                    torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+                else:
+                    assert torch.equal(found[name], value), (comms, name)

@@ -1,0 +1,358 @@
+"""Rehearsals: all ranks at a time against rank by rank, what is conserved, layouts by name, and predicted times."""
+
+import dataclasses
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import quintic
+from quintic.errors import ConfigError
+from quintic.optim.comms import travelling
+from quintic.optim.layouts import mesh_layout
+from quintic.optim.machine import load_machine
+from quintic.optim.parallelism import layouts_by_name
+from quintic.optim.plan import direction_dtype, update_dtype
+from quintic.optim.prediction import BucketTimes, predict, step_times
+from quintic.optim.rehearsal import rehearse
+from quintic.optim.traffic import traffic_of
+from quintic.optim.travel import build_plan
+from quintic.train.planned_models import Decoder, Sizes, planned_model
+
+MESHES = [
+    ((1,), ("fsdp",)),
+    ((3,), ("fsdp",)),
+    ((5,), ("dp",)),
+    ((3,), ("tp",)),
+    ((2, 3), ("replicate", "fsdp")),
+    ((3, 2), ("fsdp", "tp")),
+    ((4,), ("ep",)),
+    ((2, 2), ("fsdp", "ep")),
+    ((2, 3, 2), ("replicate", "fsdp", "tp")),
+    ((2, 2, 2), ("fsdp", "ep", "tp")),
+]
+
+
+def optimizer_of(model, **options):
+    return quintic.Muon(quintic.param_groups(model), **options)
+
+
+def decoder(**sizes):
+    common = {"layers": 2, "width": 10, "heads": 2, "kv_heads": 1, "head_dim": 6, "hidden": 7, "vocab_size": 19}
+    with torch.device("meta"):
+        return Decoder(Sizes(**(common | sizes)))
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "layers": st.integers(1, 3),
+        "width": st.integers(1, 9),
+        "heads": st.integers(1, 3),
+        "kv_heads": st.integers(1, 3),
+        "head_dim": st.integers(1, 4),
+        "hidden": st.integers(1, 9),
+        "tied": st.booleans(),
+        "qk_norm": st.booleans(),
+        "experts": st.integers(1, 5),
+    }
+)
+options = st.fixed_dictionaries(
+    {
+        "normalize": st.sampled_from([None, "neuron"]),
+        "master": st.sampled_from([None, "fp32", "mantissa"]),
+        "max_workspace_bytes": st.sampled_from([None, 2000, 2**20]),
+    }
+)
+
+
+def plans_of(optimizer, mesh, names):
+    """The plan of every rank, each made alone."""
+    groups = [{**group, "comms": "averaged" if "dp" in names else "none"} for group in optimizer.param_groups]
+    found = layouts_by_name(groups, mesh, names)
+    if len(found[0][0].ranks) == 1:
+        found = [[None] * len(layouts) for layouts in found]
+    layouts = [travelling(group, of_group) for group, of_group in zip(groups, found, strict=True)]
+    return [build_plan(groups, layouts, rank) for rank in range(torch.Size(mesh).numel())]
+
+
+def bytes_sent(bucket, normalizes):
+    """What one rank sends for a bucket, by the exchange of this rank."""
+    exchange = bucket.travel.exchange
+    others = len(exchange.ranks) - 1
+    directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
+    updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
+    longest = max(exchange.counts)
+    factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.travel.kinds) * normalizes
+    if exchange.is_replicated:
+        return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors
+    here = exchange.position
+    gather = sum(exchange.gather_sends()) - exchange.gather_sends()[here]
+    scatter = sum(exchange.scatter_sends()) - exchange.scatter_sends()[here]
+    return gather * directions + scatter * updates + factors
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MESHES), sizes, options)
+def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options):
+    mesh, names = where
+    optimizer = optimizer_of(decoder(**sizes).to(torch.bfloat16), **options)
+    rehearsal = rehearse(optimizer, mesh, names, device="meta")
+    for rank, plan in enumerate(plans_of(optimizer, mesh, names)):
+        loads = [load for load in rehearsal.loads if load.present[rank] and load.shapes]
+        buckets = [bucket for bucket in plan if bucket.algorithm == "muon"]
+        assert [(load.method, int(load.flops[rank]), int(load.workspace_bytes[rank])) for load in loads] == [
+            (bucket.method, bucket.flops, bucket.workspace_bytes) for bucket in buckets
+        ]
+        for load, bucket in zip(loads, buckets, strict=True):
+            assert (load.cargo is not None) == bucket.travels
+            expected = bytes_sent(bucket, options["normalize"] is not None) if bucket.travels else 0
+            assert int(load.bytes_sent[rank]) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MESHES), sizes, options, st.integers(1, 9))
+def test_what_is_sent_is_received(where, sizes, options, ranks_per_node):
+    rehearsal = rehearse(optimizer_of(decoder(**sizes), **options), *where)
+    assert rehearsal.bytes_sent.sum() == rehearsal.bytes_received.sum()
+    for load in rehearsal.loads:
+        if load.cargo is None:
+            assert not load.bytes_sent.any()
+            continue
+        everything = traffic_of(load.cargo)
+        nodes = torch.arange(rehearsal.num_ranks) // ranks_per_node
+        inside = traffic_of(load.cargo, nodes)
+        for traffic in (everything, inside):
+            assert traffic.gather_sent.sum() == traffic.gather_received.sum()
+            assert traffic.scatter_sent.sum() == traffic.scatter_received.sum()
+        for within, of_all in zip(inside, everything, strict=True):
+            assert (within <= of_all).all()
+            assert (within >= 0).all()
+
+
+@pytest.mark.parametrize("mesh", [(6,), (2, 3)], ids=str)
+def test_traffic_within_nodes_is_that_between_their_ranks(mesh):
+    names = ("fsdp",) if len(mesh) == 1 else ("replicate", "fsdp")
+    nodes = torch.tensor([0, 0, 1, 1, 1, 2])
+    for load in rehearse(optimizer_of(decoder()), mesh, names).loads:
+        if load.cargo is None:
+            continue
+        sent = torch.zeros(6, dtype=torch.int64)
+        for rank, other in itertools.permutations(range(6), 2):
+            if nodes[rank] == nodes[other]:
+                exchange = replace(load.cargo.exchange, position=rank)
+                sent[rank] += exchange.gather_sends()[other] * load.cargo.direction
+                sent[rank] += exchange.scatter_sends()[other] * load.cargo.update
+        inside = traffic_of(load.cargo, nodes)
+        assert torch.equal(inside.gather_sent + inside.scatter_sent, sent)
+
+
+@pytest.mark.parametrize(("mesh", "names"), [where for where in MESHES if {"fsdp", "dp"} & set(where[1])], ids=str)
+def test_every_matrix_is_orthogonalised_once(mesh, names):
+    optimizer = optimizer_of(decoder(experts=3))
+    assert int(rehearse(optimizer, mesh, names, device="meta").flops.sum()) == optimizer.plan().flops
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 7])
+def test_fsdp_divides_the_state(num_ranks):
+    model = decoder().to(torch.bfloat16)
+    groups = quintic.param_groups(model)
+    rehearsal = rehearse(quintic.Muon(groups, master="mantissa"), (num_ranks,), ("fsdp",))
+    adamw = [param for group in groups if group["algorithm"] == "adamw" for param in group["params"]]
+    entries = sum(param.numel() for param in model.parameters())
+    expected = (4 + 2) * entries + 4 * sum(param.numel() for param in adamw) + 4 * len(adamw) * num_ranks
+    assert int(rehearsal.state_bytes.sum()) == expected
+
+
+def test_the_device_decides_what_runs():
+    methods = {
+        device: {load.method for load in rehearse(optimizer_of(decoder()), (2,), ("fsdp",), device=device).loads}
+        for device in ("cuda", "cpu")
+    }
+    assert methods == {"cuda": {"polar_express fp16", "adamw"}, "cpu": {"polar_express bf16", "adamw"}}
+
+
+# -- layouts by name --------------------------------------------------------------------------------------------------
+
+
+def test_a_name_says_how_parameters_are_cut():
+    optimizer = optimizer_of(decoder(experts=4))
+    names = ("replicate", "fsdp", "ep", "tp")
+    ranks = torch.arange(48).view(2, 3, 4, 2)
+    found = {}
+    for group, layouts in zip(
+        optimizer.param_groups, layouts_by_name(optimizer.param_groups, ranks.shape, names), strict=True
+    ):
+        found |= dict(zip(group["param_names"], zip(group["params"], layouts, strict=True), strict=True))
+    dense, layer = ranks.view(2, 12, 2), "model.layers.0."
+    for name, mesh, placements in (
+        (f"{layer}self_attn.q_proj.weight", dense, (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
+        (f"{layer}self_attn.o_proj.weight", dense, (Replicate(), Shard(0), Shard(1))),
+        ("model.embed_tokens.weight", dense, (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
+        (f"{layer}mlp.gate.weight", dense, (Replicate(), Shard(0), Replicate())),
+        ("model.norm.weight", dense, (Replicate(), Shard(0), Replicate())),
+        (
+            f"{layer}mlp.experts.gate_up_proj",
+            ranks,
+            (Replicate(), _StridedShard(0, split_factor=4), Shard(0), Shard(1)),
+        ),
+        (f"{layer}mlp.experts.down_proj", ranks, (Replicate(), _StridedShard(0, split_factor=4), Shard(0), Shard(2))),
+    ):
+        param, layout = found[name]
+        assert layout == mesh_layout(param.shape, mesh, placements), name
+
+
+def test_tensor_parallelism_knows_stored_transposes_and_biases():
+    optimizer = optimizer_of(planned_model("gpt2", torch.float32))
+    boxes = {}
+    for group, layouts in zip(
+        optimizer.param_groups, layouts_by_name(optimizer.param_groups, (2,), ("tp",)), strict=True
+    ):
+        boxes |= {name: layout.box_of(1) for name, layout in zip(group["param_names"], layouts, strict=True)}
+    block = "transformer.h.0."
+    assert boxes[f"{block}mlp.c_fc.weight"] == ((0, 768), (1536, 3072))
+    assert boxes[f"{block}mlp.c_fc.bias"] == ((1536, 3072),)
+    assert boxes[f"{block}mlp.c_proj.weight"] == ((1536, 3072), (0, 768))
+    assert boxes[f"{block}mlp.c_proj.bias"] == ((0, 768),)
+    assert boxes[f"{block}ln_1.weight"] == ((0, 768),)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "message"),
+    [
+        ((), (), "mesh=: give at least one rank"),
+        ((0,), ("fsdp",), "mesh=0: give at least one rank"),
+        ((8,), ("zero",), "layout=zero: 'zero' is unknown; choose of dp, replicate, fsdp, ep, tp"),
+        ((8, 4), ("fsdp",), "layout=fsdp: 1 names for the 2 dimensions of mesh 8x4"),
+        ((2, 2), ("tp", "fsdp"), "layout=tp,fsdp: each name once, in the order"),
+        ((2, 2), ("fsdp", "fsdp"), "layout=fsdp,fsdp: each name once"),
+        ((2, 2), ("dp", "tp"), "layout=dp,tp: dp stands alone"),
+        ((2,), ("ep",), "layout=ep: ep cuts nothing, the model has no stacked experts"),
+    ],
+)
+def test_what_is_no_mesh_is_an_error(mesh, names, message):
+    with pytest.raises(ConfigError) as error:
+        rehearse(optimizer_of(decoder()), mesh, names)
+    assert str(error.value).startswith(message)
+
+
+def test_tensor_parallelism_that_cuts_nothing_is_an_error():
+    optimizer = optimizer_of(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match="tp cuts nothing"):
+        rehearse(optimizer, (2,), ("tp",))
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_one_bucket_waits_for_its_collectives():
+    times = step_times([BucketTimes(1.0, 10.0, 100.0, 1000.0, 10000.0)], meanwhile=3.0)
+    assert times == (1 + 10 + 100 + 1000 + 10000, 1 + 3 + 100 + 10000, 1010.0)
+    assert times.waiting == 7.0 + 1000.0
+    assert step_times([], meanwhile=3.0) == (3.0, 3.0, 0.0)
+
+
+def test_collectives_of_neighbours_hide_behind_computing():
+    # All but the first gather and the last scatter, of which nothing can go before or after.
+    buckets = [BucketTimes(0.0, 2.0, 10.0, 2.0, 0.0)] * 5
+    assert step_times(buckets, meanwhile=0.0).total == 2 + 5 * 10 + 2
+    # The meanwhile hides the first gather.
+    assert step_times(buckets, meanwhile=4.0).total == 4 + 5 * 10 + 2
+    # Where sending takes longer than computing, it is all that counts.
+    slow = [BucketTimes(0.0, 20.0, 1.0, 20.0, 0.0)] * 5
+    assert step_times(slow, meanwhile=0.0).total == 10 * 20
+
+
+@given(st.lists(st.builds(BucketTimes, *[st.integers(0, 100)] * 5), max_size=6), st.integers(0, 100))
+def test_a_step_takes_no_less_than_its_parts_and_no_more_than_their_sum(buckets, meanwhile):
+    times = step_times(buckets, meanwhile)
+    assert max(times.compute, times.collectives) <= times.total <= times.compute + times.collectives
+    assert times.waiting >= 0
+
+
+# (count, rows, columns) of what Muon and AdamW update, and the measured milliseconds on an H200 in bfloat16
+# (benchmarks/results/2026-11-21-h200-optimizer-step-*-bf16.md, "device").
+MEASURED = {
+    "qwen1.7b": (
+        [(56, 2048, 2048), (56, 1024, 2048), (56, 6144, 2048), (28, 2048, 6144)],
+        [(1, 151936, 2048)],
+        66.0,
+    ),
+    "gpt124m": ([(40, 768, 768), (22, 3072, 768)], [(2, 50304, 768)], 2.53),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_one_gpu_takes_about_what_was_measured(name):
+    def parameters(shapes):
+        return [
+            torch.nn.Parameter(torch.empty(m, n, dtype=torch.bfloat16, device="meta"))
+            for count, m, n in shapes
+            for _ in range(count)
+        ]
+
+    matrices, others, milliseconds = MEASURED[name]
+    groups = [{"params": parameters(matrices)}, {"params": parameters(others), "algorithm": "adamw"}]
+    times = predict(rehearse(quintic.Muon(groups), (1,), ("fsdp",)), load_machine("h200"))
+    assert times.total * 1e3 == pytest.approx(milliseconds, rel=0.25)
+    assert times.waiting == 0.0
+
+
+def test_faster_links_never_make_a_step_slower():
+    machine = load_machine("h200")
+    rehearsal = rehearse(optimizer_of(planned_model("qwen3-1.7b", torch.bfloat16)), (8, 2), ("fsdp", "tp"))
+    before = predict(rehearsal, machine).total
+    for field in ("tflops", "memory_gb_s", "node_gb_s", "network_gb_s"):
+        faster = dataclasses.replace(machine, **{field: 2 * getattr(machine, field)})
+        assert predict(rehearsal, faster).total <= before
+    assert predict(rehearsal, dataclasses.replace(machine, latency_us=1000)).total > before
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tflops": None}, "tflops is missing; its numbers are tflops, tflops_fp32"),
+        ({"gflops": "3"}, "gflops is unknown"),
+        ({"network_gb_s": "0"}, "network_gb_s = 0: must be above 0"),
+        ({"latency_us": "-1"}, "latency_us = -1: must be above 0"),
+        ({"efficiency": "nan"}, "efficiency = nan: give a number"),
+        ({"ranks_per_node": "7.5"}, "ranks_per_node = 7.5: give a whole number"),
+        ({"tflops": '"fast"'}, "tflops = 'fast': give a number"),
+        ({"tflops": "="}, "not a TOML file"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_an_error(tmp_path, changed, message):
+    values = {name: str(value) for name, value in dataclasses.asdict(load_machine("h200")).items()} | changed
+    path = tmp_path / "machine.toml"
+    path.write_text("".join(f"{name} = {value}\n" for name, value in values.items() if value is not None))
+    with pytest.raises(ConfigError) as error:
+        load_machine(str(path))
+    assert str(error.value).startswith(f"machine={path}: ")
+    assert message in str(error.value)
+
+
+def test_a_machine_is_read_from_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"{name} = {value}\n" for name, value in dataclasses.asdict(load_machine("h200")).items()))
+    assert load_machine(str(path)) == load_machine("h200")
+    with pytest.raises(ConfigError, match=r"^machine=h300: choose h200, or the path"):
+        load_machine("h300")
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+def test_seventy_billion_parameters_on_a_thousand_ranks_take_seconds():
+    begin = time.perf_counter()
+    optimizer = optimizer_of(planned_model("llama-3-70b", torch.bfloat16), normalize="neuron")
+    rehearsal = rehearse(optimizer, (128, 8), ("fsdp", "tp"))
+    predict(rehearsal, load_machine("h200"))
+    assert time.perf_counter() - begin < 20
+    assert rehearsal.num_ranks == 1024
+    assert sum(load.num_matrices for load in rehearsal.loads) == 80 * 7
+    assert rehearsal.balance < 4  # 560 matrices for 1,024 ranks
