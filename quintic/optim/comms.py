@@ -366,13 +366,18 @@ def describe(
     """Return by the ranks that share them: (group, index) and a description of each parameter."""
     found: dict[tuple[int, ...], list[tuple[tuple[int, int], str]]] = {}
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
-        options = ", ".join(f"{key}={group[key]}" for key in _COLLECTIVE_OPTIONS)
+        options = ", ".join(f"{key}={_text(group[key])}" for key in _COLLECTIVE_OPTIONS)
         for index, layout in enumerate(of_group):
             if layout is not None and dist.get_rank() in layout.ranks:
                 name, param = group["param_names"][index], group["params"][index]
                 text = f"{name} of shape {layout.shape}, {param.dtype}, on ranks {layout.ranks} with {options}"
                 found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
     return dict(sorted(found.items()))
+
+
+def _text(option: object) -> str:
+    """Return an option as all ranks write it: a function's address is its own on each."""
+    return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else str(option)
 
 
 def check_same_plan(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> None:

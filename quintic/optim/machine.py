@@ -9,6 +9,7 @@ import math
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from quintic.errors import ConfigError
@@ -84,6 +85,6 @@ def load_machine(name: str) -> Machine:
         raise ConfigError(f"machine={name}: {error}") from None
 
 
-def _shipped() -> list[resources.abc.Traversable]:
+def _shipped() -> list[Traversable]:
     folder = resources.files("quintic.optim") / "machines"
     return [file for file in folder.iterdir() if file.name.endswith(".toml")]

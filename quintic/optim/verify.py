@@ -55,9 +55,9 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
     A difference counts as wrong where rounding does not explain it. How much that is, is measured for each matrix: what
     changes when the reference multiplies in a wider dtype. Weights and all state are compared.
 
-    Takes about as long as orthogonalising every matrix three times on each rank without kernels. Host memory: twice the
-    weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its gradient and
-    state, several times.
+    Every rank orthogonalises every matrix it holds a part of twice, without kernels, once in the wider dtype. Host
+    memory: twice the weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its
+    gradient and state, several times; random gradients, if there are to be any.
 
     All ranks must call it.
 

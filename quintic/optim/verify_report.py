@@ -69,17 +69,24 @@ class Verification:
     def __str__(self) -> str:
         """Return the verdict, and what is wrong."""
         checked = (
-            f"{self.num_parameters} parameters ({self.num_matrices} matrices) on {self.num_ranks} "
-            f"rank{'s' * (self.num_ranks > 1)}"
+            f"{_count(self.num_parameters, 'parameter', 's')} ({_count(self.num_matrices, 'matri', 'ces', 'x')}) "
+            f"on {_count(self.num_ranks, 'rank', 's')}"
         )
         if self.ok:
             agree = "agree with the reference to the last bit" if self.is_bitwise else f"agree; worst: {self.worst}"
             return f"the step is right: {checked} {agree if self.num_parameters else 'were stepped'}"
-        lines = [f"THE STEP IS WRONG: of {checked}, {len(self.wrong)} tensors differ by more than rounding explains"]
+        lines = [
+            f"THE STEP IS WRONG: of {checked}, {_count(len(self.wrong), 'tensor', 's')} differ "
+            f"by more than rounding explains"
+        ]
         lines += [str(difference) for difference in self.wrong[:_MOST_PRINTED]]
         if len(self.wrong) > _MOST_PRINTED:
             lines.append(f"and {len(self.wrong) - _MOST_PRINTED} more")
         return "\n  ".join([*lines, *self.problems])
+
+
+def _count(number: int, word: str, plural: str, singular: str = "") -> str:
+    return f"{number} {word}{singular if number == 1 else plural}"
 
 
 @dataclass(frozen=True, slots=True)

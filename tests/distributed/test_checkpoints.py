@@ -318,7 +318,7 @@ def misfits(rank, world_size):
     cut, copies = start(LAYOUTS["fsdp2-3"], case), start(ONE, case)
     step(cut, range(1))
     before = whole_state(cut, world_size)
-    saved = cut.optimizer.state_dict()
+    saved = copy.deepcopy(cut.optimizer.state_dict())
     pieces = copy.copy(saved)
     pieces["state"] = {
         number: {key: local_of(value) for key, value in tensors.items()} for number, tensors in saved["state"].items()

@@ -87,12 +87,23 @@ def test_a_step_is_that_of_the_oracle(shape, neuron):
     param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     options = {"momentum": 0.9, "weight_decay": 0.3, "cautious": True, **EXACT}
     optimizer = Muon([param], lr=0.1, normalize="neuron" if neuron else None, normalize_beta=0.7, **options)
-    matrix = oracle.MuonMatrix(param.detach(), neuron=neuron)
+    matrix = oracle.MuonMatrix(param.detach().numpy(), neuron=neuron)
     for _ in range(4):
         param.grad = torch.randn(shape, dtype=torch.float64)
-        matrix.step(param.grad, lr=0.1, mu=0.9, wd=0.3, cautious=True, beta=0.7)
+        matrix.step(param.grad.numpy(), lr=0.1, mu=0.9, wd=0.3, cautious=True, beta=0.7)
         reference_step(optimizer)
     np.testing.assert_allclose(param.detach().numpy(), matrix.w, rtol=1e-9, atol=1e-9)
+
+
+def test_vectors_are_those_of_the_oracle():
+    param = nn.Parameter(torch.randn(7, dtype=torch.float64))
+    optimizer = Muon([{"params": [param], "algorithm": "adamw"}], adamw_lr=0.1, weight_decay=0.3, cautious=True)
+    vector = oracle.AdamWTensor(param.detach().numpy())
+    for _ in range(4):
+        param.grad = torch.randn(7, dtype=torch.float64)
+        vector.step(param.grad.numpy(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, wd=0.3, cautious=True)
+        reference_step(optimizer)
+    np.testing.assert_allclose(param.detach().numpy(), vector.w, rtol=1e-12)
 
 
 CASES = {
