@@ -33,6 +33,7 @@ __all__ = [
     "layouts_of",
     "start_all_gather",
     "start_all_to_all",
+    "start_broadcasts",
     "sum_over_ranks",
     "this_rank",
     "travelling",
@@ -143,6 +144,33 @@ def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
 def has_process_group() -> bool:
     """Return whether this process is one of a group, if need be the only one."""
     return dist.is_initialized()
+
+
+def start_broadcasts(rows: Tensor, counts: Sequence[int], group: ProcessGroup) -> Pending:
+    """Start to give every rank the rows of a tensor that each rank has. All ranks of the group must call it.
+
+    Args:
+        rows: contiguous; of each rank in turn its rows, right where they are its own, filled in elsewhere.
+        counts: how many rows each rank has.
+        group: the process group.
+    """
+    works = []
+    for owner, (part, count) in enumerate(zip(rows.split(list(counts)), counts, strict=True)):
+        if count:
+            source = dist.get_global_rank(group, owner)
+            works.append(dist.broadcast(part, source, group=group, async_op=True))
+    return Pending(_All(works), rows)
+
+
+class _All:
+    """Several collectives waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def this_rank() -> int:

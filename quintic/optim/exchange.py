@@ -7,8 +7,8 @@ owner among these ranks. Units are in the order of their owners.
     gather     every rank of the owner's copy sends its piece of each unit to the owner
     scatter    the owner sends to every rank the piece that this rank holds
 
-One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather. What a
-rank receives, and in which order, follows from the plan: no sizes are exchanged.
+One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather, or a
+broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are exchanged.
 """
 
 import math
@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Pending, ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.comms import Pending, ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layouts import Box, relative, size_of
 
 __all__ = ["Exchange"]
@@ -78,6 +78,11 @@ class Exchange:
         return all(piece is not None and size_of(piece) == self.unit_shape for piece in self.pieces)
 
     @cached_property
+    def is_sparse(self) -> bool:
+        """Return whether so few ranks own units that an all-gather would send more padding than units."""
+        return len(self.ranks) * max(self.counts) > 2 * self.num_units
+
+    @cached_property
     def is_local(self) -> bool:
         """Return whether nothing travels: owners hold their units whole, and nobody else holds any of them."""
         owners = [position for position, count in enumerate(self.counts) if count]
@@ -111,25 +116,6 @@ class Exchange:
     def scatter_receives(self) -> list[int]:
         """Return how many entries this rank receives from each rank while scattering."""
         return [count * self._numels[self.position] for count in self.counts]
-
-    def entries_sent(self) -> int:
-        """Return how many entries leave this rank per step, those that it keeps not counted."""
-        if self.is_local:
-            return 0
-        both = [a + b for a, b in zip(self.gather_sends(), self.scatter_sends(), strict=True)]
-        return sum(both) - both[self.position]
-
-    def entries_in_flight(self) -> tuple[int, int]:
-        """Return how many entries the buffers of a gather and of a scatter hold on this rank."""
-        if self.is_local:
-            return 0, 0
-        unit = math.prod(self.unit_shape)
-        if self.is_replicated:
-            padded = max(self.counts) * len(self.ranks)
-            return 0, (padded + max(self.counts)) * unit
-        # What is received by a gather is put in order once.
-        gather = sum(self.gather_sends()) + 2 * sum(self.gather_receives())
-        return gather, sum(self.scatter_sends()) + sum(self.scatter_receives())
 
     # ------------------------------------------------------------------------------------------------------- movement
 
@@ -200,6 +186,10 @@ class Exchange:
         """
         if self.is_local:
             return Pending(None, owned)
+        if self.is_sparse:
+            received = owned.new_empty((self.num_units, *owned.shape[1:]))
+            received[self.first_owned : self.first_owned + self.num_owned] = owned
+            return start_broadcasts(received, self.counts, group)
         most = max(self.counts)
         send = owned.contiguous()
         if self.num_owned < most:
@@ -210,7 +200,7 @@ class Exchange:
     def in_order(self, received: Tensor) -> Tensor:
         """Return (num_units, ...) from what `all_gather` received, without what was padding."""
         most = max(self.counts)
-        if self.is_local or min(self.counts) == most:
+        if self.is_local or self.is_sparse or min(self.counts) == most:
             return received
         parts = received.split(most)
         return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])

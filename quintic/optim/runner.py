@@ -122,7 +122,8 @@ class Runner:
                     if work.bucket.travel is not None:
                         for _ in self._travel(work, go):
                             pass  # nothing travels in this one
-                    elif work.active.params and work.bucket.numel:
+                    elif work.active.params and (work.bucket.numel or work.bucket.algorithm == "adamw"):
+                        # AdamW counts steps also of parameters of which this rank holds no entry.
                         self._run(work, go)
 
             run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)

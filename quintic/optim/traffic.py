@@ -44,19 +44,21 @@ def traffic_of(cargo: Cargo, nodes: Tensor | None = None) -> Traffic:
     counts, copies, pieces = torch.tensor(exchange.counts), torch.tensor(exchange.copies), piece_numels(exchange)
     if nodes is None:
         nodes = torch.zeros_like(counts)
-    # What all-gathers send: parts as long as the longest, to every other rank.
-    padded = max(exchange.counts) * (per_key(torch.ones_like(nodes), nodes) - 1)
-    factors = cargo.factors * padded
+    others = per_key(torch.ones_like(nodes), nodes) - 1
+    if exchange.is_sparse:  # broadcasts of what there is
+        given, taken = counts * others, per_key(counts, nodes) - counts
+    else:  # all-gathers of parts as long as the longest
+        given = taken = max(exchange.counts) * others
     if exchange.is_replicated:
-        zeros, everything = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update * padded + factors
-        return Traffic(zeros, zeros, everything, everything)
+        zeros, entries = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update + cargo.factors
+        return Traffic(zeros, zeros, entries * given, entries * taken)
     # A gather stays within a copy of the parameters, a scatter reaches all of them.
     near = copies * (int(nodes.max()) + 1) + nodes
     return Traffic(
         gather_sent=pieces * (per_key(counts, near) - counts) * cargo.direction,
         gather_received=counts * (per_key(pieces, near) - pieces) * cargo.direction,
-        scatter_sent=counts * (per_key(pieces, nodes) - pieces) * cargo.update + factors,
-        scatter_received=pieces * (per_key(counts, nodes) - counts) * cargo.update + factors,
+        scatter_sent=counts * (per_key(pieces, nodes) - pieces) * cargo.update + cargo.factors * given,
+        scatter_received=pieces * (per_key(counts, nodes) - counts) * cargo.update + cargo.factors * taken,
     )
 
 

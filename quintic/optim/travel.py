@@ -36,6 +36,10 @@ from quintic.optim.views import Unit, View
 __all__ = ["SharedBucket", "Travel", "TravellingUnit", "build_plan", "kinds_of", "shared_buckets"]
 
 
+# How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
+_TOLERANCE = 1.25
+
+
 @dataclass(frozen=True, slots=True)
 class TravellingUnit:
     """A unit of one parameter."""
@@ -273,11 +277,15 @@ def _shared_buckets(
         counts = tuple(map(len, parts))
         return Exchange(key.ranks, 0, key.shape, key.pieces, key.copies, counts)
 
-    most = max(map(len, per_owner))
-    limit = _units_at_a_time(key, group, kinds, exchange_of([part[:1] for part in per_owner]))
-    for start in range(0, most, limit):
-        parts = [part[start : start + limit] for part in per_owner]
-        yield SharedBucket(key, kinds, tuple(unit for part in parts for unit in part), exchange_of(parts))
+    owners, limit = _at_a_time(key, group, kinds, exchange_of([part[:1] for part in per_owner]))
+    for start in range(0, max(map(len, per_owner)), limit):
+        for first in range(0, len(per_owner), owners):
+            parts = [
+                part[start : start + limit] if first <= owner < first + owners else []
+                for owner, part in enumerate(per_owner)
+            ]
+            if any(parts):
+                yield SharedBucket(key, kinds, tuple(unit for part in parts for unit in part), exchange_of(parts))
 
 
 def _travelling_bucket(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
@@ -332,8 +340,10 @@ def kinds_of(
     return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
 
 
-def _units_at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: Exchange) -> int:
-    """Return how many units each owner may have in a bucket: all buckets in flight together fit the workspace.
+def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: Exchange) -> tuple[int, int]:
+    """Return of how many owners a bucket may have units, and how many of each: what is in flight fits the workspace.
+
+    A single unit may exceed it.
 
     Args:
         key: of the bucket.
@@ -341,19 +351,41 @@ def _units_at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind],
         kinds: of its units.
         one: the exchange of one unit of each owner; on the rank that needs most the answer is the same for all.
     """
-    budget = group["max_workspace_bytes"]
+    budget, num_ranks = group["max_workspace_bytes"], len(key.ranks)
     if budget is None:
-        return 2**62
-    stages = (_stages(key, kinds, replace(one, position=position)) for position in _different_positions(one))
-    most = max(stage.peak(stage, stage) for stage in stages)
-    return int(max(1, budget // max(1, most)))
+        return num_ranks, 2**62
+    most = _peak(key, kinds, one)
+    if most <= budget:
+        return num_ranks, int(budget // max(1, most))
+
+    # Not even one unit of each: fewer owners at a time, if that helps. What one unit needs, it needs in any case.
+    def peak_of(owners: int) -> int:
+        counts = tuple(count if owner < owners else 0 for owner, count in enumerate(one.counts))
+        return _peak(key, kinds, replace(one, counts=counts))
+
+    bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
+    owners = num_ranks
+    while owners > 1 and peak_of(owners) > bound:
+        owners = -(-owners // 2)
+    return owners, 1
+
+
+def _peak(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
+    """Return the most temporary memory of any rank, between buckets like this one."""
+    stages = (_stages(key, kinds, replace(exchange, position=p)) for p in _different_positions(exchange))
+    return max(stage.peak(stage, stage) for stage in stages)
 
 
 def _different_positions(exchange: Exchange) -> list[int]:
     """Return one position for each different need of memory."""
+    of_copies: dict[int, int] = {}
+    for copy, count in zip(exchange.copies, exchange.counts, strict=True):
+        of_copies[copy] = of_copies.get(copy, 0) + count
     found: dict[Any, int] = {}
-    for position, (piece, count) in enumerate(zip(exchange.pieces, exchange.counts, strict=True)):
-        found.setdefault((None if piece is None else size_of(piece), count), position)
+    for position, (piece, count, copy) in enumerate(
+        zip(exchange.pieces, exchange.counts, exchange.copies, strict=True)
+    ):
+        found.setdefault((None if piece is None else size_of(piece), count, of_copies[copy]), position)
     return list(found.values())
 
 
@@ -379,9 +411,10 @@ def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
         scattering = 0
     elif exchange.is_replicated:
         most, padded = max(exchange.counts), len(exchange.ranks) * max(exchange.counts)
-        uneven = padded != exchange.num_units
         # Padding before it is sent, and what is received without it.
-        scattering = (padded + (exchange.num_units + most if uneven else 0)) * unit * update
+        uneven = 0 if padded == exchange.num_units else exchange.num_units + most
+        entries = exchange.num_units if exchange.is_sparse else padded + uneven
+        scattering = entries * unit * update
     else:
         scattering = (sum(exchange.scatter_sends()) + pieces) * update
     return Stages(gathering, computing, owned * update, scattering)

@@ -44,6 +44,7 @@ ONE = Layout((1,))
 LAYOUTS = {
     "one": ONE,
     "averaged-3": Layout((3,), comms="averaged"),
+    "sharded-2": Layout((2,), comms="sharded"),
     "fsdp2-2": Layout((2,), wrappings.data_parallel),
     "fsdp2-3": Layout((3,), wrappings.data_parallel),
     "hsdp-2x2": Layout((2, 2), wrappings.data_parallel),
@@ -109,12 +110,10 @@ def zeroed(state_dict):
 def whole_state(trained, world_size):
     """{name: {key: whole tensor}}, put together from the pieces; all ranks must call it."""
     params = dict(trained.model.named_parameters())
-    trained.optimizer.state_dict()
+    saved = get_optimizer_state_dict(trained.model, trained.optimizer)["state"]
     result = {name: {} for name in params}
-    for key in sorted({key for param in params.values() for key in trained.optimizer.state[param]}):
-        tensors = {
-            name: trained.optimizer.state[p][key] for name, p in params.items() if key in trained.optimizer.state[p]
-        }
+    for key in sorted({key for tensors in saved.values() for key in tensors}):
+        tensors = {name: of_name[key] for name, of_name in saved.items() if key in of_name}
         found = {name: wide(tensor) for name, tensor in tensors.items()}
         cut = {name: tensor for name, tensor in found.items() if tensor.shape == params[name].shape}
         for name, tensor in gathered(Named(cut), trained.held, range(world_size)).items():
@@ -282,7 +281,7 @@ def in_memory(rank, world_size, layout):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["averaged-3", "fsdp2-3", "hsdp-2x2", "tp-2", "ep_fsdp2-2x2"])
+@pytest.mark.parametrize("name", ["averaged-3", "sharded-2", "fsdp2-3", "hsdp-2x2", "tp-2", "ep_fsdp2-2x2"])
 def test_state_dicts_of_one_device_and_of_a_layout_load_into_each_other(name):
     run(in_memory, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60)
 

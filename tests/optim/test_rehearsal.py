@@ -87,7 +87,8 @@ def bytes_sent(bucket, normalizes):
     others = len(exchange.ranks) - 1
     directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
     updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
-    longest = max(exchange.counts)
+    # Padded to the longest, but where few ranks own anything: they broadcast it.
+    longest = exchange.num_owned if exchange.is_sparse else max(exchange.counts)
     factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.travel.kinds) * normalizes
     if exchange.is_replicated:
         return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors

@@ -74,7 +74,14 @@ class Counter:
         self.sent, self._rank = 0, rank
         self._all_to_all, self._all_gather = dist.all_to_all_single, comms._all_gather
         monkeypatch.setattr(comms.dist, "all_to_all_single", self.all_to_all)
+        self._broadcast = dist.broadcast
         monkeypatch.setattr(comms, "_all_gather", self.all_gather)
+        monkeypatch.setattr(comms.dist, "broadcast", self.broadcast)
+
+    def broadcast(self, tensor, source, **options):
+        if source == self._rank:
+            self.sent += tensor.nbytes * (dist.get_world_size(options["group"]) - 1)
+        return self._broadcast(tensor, source, **options)
 
     def all_to_all(self, received, send, receives, sends, **options):
         mine = dist.get_group_rank(options["group"], self._rank)
