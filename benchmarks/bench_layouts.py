@@ -30,25 +30,13 @@ from typing import Any, TypeVar
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+import optimizer_step_measure as measure  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from bench_kernels import describe_error  # noqa: E402
 from optimizer_step import describe, git_commit, in_cell, middle  # noqa: E402
 from optimizer_step_contestants import SETS, WEIGHT_DECAY, Weights  # noqa: E402
-from optimizer_step_measure import (  # noqa: E402
-    LEAST_STEPS,
-    MIB,
-    WARMUP_STEPS,
-    WORKSPACE_TOLERANCE,
-    Memory,
-    device_name,
-    make_weights,
-    spread,
-    synchronize,
-    time_device,
-    time_steps,
-    versions,
-)
+from optimizer_step_measure import MIB, WORKSPACE_TOLERANCE  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
@@ -117,11 +105,6 @@ class Team:
         """Return whether the device has a queue of its own."""
         return self.device.type == "cuda"
 
-    @property
-    def is_first(self) -> bool:
-        """Return whether this process prints and writes."""
-        return dist.get_rank() == 0
-
     def new_group(self) -> dist.ProcessGroup:
         """Return a new process group of all ranks. All ranks must call it."""
         # gloo gives up by itself; NCCL would end the process, so `together` gives up first.
@@ -158,7 +141,7 @@ class Team:
         error = ""
         try:
             result.append(action())
-            synchronize(self.cuda)
+            measure.synchronize(self.cuda)
         except Exception as found:  # whatever it may be: it is the result
             traceback.print_exc()
             error = describe_error(found)
@@ -205,7 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--normalize", choices=("neuron",), help="NorMuon's, for all layouts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=30, help="timed steps, at most")
-    parser.add_argument("--seconds", type=float, default=3, help=f"for one kind of time; {LEAST_STEPS} steps at least")
+    parser.add_argument("--seconds", type=float, default=3, help="for one kind of time; at least ten steps are timed")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a layout that hangs is given up")
     parser.add_argument("--commit", help="of this repository, for the record; by default what git says")
     options = parser.parse_args(arguments)
@@ -242,19 +225,19 @@ def join(options: argparse.Namespace) -> Team:
 
 def measure_sets(options: argparse.Namespace, team: Team) -> None:
     """Measure every set of weights; the first rank writes. All ranks must call it."""
-    commit = (options.commit or git_commit()) if team.is_first else ""
+    commit = (options.commit or git_commit()) if dist.get_rank() == 0 else ""
     result = {
         "command": options.command,
         "commit": commit,
-        "device": device_name(team.cuda),
+        "device": measure.device_name(team.cuda),
         "ranks": dist.get_world_size(),
-        "versions": versions() | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if team.cuda else {}),
+        "versions": measure.versions() | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if team.cuda else {}),
         "options": {"lr": LR, "adamw_lr": ADAMW_LR, "weight_decay": WEIGHT_DECAY, "normalize": options.normalize},
         "rows": [],
     }
     for name in options.sets:
         result["rows"] += measure_set(name, options, team)
-        if team.is_first:
+        if dist.get_rank() == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             text = json.dumps(result, indent=1) + "\n"
             options.out.joinpath(f"{options.name}.json").write_text(text, encoding="utf-8")
@@ -274,6 +257,8 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
             contestants.append(prepared(rows[-1], group, expected, options, team))
         except Failed as error:
             give_up(rows[-1], error, group, team)
+            if layout == "single":
+                expected.clear()  # some ranks may have it, others not
     expected.clear()
     for index in range(max((one.row["n"] for one in contestants), default=0)):
         for one in list(contestants):
@@ -286,7 +271,7 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
     for one in contestants:
         by_rank = team.from_all(one.times)
         one.row |= {
-            kind: spread([max(times) for times in zip(*(of_rank[kind] for of_rank in by_rank), strict=True)])
+            kind: measure.spread([max(times) for times in zip(*(of_rank[kind] for of_rank in by_rank), strict=True)])
             for kind in one.times
         }
     groups = [one.group for one in contestants]
@@ -294,9 +279,8 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
     gc.collect()
     for group in groups:
         dist.destroy_process_group(group)
-    for row in rows:
-        if team.is_first:
-            print(f"{row['set']:10} {' '.join(cells(row))}", flush=True)
+    if dist.get_rank() == 0:
+        print("\n".join(f"{name:10} {' '.join(cells(row))}" for row in rows), flush=True)
     return rows
 
 
@@ -332,7 +316,7 @@ def prepared(
             step()
         if row["layout"] == "single":
             expected.extend(whole(param).clone() for param in one.weights.all)
-            start = make_weights(SETS[row["set"]], team.device, one.weights.all[0].dtype).all
+            start = measure.make_weights(SETS[row["set"]], team.device, one.weights.all[0].dtype).all
             row["moved"] = differing(start, expected)[0] / sum(param.numel() for param in start)
         if not expected:
             return {}
@@ -343,15 +327,15 @@ def prepared(
     row["differing"] = {key: max(of_rank[key] for of_rank in found) for key in found[0]}
 
     def step_on() -> tuple[int, float]:
-        memory = Memory(team.cuda)
+        memory = measure.Memory(team.cuda)
         step()
-        synchronize(team.cuda)
+        measure.synchronize(team.cuda)
         peak = memory.peak()
         start = time.perf_counter()
-        for _ in range(WARMUP_STEPS):
+        for _ in range(measure.WARMUP_STEPS):
             step()
-            synchronize(team.cuda)
-        return peak, (time.perf_counter() - start) / WARMUP_STEPS
+            measure.synchronize(team.cuda)
+        return peak, (time.perf_counter() - start) / measure.WARMUP_STEPS
 
     peak, seconds = team.together(step_on, group)
     plan = one.optimizer.plan()
@@ -364,7 +348,7 @@ def prepared(
         "buckets": len(plan.buckets),
         "planned_mib": planned,
         "sent_mib": sent_mib,
-        "n": min(options.steps, max(LEAST_STEPS, int(options.seconds / max(*estimates, 1e-6)))),
+        "n": min(options.steps, max(measure.LEAST_STEPS, int(options.seconds / max(*estimates, 1e-6)))),
     }
     if team.cuda:
         row["peak_mib"] = peaks
@@ -374,7 +358,7 @@ def prepared(
 def built(row: dict[str, Any], group: dist.ProcessGroup, options: argparse.Namespace, team: Team) -> Contestant:
     """Return the weights of a set in a layout, and their optimizer. All ranks must call it."""
     layout, shapes = row["layout"], SETS[row["set"]]
-    weights = make_weights(shapes, team.device, {"bf16": torch.bfloat16, "fp32": torch.float32}[row["dtype"]])
+    weights = measure.make_weights(shapes, team.device, {"bf16": torch.bfloat16, "fp32": torch.float32}[row["dtype"]])
     if layout in CUT_DIMENSION:
         mesh = DeviceMesh.from_group(group, team.device.type)
         matrices = [torch.nn.Parameter(cut(param, mesh, CUT_DIMENSION[layout])) for param in weights.matrices]
@@ -437,8 +421,8 @@ def time_once(one: Contestant, team: Team) -> None:
 
     def times_of(call: Callable[[], None]) -> tuple[list[float], list[float], list[float]]:
         """Return milliseconds from an idle device, on the host, and on a busy device (CPU: from an idle one again)."""
-        idle, host = time_steps(call, aligned, 1, team.cuda)
-        return idle, host, time_device(call, aligned, 1, host[0]) if team.cuda else idle
+        idle, host = measure.time_steps(call, aligned, 1, team.cuda)
+        return idle, host, measure.time_device(call, aligned, 1, host[0]) if team.cuda else idle
 
     def time_all() -> dict[str, list[float]]:
         step, host, device = times_of(lambda: one.optimizer.step())
@@ -513,9 +497,8 @@ def _collectives_of_travel(bucket: Bucket, normalizes: bool) -> Iterator[Collect
     if exchange.is_replicated:
         yield Collective(update, [count * math.prod(exchange.unit_shape) for count in per_rank])
     else:
-        yield Collective(
-            direction_dtype(bucket.form, bucket.dtype), exchange.gather_sends(), exchange.gather_receives()
-        )
+        direction = direction_dtype(bucket.form, bucket.dtype)
+        yield Collective(direction, exchange.gather_sends(), exchange.gather_receives())
         yield Collective(update, exchange.scatter_sends(), exchange.scatter_receives())
     if normalizes:  # factors and second moments
         vectors = 2 * sum(max(kind.shape) for kind in travel.kinds)
