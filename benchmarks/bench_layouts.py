@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: 
 
 import quintic  # noqa: E402
 from quintic.optim.comms import Pending, start_all_gather, start_all_to_all  # noqa: E402
+from quintic.optim.exchange import Exchange  # noqa: E402
 from quintic.optim.plan import Bucket, direction_dtype, update_dtype  # noqa: E402
 
 Result = TypeVar("Result")
@@ -340,7 +341,7 @@ def prepared(
     peak, seconds = team.together(step_on, group)
     plan = one.optimizer.plan()
     one.collectives = list(collectives_of(one.optimizer, dist.get_world_size()))
-    sent = sum(collective.bytes_sent(dist.get_rank()) for collective in one.collectives)
+    sent = sum(collective.sent * collective.dtype.itemsize for collective in one.collectives)
     facts = team.from_all((plan.flops, plan.peak_workspace_bytes / MIB, peak / MIB, sent / MIB, seconds))
     flops, planned, peaks, sent_mib, estimates = (list(values) for values in zip(*facts, strict=True))
     row |= {
@@ -441,69 +442,73 @@ def time_once(one: Contestant, team: Team) -> None:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step.
+    """One collective of a step, as this rank sees it.
 
     Attributes:
         dtype: of the entries.
-        sends: how many this rank sends to each rank.
-        receives: how many each rank sends to this one; None for an all-gather, which sends the same ones to all.
+        entries: of the buffer that it is given.
+        sent: entries that leave this rank.
+        start: starts it with such a buffer; all ranks of the group must call it.
     """
 
     dtype: torch.dtype
-    sends: Sequence[int]
-    receives: Sequence[int] | None = None
+    entries: int
+    sent: int
+    start: Callable[[Tensor, dist.ProcessGroup], Pending]
 
-    @property
-    def entries(self) -> int:
-        """Return how many entries the buffer has that is sent."""
-        return self.sends[0] if self.receives is None else sum(self.sends)
 
-    def bytes_sent(self, rank: int) -> int:
-        """Return how many bytes leave this rank."""
-        return (sum(self.sends) - self.sends[rank]) * self.dtype.itemsize
+def all_to_all(dtype: torch.dtype, rank: int, sends: Sequence[int], receives: Sequence[int]) -> Collective:
+    """Return the collective that sends so many entries to each rank."""
+    total = sum(sends)
+    return Collective(dtype, total, total - sends[rank], lambda x, group: start_all_to_all(x, sends, receives, group))
 
-    def start(self, buffer: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Start it. All ranks of the group must call it."""
-        if self.receives is None:
-            return start_all_gather(buffer[: self.entries], len(self.sends), group)
-        return start_all_to_all(buffer[: self.entries], self.sends, self.receives, group)
+
+def all_gather(dtype: torch.dtype, num_ranks: int, entries: int) -> Collective:
+    """Return the collective that sends the same entries to all ranks."""
+    sent = entries * (num_ranks - 1)
+    return Collective(dtype, entries, sent, lambda x, group: start_all_gather(x, num_ranks, group))
+
+
+def all_gather_units(dtype: torch.dtype, exchange: Exchange, width: int) -> Collective:
+    """Return the collective that sends so many entries of each unit from its owner to all ranks."""
+    owned = exchange.num_owned
+    sent = (owned if exchange.is_sparse else max(exchange.counts)) * width * (len(exchange.ranks) - 1)
+    return Collective(dtype, owned * width, sent, lambda x, group: exchange.all_gather(x.view(owned, width), group))
 
 
 def collectives_of(optimizer: quintic.Muon, num_ranks: int) -> Iterator[Collective]:
     """Yield what a step sends to other ranks, but for the count of gradients."""
+    rank = dist.get_rank()
     for group in optimizer.param_groups:
         if group["comms"] == "replicated" and num_ranks > 1:
-            left = sum(param.numel() for param in group["params"])
+            dtype, left = group["params"][0].dtype, sum(param.numel() for param in group["params"])
             while left:
-                part = [-(-min(left, ENTRIES_AT_A_TIME) // num_ranks)] * num_ranks
+                part = -(-min(left, ENTRIES_AT_A_TIME) // num_ranks)
                 left -= min(left, ENTRIES_AT_A_TIME)
-                yield Collective(group["params"][0].dtype, part, part)
-                yield Collective(group["params"][0].dtype, part)
+                yield all_to_all(dtype, rank, [part] * num_ranks, [part] * num_ranks)
+                yield all_gather(dtype, num_ranks, part)
     for bucket in optimizer.plan():
         if bucket.sharding is not None:
             entries = bucket.sharding.entries
-            yield Collective(bucket.dtype, entries, [entries[bucket.sharding.position]] * len(entries))
-            yield Collective(bucket.dtype, [max(entries)] * len(entries))
+            yield all_to_all(bucket.dtype, rank, entries, [entries[rank]] * num_ranks)
+            yield all_gather(bucket.dtype, num_ranks, max(entries))
         elif bucket.travel is not None and bucket.travels:
             yield from _collectives_of_travel(bucket, optimizer.param_groups[bucket.group]["normalize"] is not None)
 
 
 def _collectives_of_travel(bucket: Bucket, normalizes: bool) -> Iterator[Collective]:
-    travel = bucket.travel
-    assert travel is not None
-    exchange = travel.exchange
+    assert bucket.travel is not None
+    exchange, rank = bucket.travel.exchange, bucket.travel.exchange.position
     update = update_dtype(bucket.form, bucket.dtype)
-    per_rank = [max(exchange.counts)] * len(exchange.ranks)
     if exchange.is_replicated:
-        yield Collective(update, [count * math.prod(exchange.unit_shape) for count in per_rank])
+        yield all_gather_units(update, exchange, math.prod(exchange.unit_shape))
     else:
         direction = direction_dtype(bucket.form, bucket.dtype)
-        yield Collective(direction, exchange.gather_sends(), exchange.gather_receives())
-        yield Collective(update, exchange.scatter_sends(), exchange.scatter_receives())
+        yield all_to_all(direction, rank, exchange.gather_sends(), exchange.gather_receives())
+        yield all_to_all(update, rank, exchange.scatter_sends(), exchange.scatter_receives())
     if normalizes:  # factors and second moments
-        vectors = 2 * sum(max(kind.shape) for kind in travel.kinds)
         dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-        yield Collective(dtype, [count * vectors for count in per_rank])
+        yield all_gather_units(dtype, exchange, 2 * sum(max(kind.shape) for kind in bucket.travel.kinds))
 
 
 def send_buffers(collectives: Sequence[Collective], device: torch.device) -> dict[torch.dtype, Tensor]:
@@ -520,7 +525,7 @@ def run_collectives(
     """Run all of them, each begun before the one before is waited for. All ranks of the group must call it."""
     before: Pending | None = None
     for one in collectives:
-        pending = one.start(buffers[one.dtype], group)
+        pending = one.start(buffers[one.dtype][: one.entries], group)
         if before is not None:
             before.wait()
         before = pending

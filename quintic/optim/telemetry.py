@@ -18,7 +18,7 @@ class StepReport:
     """What the last call of `step()` did."""
 
     matrices: Mapping[str, int] = field(default_factory=dict)
-    """How many matrices were orthogonalised, by method."""
+    """How many matrices this rank orthogonalised, by method."""
     adamw_parameters: int = 0
     """How many parameters AdamW updated."""
     without_gradient: int = 0

@@ -1,0 +1,82 @@
+"""Ranks that disagree or die: an error that says so, never a hang."""
+
+import os
+import time
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+
+import quintic
+
+
+def optimizer_of(rank, **options):
+    torch.manual_seed(0)
+    params = [(name, nn.Parameter(torch.randn(shape))) for name, shape in (("first", (6, 8)), ("second", (8, 6)))]
+    optimizer = quintic.Muon([{"params": params}], comms="averaged", **options)
+    for _, param in params:
+        param.grad = torch.ones_like(param)
+    return optimizer
+
+
+def step_with_other_shapes(rank, world_size):
+    optimizer = optimizer_of(rank)
+    late = nn.Parameter(torch.randn(4 + rank, 5))
+    late.grad = torch.ones_like(late)
+    optimizer.add_param_group({"params": [("late", late)], "comms": "averaged"})
+    with pytest.raises(RuntimeError, match=r"late of shape \(4, 5\).*late of shape \(5, 5\).*same order on all ranks"):
+        optimizer.step()
+
+
+def step_with_other_options(rank, world_size):
+    optimizer = optimizer_of(rank, normalize="neuron" if rank else None)
+    with pytest.raises(RuntimeError, match=r"first of shape .*normalize=None.*normalize=neuron"):
+        optimizer.step()
+
+
+def shrink(x):
+    return x / x.norm()
+
+
+def step_with_a_function(rank, world_size):
+    optimizer_of(rank, orthogonalizer=shrink).step()
+    optimizer_of(rank, orthogonalizer=lambda x: x).step()
+
+
+def die_in_a_step(rank, world_size):
+    optimizer = optimizer_of(rank)
+    optimizer.step()
+    if rank == 1:
+        os._exit(7)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("function", [step_with_other_shapes, step_with_other_options, step_with_a_function])
+def test_plans_are_compared(function):
+    run(function, 2)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        run(die_in_a_step, 3, timeout=40)
+    assert time.monotonic() - start < 30
+
+
+def test_one_bad_gradient_stops_every_rank():
+    run(skip_everywhere, 3)
+
+
+def skip_everywhere(rank, world_size):
+    optimizer = optimizer_of(rank, on_nonfinite="skip")
+    params = optimizer.param_groups[0]["params"]
+    before = [param.detach().clone() for param in params]
+    if rank == 2:
+        params[1].grad[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.last_step().skipped
+    assert all(torch.equal(param, kept) for param, kept in zip(params, before, strict=True))
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert not any(torch.equal(param, kept) for param, kept in zip(params, before, strict=True))
