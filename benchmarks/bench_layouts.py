@@ -226,10 +226,9 @@ def join(options: argparse.Namespace) -> Team:
 
 def measure_sets(options: argparse.Namespace, team: Team) -> None:
     """Measure every set of weights; the first rank writes. All ranks must call it."""
-    commit = (options.commit or git_commit()) if dist.get_rank() == 0 else ""
     result = {
         "command": options.command,
-        "commit": commit,
+        "commit": options.commit or git_commit(),
         "device": measure.device_name(team.cuda),
         "ranks": dist.get_world_size(),
         "versions": measure.versions() | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if team.cuda else {}),
@@ -257,7 +256,7 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
         try:
             contestants.append(prepared(rows[-1], group, expected, options, team))
         except Failed as error:
-            give_up(rows[-1], error, group, team)
+            give_up(rows[-1], error, group)
             if layout == "single":
                 expected.clear()  # some ranks may have it, others not
     expected.clear()
@@ -268,7 +267,7 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
                     time_once(one, team)
                 except Failed as error:
                     contestants.remove(one)
-                    give_up(one.row, error, one.group, team)
+                    give_up(one.row, error, one.group)
     for one in contestants:
         by_rank = team.from_all(one.times)
         one.row |= {
@@ -285,12 +284,11 @@ def measure_set(name: str, options: argparse.Namespace, team: Team) -> list[dict
     return rows
 
 
-def give_up(row: dict[str, Any], error: Failed, group: dist.ProcessGroup, team: Team) -> None:
+def give_up(row: dict[str, Any], error: Failed, group: dist.ProcessGroup) -> None:
     """Note a layout's error, and end what it left on the device."""
     row["error"] = str(error)
-    if team.cuda:  # kernels that wait for another rank would wait for ever
-        with contextlib.suppress(RuntimeError):
-            group.abort()
+    with contextlib.suppress(RuntimeError):  # kernels that wait for another rank would wait for ever
+        group.abort()
 
 
 def prepared(
@@ -402,12 +400,9 @@ def whole(param: Tensor) -> Tensor:
 
 def differing(params: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[int, int]:
     """Return how many entries of whole parameters have other bits than expected, and how many parameters have such."""
-    counts = []
-    for param, other in zip(params, expected, strict=True):
-        bits = INTEGERS[other.itemsize]
-        counts.append((whole(param).view(bits) != other.view(bits)).sum())
-    found = [int(count) for count in counts]
-    return sum(found), sum(count > 0 for count in found)
+    pairs = zip(params, expected, strict=True)
+    counts = [int((whole(x).view(INTEGERS[y.itemsize]) != y.view(INTEGERS[y.itemsize])).sum()) for x, y in pairs]
+    return sum(counts), sum(count > 0 for count in counts)
 
 
 def time_once(one: Contestant, team: Team) -> None:
