@@ -8,7 +8,7 @@ owner among these ranks. Units are in the order of their owners.
     scatter    the owner sends to every rank the piece that this rank holds
 
 One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather, or a
-broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are exchanged.
+broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are sent.
 """
 
 import math
