@@ -7,6 +7,8 @@ import pytest
 import torch
 from harness import run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import quintic
 
@@ -80,3 +82,17 @@ def skip_everywhere(rank, world_size):
     params[1].grad = torch.ones_like(params[1])
     optimizer.step()
     assert not any(torch.equal(param, kept) for param, kept in zip(params, before, strict=True))
+
+
+def count_steps_without_entries(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    bias = nn.Parameter(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))
+    optimizer = quintic.Muon([{"params": [("bias", bias)], "algorithm": "adamw"}])
+    for _ in range(2):
+        bias.grad = torch.ones_like(bias)
+        optimizer.step()
+    return float(optimizer.state[bias]["step"])
+
+
+def test_adamw_counts_steps_where_a_rank_holds_no_entry():
+    assert run(count_steps_without_entries, 2) == [2.0, 2.0]
