@@ -29,8 +29,10 @@ __all__ = [
     "all_gather_values",
     "check_same_plan",
     "describe",
+    "dividing_ranks",
     "has_process_group",
     "layouts_of",
+    "ranks_of",
     "start_all_gather",
     "start_all_to_all",
     "start_broadcasts",
@@ -210,6 +212,21 @@ def layouts_of(number: int, group: Mapping[str, Any]) -> list[Layout | None]:
             layout = replicated_layout(param.shape, group_ranks(group["process_group"]))
         found.append(None if layout is None or len(layout.ranks) == 1 else layout)
     return found
+
+
+def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
+    """Return the ranks that share the plain parameters of a group with `comms`; none if there is one rank."""
+    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
+
+
+def dividing_ranks(group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> tuple[int, ...]:
+    """Return the ranks among which a group's state is divided (`comms="sharded"`); none where each rank has it whole.
+
+    Args:
+        group: the parameter group.
+        layouts: of its parameters, from `layouts_of`.
+    """
+    return ranks_of(layouts) if group["comms"] == "sharded" else ()
 
 
 def travelling(group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> list[Layout | None]:
@@ -396,7 +413,7 @@ def describe(
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
         options = ", ".join(f"{key}={_text(group[key])}" for key in _COLLECTIVE_OPTIONS)
         for index, layout in enumerate(of_group):
-            if layout is not None and dist.get_rank() in layout.ranks:
+            if layout is not None and this_rank() in layout.ranks:
                 name, param = group["param_names"][index], group["params"][index]
                 text = f"{name} of shape {layout.shape}, {param.dtype}, on ranks {layout.ranks} with {options}"
                 found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
@@ -420,12 +437,9 @@ def check_same_plan(descriptions: Sequence[str], ranks: tuple[int, ...], group: 
         RuntimeError: they differ; the message names the first parameter that does, and the ranks.
     """
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
-    digests: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) == 1:
+    if len(set(all_gather_values(digest, group))) == 1:
         return
-    everything: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everything, list(descriptions), group=group)
+    everything = all_gather_values(list(descriptions), group)
     first = everything[0]
     for rank, theirs in zip(ranks, everything, strict=True):
         for number in range(max(len(first), len(theirs))):

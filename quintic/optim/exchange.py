@@ -57,10 +57,11 @@ class Exchange:
         """Return how many units this rank orthogonalises."""
         return self.counts[self.position]
 
-    @property
-    def first_owned(self) -> int:
-        """Return the place of this rank's first unit among all of them."""
-        return sum(self.counts[: self.position])
+    @cached_property
+    def owned(self) -> slice:
+        """Return which of all units this rank orthogonalises."""
+        first = sum(self.counts[: self.position])
+        return slice(first, first + self.num_owned)
 
     @property
     def piece(self) -> Box | None:
@@ -130,7 +131,7 @@ class Exchange:
             What `assemble` takes.
         """
         if self.is_local or self.is_replicated:
-            return Pending(None, pieces[self.first_owned : self.first_owned + self.num_owned])
+            return Pending(None, pieces[self.owned])
         send = pieces
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
@@ -188,7 +189,7 @@ class Exchange:
             return Pending(None, owned)
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
-            received[self.first_owned : self.first_owned + self.num_owned] = owned
+            received[self.owned] = owned
             return start_broadcasts(received, self.counts, group)
         most = max(self.counts)
         send = owned.contiguous()

@@ -19,6 +19,7 @@ from quintic.optim.coefficients import DEFAULT_STEPS
 from quintic.optim.comms import (
     Communicators,
     ProcessGroup,
+    dividing_ranks,
     layouts_of,
     this_rank,
 )
@@ -29,7 +30,7 @@ from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
 from quintic.optim.runner import Runner
 from quintic.optim.sharded import divided_state, parts_of
-from quintic.optim.sharded_state import ranks_of, whole_states
+from quintic.optim.sharded_state import whole_states
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state, master_of
 from quintic.optim.telemetry import MatrixTelemetry, StepReport
 from quintic.optim.update import DecayCoupling, LrScale
@@ -176,13 +177,12 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
         self._communicators.connect([added], [layouts])
-        divides = added["comms"] == "sharded" and layouts[:1] not in ([], [None])
-        parts = parts_of(added, ranks_of(layouts)) if divides else []
+        ranks = dividing_ranks(added, layouts)
+        parts = parts_of(added, ranks) if ranks else []
         for index, param in enumerate(added["params"]):
             state = init_state(param, added)
-            if divides:
-                state = divided_state(state, parts[index], ranks_of(layouts).index(this_rank()))
-            self.state[param] = state
+            # One at a time: never is more than one parameter's state whole on a rank.
+            self.state[param] = divided_state(state, parts[index], ranks.index(this_rank())) if ranks else state
         self._forget_plan()
 
     def plan(self) -> Plan:

@@ -234,15 +234,11 @@ class PlainPasses:
                 mu=float(group["momentum"]),
                 nesterov=group["nesterov"],
             )
-        stacked = [direction.flatten(1, 2).to(dtype) for direction in found]
-        if not all(self._present):
-            given = iter(stacked)
-            stacked = [
-                next(given) if present else block_of(param, member, group["view"]).new_zeros((), dtype=dtype)
-                for param, member, present in zip(active.params, active.members, self._present, strict=True)
-            ]
-            shape = (1, *block_of(active.params[0], active.members[0], group["view"]).flatten(1, 2).shape[1:])
-            stacked = [direction.expand(shape) if direction.ndim == 0 else direction for direction in stacked]
+        given = iter(found)
+        stacked = []
+        for param, member, present in zip(active.params, active.members, self._present, strict=True):
+            block = next(given) if present else torch.zeros_like(block_of(param, member, group["view"]))
+            stacked.append(block.flatten(1, 2).to(dtype))
         return torch.cat(stacked)
 
     def apply(self, update: Tensor, factors: Tensor) -> None:

@@ -6,6 +6,7 @@ the first of these is under way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from quintic.optim.comms import (
     all_agree_,
     check_same_plan,
     describe,
+    dividing_ranks,
     layouts_of,
+    ranks_of,
     this_rank,
     travelling,
 )
@@ -35,7 +38,6 @@ from quintic.optim.pipeline import (
     step_matrices,
 )
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded_state import ranks_of
 from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
 from quintic.optim.telemetry import StepReport, measure
 from quintic.optim.travel import build_plan
@@ -74,12 +76,8 @@ class Runner:
         self.groups, self._state, self._communicators = groups, state, communicators
         self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
         layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
-        divided = {
-            number: ranks_of(found)
-            for number, (group, found) in enumerate(zip(groups, self._layouts, strict=True))
-            if group["comms"] == "sharded" and any(found)
-        }
-        self.plan = build_plan(groups, layouts, this_rank(), divided)
+        divided = [dividing_ranks(group, found) for group, found in zip(groups, self._layouts, strict=True)]
+        self.plan = build_plan(groups, layouts, this_rank(), {n: ranks for n, ranks in enumerate(divided) if ranks})
         self.measured: dict[tuple[int, int], tuple[list[Member], Tensor]] = {}
         """Telemetry of the last sampled step, by bucket and kind of matrix."""
         self._memory: dict[int, DeviceMemory] = {}
@@ -127,7 +125,6 @@ class Runner:
                         self._run(work, go)
 
             run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
-            self._count_steps_of_others(works, go)
         finally:
             for param in lent:
                 param.grad = None
@@ -217,12 +214,14 @@ class Runner:
     def _run(self, work: Work, go: Tensor | None) -> None:
         number, bucket, group, active = work
         memory = self._memory[number]
-        stepped = self._stepped(work, [member.index for member in active.members], go)
         if bucket.algorithm == "muon":
+            of_matrices = [member.index for member in active.members for _ in range(member.num_matrices)]
+            stepped = self._stepped(work, of_matrices, go)
             passes = self._passes(work, stepped)
-            of_matrices = _of_matrices(stepped, active)
-            step_matrices(bucket, group, active, memory, passes, of_matrices, self._observer(work))
-        elif bucket.kernels == "torch":
+            step_matrices(bucket, group, active, memory, passes, stepped, self._observer(work))
+            return
+        stepped = self._stepped(work, [member.index for member in active.members], go)
+        if bucket.kernels == "torch":
             step_adamw(bucket, group, _present(active, stepped))
         else:
             step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
@@ -255,8 +254,7 @@ class Runner:
         assert isinstance(memory, ShardedMemory)
         stepped = self._stepped(work, [part.index for part in sharding.parts], go)
         assert stepped is not None
-        first = sum(part.owner < sharding.position for part in sharding.parts)
-        owned = stepped[first : first + len(sharding.owned)]
+        owned = stepped[sharding.of_owners[sharding.position]]
 
         def make_passes(active: Operands) -> Passes:
             return self._passes(work._replace(active=active), owned)
@@ -273,35 +271,16 @@ class Runner:
             bucket, group, memory, self._state, process_group, stepped, make_passes, step_vectors, observer
         )
 
-    def _count_steps_of_others(self, works: Sequence[Work], go: Tensor | None) -> None:
-        """Count the steps of AdamW parameters of which only other ranks have state, so that all ranks save the same."""
-        for work in works:
-            sharding = work.bucket.sharding
-            if sharding is None or work.bucket.algorithm != "adamw":
-                continue
-            first = {index: number for number, index in reversed(list(enumerate(p.index for p in sharding.parts)))}
-            owned = {part.index for part in sharding.owned}
-            others = [index for index in first if index not in owned and not self._owns_part_of(work, index)]
-            # Counted once, where the parameter's first part is stepped.
-            others = [index for index in others if sharding.parts[first[index]].start == 0]
-            if not others:
-                continue
-            stepped = self._stepped(work, [part.index for part in sharding.parts], go)
-            assert stepped is not None
-            steps = [self._state[work.group["params"][index]]["step"] for index in others]
-            flags = stepped[[first[index] for index in others]].to(steps[0].dtype)
-            torch._foreach_add_(steps, list(flags.unbind()))
-
-    def _owns_part_of(self, work: Work, index: int) -> bool:
-        return bool(self._state[work.group["params"][index]]["exp_avg"].numel())
-
     def _passes(self, work: Work, stepped: Tensor | None) -> Passes:
+        """Return the passes over a bucket; `stepped` is () or (matrices,) int32, see `_stepped`."""
         number, bucket, group, active = work
         if bucket.kernels == "torch":
-            present = None if stepped is None or stepped.ndim == 0 else stepped.bool().tolist()
+            present = None
+            if stepped is not None and stepped.ndim:
+                of_matrices = iter(stepped.bool().tolist())
+                present = [all(islice(of_matrices, member.num_matrices)) for member in active.members]
             return PlainPasses(bucket, group, active, present)
-        hyperparameters = self._hyperparameters_of(work)
-        return DevicePasses(bucket, group, active, self._memory[number], hyperparameters, _of_matrices(stepped, active))
+        return DevicePasses(bucket, group, active, self._memory[number], self._hyperparameters_of(work), stepped)
 
     def _hyperparameters_of(self, work: Work) -> DeviceHyperparameters:
         key = (work.bucket.group, work.bucket.device)
@@ -327,14 +306,6 @@ def _memory_of(bucket: Bucket) -> DeviceMemory:
     if bucket.sharding is not None:
         return ShardedMemory()
     return DeviceMemory() if bucket.travel is None else TravelMemory()
-
-
-def _of_matrices(stepped: Tensor | None, active: Operands) -> Tensor | None:
-    """Return for each matrix what `_stepped` says of its parameter."""
-    if stepped is None or stepped.ndim == 0 or all(member.num_matrices == 1 for member in active.members):
-        return stepped
-    counts = torch.tensor([member.num_matrices for member in active.members])
-    return stepped.repeat_interleave(counts.to(stepped.device), output_size=int(counts.sum()))
 
 
 def _present(active: Operands, stepped: Tensor | None) -> Operands:

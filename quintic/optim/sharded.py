@@ -9,8 +9,11 @@ Who owns what follows from a group alone: it must not change when other groups a
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -74,15 +77,21 @@ class Sharding:
     parts: tuple[Part, ...]
     """In the order of their owners."""
 
-    @property
+    @cached_property
+    def of_owners(self) -> list[slice]:
+        """Return for each rank which of the parts it owns."""
+        stops = list(accumulate(Counter(part.owner for part in self.parts)[owner] for owner in range(len(self.ranks))))
+        return [slice(start, stop) for start, stop in pairwise([0, *stops])]
+
+    @cached_property
     def entries(self) -> list[int]:
         """Return how many entries each rank owns."""
-        return [sum(part.numel for part in self.parts if part.owner == owner) for owner in range(len(self.ranks))]
+        return [sum(part.numel for part in self.parts[of_owner]) for of_owner in self.of_owners]
 
-    @property
+    @cached_property
     def owned(self) -> tuple[Part, ...]:
         """Return the parts of this rank."""
-        return tuple(part for part in self.parts if part.owner == self.position)
+        return self.parts[self.of_owners[self.position]]
 
 
 def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]:

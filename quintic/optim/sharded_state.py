@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Communicators, layouts_of, sum_over_ranks, this_rank
-from quintic.optim.layouts import Layout
+from quintic.optim.comms import Communicators, dividing_ranks, layouts_of, sum_over_ranks, this_rank
 from quintic.optim.sharded import CUT_KEYS, Part, in_memory_order, parts_of
 from quintic.optim.state import second_moments
 
@@ -33,19 +32,11 @@ def divided_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, Divi
     """Return the parameters whose state is divided among ranks."""
     found: dict[Tensor, Divided] = {}
     for number, group in enumerate(groups):
-        if group["comms"] != "sharded":
-            continue
-        layouts = layouts_of(number, group)
-        ranks = ranks_of(layouts)
+        ranks = dividing_ranks(group, layouts_of(number, group))
         if ranks:
             rows = zip(group["params"], group["param_names"], parts_of(group, ranks), strict=True)
             found |= {param: Divided(name, group, parts, ranks) for param, name, parts in rows}
     return found
-
-
-def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks that share the plain parameters of a group with `comms`; none if there is one rank."""
-    return next((tuple(sorted(layout.ranks)) for layout in layouts if layout is not None), ())
 
 
 def whole_states(

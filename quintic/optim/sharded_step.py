@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.device_memory import upload
 from quintic.optim.pipeline import Observer, Operands, Passes, State, dense_gradient
 from quintic.optim.plan import Bucket
-from quintic.optim.sharded import CUT_KEYS, Part, in_memory_order, shaped
+from quintic.optim.sharded import CUT_KEYS, Part, Sharding, in_memory_order, shaped
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 
 __all__ = ["ShardedMemory", "average_", "averaged", "step_sharded"]
@@ -26,6 +27,8 @@ class ShardedMemory(TravelMemory):
         super().__init__()
         self.pieces: list[Tensor] | None = None
         self.states: list[Mapping[str, Tensor]] = []
+        self.elsewhere: tuple[list[Tensor], Tensor] | None = None
+        """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
 
 
 def averaged(received: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,11 +59,13 @@ def average_(
     per_entry = 3 * tensors[0].itemsize + 4 if tensors else 1
     limit = 2**62 if max_workspace_bytes is None else max(1, max_workspace_bytes // per_entry)
     together: list[Tensor] = []
+    entries = 0
     for tensor in tensors:
-        if together and sum(other.numel() for other in together) + tensor.numel() > limit:
+        if together and entries + tensor.numel() > limit:
             _average_together_(together, num_ranks, group)
-            together = []
+            together, entries = [], 0
         together.append(tensor)
+        entries += tensor.numel()
     _average_together_(together, num_ranks, group)
 
 
@@ -126,8 +131,10 @@ def step_sharded(
     )
     if bucket.travel is not None:
         _step_matrices(bucket, group, memory, state, active, go, make_passes, observer)
-    elif active.params:
-        step_adamw(active)
+    else:
+        if active.params:
+            step_adamw(active)
+        _count_elsewhere(bucket, sharding, memory, params, state, go)
     del gradients, active
     most = max(entries)
     weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
@@ -138,11 +145,11 @@ def step_sharded(
     yield
     of_ranks = pending.wait().view(num_ranks, most)
     targets, sources = [], []
-    for owner, (found, count) in enumerate(zip(of_ranks, entries, strict=True)):
-        if owner != sharding.position and count:
-            parts = [part for part in sharding.parts if part.owner == owner]
+    for owner, (found, of_owner) in enumerate(zip(of_ranks, sharding.of_owners, strict=True)):
+        parts = sharding.parts[of_owner]
+        if owner != sharding.position and parts:
             targets += [_run(params[part.index], part) for part in parts]
-            sources += list(found[:count].split([part.numel for part in parts]))
+            sources += list(found[: entries[owner]].split([part.numel for part in parts]))
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -166,6 +173,21 @@ def _step_matrices(
     units = directions.contiguous().view(len(active.params), *travel.exchange.unit_shape)
     updates, factors = orthogonalized_units(bucket, group, memory, state, units, go, observer)
     passes.apply(as_rows(updates), factors_of_pieces(factors, travel))
+
+
+def _count_elsewhere(
+    bucket: Bucket, sharding: Sharding, memory: ShardedMemory, params: Sequence[Tensor], state: State, go: Tensor
+) -> None:
+    """Count the steps of AdamW parameters of which only other ranks have state, so that all ranks save the same."""
+    if memory.elsewhere is None:
+        # A parameter's parts may be in several buckets: it is counted with its first one.
+        rows = [(number, state[params[part.index]]) for number, part in enumerate(sharding.parts) if part.start == 0]
+        others = [(number, found["step"]) for number, found in rows if not found["exp_avg"].numel()]
+        numbers = upload(torch.tensor([number for number, _ in others], dtype=torch.int64), bucket.device)
+        memory.elsewhere = [step for _, step in others], numbers
+    steps, numbers = memory.elsewhere
+    if steps:
+        torch._foreach_add_(steps, list(go[numbers].to(steps[0].dtype).unbind()))
 
 
 def _run(param: Tensor, part: Part) -> Tensor:

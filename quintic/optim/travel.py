@@ -78,8 +78,7 @@ class Travel:
     @property
     def owned(self) -> tuple[TravellingUnit, ...]:
         """Return the units that this rank orthogonalises."""
-        first = self.exchange.first_owned
-        return self.units[first : first + self.exchange.num_owned]
+        return self.units[self.exchange.owned]
 
 
 class _Share(NamedTuple):

@@ -167,7 +167,7 @@ def orthogonalized_units(
     """
     travel = _travel_of(bucket)
     exchange = travel.exchange
-    owned = slice(exchange.first_owned, exchange.first_owned + exchange.num_owned)
+    owned = exchange.owned
     scales = memory.scales(bucket, group)[owned]
     normalizes = group["normalize"] is not None
     moments = [of_kind[owned] for of_kind in memory.moments_of_units(bucket, group, state)] if normalizes else []
@@ -219,11 +219,10 @@ class Neurons:
         self._travel = _travel_of(bucket)
         exchange = self._travel.exchange
         self._moments = memory.moments_of_units(bucket, group, state)
-        owned = slice(exchange.first_owned, exchange.first_owned + exchange.num_owned)
         vectors = [found.flatten(1) for found in factors]
         # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
         for of_kind, found in zip(self._moments, factors, strict=True):
-            mine = torch.cat(of_kind[owned]).flatten(1) if exchange.num_owned else found.flatten(1)
+            mine = torch.cat(of_kind[exchange.owned]).flatten(1) if exchange.num_owned else found.flatten(1)
             vectors.append(mine.to(found.dtype))
         self._pending = exchange.all_gather(torch.cat(vectors, dim=1), process_group)
 

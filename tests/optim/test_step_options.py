@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quintic import Experts, Heads, Muon, Rows, Split
+from quintic.optim.pipeline import BucketMemory, PlainPasses, operands
 
 EXACT = {"compute_dtype": torch.float64}
 
@@ -194,3 +195,23 @@ def test_a_changed_orthogonaliser_counts_at_the_next_step():
     optimizer.param_groups[0].update(orthogonalizer="svd", max_workspace_bytes=None)
     stepped(optimizer, [param], [torch.randn(6, 4)])
     assert list(optimizer.last_step().matrices) == ["svd fp32"]
+
+
+@torch.no_grad()
+def test_members_that_stay_have_as_many_directions_as_matrices():
+    params = [nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(2, 4, 5))]
+    optimizer = Muon([{"params": params, "view": Experts()}], kernels="torch")
+    for param in params:
+        param.grad = torch.randn_like(param)
+    [bucket] = optimizer.plan()
+    group = optimizer.param_groups[0]
+    active = operands(bucket, group, optimizer.state, BucketMemory())
+    before = [param.detach().clone() for param in params]
+    passes = PlainPasses(bucket, group, active, [False, True])
+    directions = passes.directions()
+    assert directions.shape == (5, 4, 5)
+    assert not directions[:3].any()
+    assert directions[3:].any()
+    assert not optimizer.state[params[0]]["momentum_buffer"].any()
+    passes.apply(directions, torch.ones(5, 1, 1))
+    assert [torch.equal(param, kept) for param, kept in zip(params, before, strict=True)] == [True, False]
