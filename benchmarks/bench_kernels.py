@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from bench_kernels_cases import SUBJECTS  # noqa: E402
 from bench_kernels_optimizer import FULL, TINY, Case, Where  # noqa: E402
 from optimizer_step import git_commit, in_cell  # noqa: E402
-from optimizer_step_measure import MIB, Memory, device_name, time_device, time_steps, versions  # noqa: E402
+from optimizer_step_measure import MIB, Memory, describe_error, device_name, time_device, time_steps, versions  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import quintic  # noqa: E402
@@ -124,11 +124,6 @@ def measured(case: Case, where: Where, options: argparse.Namespace) -> dict[str,
     sets = []
     gc.collect()
     return row
-
-
-def describe_error(error: Exception) -> str:
-    """Return the first line of an error."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
 
 
 def peak(case: Case, inputs: tuple[Any, ...], where: Where) -> float:

@@ -1,33 +1,42 @@
 """Time `optimizer.step()` alone, and the memory it takes, beside torch.optim and any other library that is importable.
 
     python benchmarks/optimizer_step.py --out FOLDER --set gpt124m qwen1.7b --peers FOLDER_OF_OTHER_LIBRARIES
+    python benchmarks/optimizer_step.py --out FOLDER --layout ddp sharded fsdp2 hsdp tp --ranks 2 --targets --peers ...
 
 Every contestant runs in a process of its own, one after the other, on the same weights and random normal gradients.
 Its row is appended to FOLDER/NAME.jsonl at once; a second call with the same --out goes on where the first stopped and
 tries again what failed. At the end FOLDER/NAME.md holds the tables and FOLDER/NAME.json everything that was measured.
 What cannot run is reported with its error. `--device cpu --set tiny` tries the script.
 
-What is compared stands in `optimizer_step_contestants.py`, how it is measured in `optimizer_step_measure.py`.
+With `--layout` each contestant runs on several ranks of this machine, a process each, and is also asked whether its
+weights are those of one device to the last bit; `optimizer_step_layout_page.py` says what is measured. The processes of
+one library stay for all of its contestants; a peer that tunes its kernels takes minutes for its first step, which
+`--caches` keeps. `--targets` prints what the project wants beside what was found.
+
+What is compared stands in `optimizer_step_contestants.py` and `optimizer_step_layouts.py`, how it is measured in
+`optimizer_step_measure.py` and `optimizer_step_ranks.py`.
 """
 
 import argparse
 import contextlib
 import json
-import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimizer_step_contestants import CONTESTANTS, SETS, WeightSet
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+import optimizer_step_layout_page as layout_page
+from optimizer_step_cells import in_cell, middle, number
+from optimizer_step_contestants import CONTESTANTS, SETS, Contestant, describe
+from optimizer_step_layouts import LAYOUT_CONTESTANTS, LAYOUTS, LayoutContestant, default_ranks
+from optimizer_step_processes import REPOSITORY, Team, next_of_another_kind
+from optimizer_step_rows import key, read_rows
+from optimizer_step_targets import TARGET_LAYOUTS, targets
 
 COLUMNS = """\
 - **step**: CUDA events before and after `step()`, the device idle before: what one call takes, host included.
@@ -52,36 +61,68 @@ def main() -> int:
             if rows.get(key(row), {"error": "none"}).get("error"):
                 rows[key(row)] = row
                 file.write(json.dumps(row) + "\n")
-    jobs = list(plan_jobs(options))
+    jobs = list(plan_layout_jobs(options) if options.layouts else plan_jobs(options))
     todo = [job for job in jobs if key(job) not in rows or rows[key(job)].get("error")]
     print(f"{len(jobs)} to measure, {len(jobs) - len(todo)} done before", flush=True)
     deadline = time.monotonic() + options.time_limit
-    upcoming: Process | None = None
-    for index, job in enumerate(todo):
-        if time.monotonic() > deadline:
-            print(f"the time is over: {len(todo) - index} not measured; the same command goes on", flush=True)
-            break
-        process = upcoming or Process(job, options)
-        process.begin()
-        # The next one imports meanwhile: on a machine with a core to spare that costs the measured one nothing.
-        upcoming = Process(todo[index + 1], options) if index + 1 < len(todo) and not options.no_preload else None
-        row = process.result(min(options.limit, deadline + 20 - time.monotonic()))
-        rows[key(row)] = row
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(short_line(row), flush=True)
-    if upcoming is not None:
-        upcoming.stop()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that nobody's processes are left
+    with contextlib.closing(measured(todo, options, deadline)) as found:
+        for row in found:
+            rows[key(row)] = row
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(layout_page.short_line(row) if "layout" in row else short_line(row), flush=True)
     write_results(list(rows.values()), options)
     return 0
 
 
-def arguments() -> argparse.Namespace:
+def measured(
+    todo: Sequence[dict[str, Any]], options: argparse.Namespace, deadline: float
+) -> Generator[dict[str, Any], None, None]:
+    """Yield the row of each job, until the deadline."""
+    refused: set[tuple[str, ...]] = set()
+    team: Team | None = None
+    upcoming: Team | None = None
+    try:
+        for index, job in enumerate(todo):
+            if time.monotonic() > deadline:
+                print(f"the time is over: {len(todo) - index} not measured; the same command goes on", flush=True)
+                break
+            if team is None or not team.serves(job):
+                if team is not None:
+                    team.stop()
+                if upcoming is not None and upcoming.serves(job):
+                    team, upcoming = upcoming, None
+                else:
+                    team = Team(job, options)
+            team.begin(job | {"no_graph": bool({graph_key(job), (job["family"],)} & refused)})
+            if upcoming is None and not options.no_preload:
+                # The next ones import meanwhile: on a machine with cores to spare that costs the measured ones nothing.
+                another = next_of_another_kind(todo[index:])
+                upcoming = Team(another, options) if another is not None else None
+            row = team.result(min(options.limit, deadline + 20 - time.monotonic()))
+            if "layout" in row and "graph_error" in row:  # what NCCL is left with is not to be relied on
+                hangs = "stopped" in row["graph_error"]  # that is too dear to be tried in every layout
+                refused.add((row["family"],) if hangs else graph_key(row))
+                team.stop()
+            yield row
+    finally:
+        for one in (team, upcoming):
+            if one is not None:
+                one.stop()
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--name", default="optimizer_step", help="of the results' files, without ending")
-    parser.add_argument("--set", nargs="+", choices=SETS, default=["params500", "gpt124m", "qwen1.7b"], dest="sets")
+    parser.add_argument("--name", help="of the results' files, without ending; optimizer_step[_layouts] by default")
+    parser.add_argument("--set", nargs="+", choices=SETS, dest="sets", help="by default all but tiny")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, dest="layouts", help="measure on several ranks")
+    parser.add_argument("--ranks", type=int, help="with --layout; by default as many as there are GPUs")
+    parser.add_argument(
+        "--targets", action="store_true", help="with --layout: print each target, and whether it is met"
+    )
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp32"), help="of the weights; by default the set's")
     parser.add_argument(
         "--only", nargs="+", help="names of contestants, or parts of several; also where not measured else"
@@ -98,12 +139,57 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir(), "optimizer-step-caches"))
     parser.add_argument("--no-preload", action="store_true", help="start no process before its turn")
     parser.add_argument("--commit", help="of this repository, for the record; by default what git says")
-    return parser.parse_args()
+    options = parser.parse_args(words)
+    options.ranks = options.ranks or default_ranks()
+    options.name = options.name or ("optimizer_step_layouts" if options.layouts else "optimizer_step")
+    options.sets = options.sets or [*([] if options.layouts else ["params500"]), "gpt124m", "qwen1.7b"]
+    return options
+
+
+def graph_key(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what contestants have in common of which none is captured once one could not be."""
+    return (row["family"], row.get("layout", "")) if row["family"] == "quintic" else (row["family"],)
 
 
 def names_contestant(part: str, name: str) -> bool:
     """Return whether a word of `--only` means a contestant: its name, or a part of names that is not itself one."""
-    return part == name if any(part == each.name for each in CONTESTANTS) else part in name
+    is_name = any(part == each.name for each in (*CONTESTANTS, *LAYOUT_CONTESTANTS))
+    return part == name if is_name else part in name
+
+
+def job_of(
+    name: str, dtype: str, contestant: Contestant | LayoutContestant, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what a process is told to measure."""
+    return {
+        "set": name,
+        "dtype": dtype,
+        "contestant": contestant.name,
+        "family": contestant.family,
+        "preload": list(contestant.preload) if options.device == "cuda" else ["torch"],
+        "device": options.device,
+        "steps": options.steps,
+        "seconds": options.seconds,
+        "peers": [str(Path(folder).resolve()) for folder in options.peers],
+    }
+
+
+def plan_layout_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what is to be measured on several ranks, one family after the other; what one device does comes first."""
+    layouts = [layout for layout in LAYOUTS if layout in options.layouts]
+    for family in dict.fromkeys(contestant.family for contestant in LAYOUT_CONTESTANTS):
+        jobs = [
+            job_of(name, dtype, contestant, options) | {"layout": layout, "ranks": options.ranks}
+            for name in options.sets
+            for contestant in LAYOUT_CONTESTANTS
+            if not options.only or any(names_contestant(part, contestant.name) for part in options.only)
+            for dtype in options.dtype or SETS[name].dtypes[:1]
+            for layout in layouts
+            if contestant.family == family and layout in contestant.layouts and dtype in contestant.dtypes
+        ]
+        if family != "quintic":  # which keeps what it is compared with; of the others the time may not suffice for all
+            jobs.sort(key=lambda job: job["layout"] not in TARGET_LAYOUTS)
+        yield from jobs
 
 
 def plan_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -118,101 +204,7 @@ def plan_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         continue
                 elif name not in contestant.sets:
                     continue
-                yield {
-                    "set": name,
-                    "dtype": dtype,
-                    "contestant": contestant.name,
-                    "family": contestant.family,
-                    "preload": list(contestant.preload),
-                    "device": options.device,
-                    "steps": options.steps,
-                    "seconds": options.seconds,
-                    "peers": [str(Path(folder).resolve()) for folder in options.peers],
-                }
-
-
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Return what makes a row one of its kind."""
-    return row["set"], row["dtype"], row["contestant"]
-
-
-class Process:
-    """A contestant's process: started early, it imports; told to begin, it measures."""
-
-    def __init__(self, job: dict[str, Any], options: argparse.Namespace) -> None:
-        self.job = job
-        self.caches = options.caches / job["family"]
-        self.had_caches = True
-        self.folder = tempfile.TemporaryDirectory()
-        self.result_path = Path(self.folder.name, "row.json")
-        self.log_path = Path(self.folder.name, "log")
-        environment = {
-            **os.environ,
-            "OPTIMIZER_STEP_PRELOAD": ",".join(job["preload"]),
-            "TRITON_CACHE_DIR": str(self.caches / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
-            "TRITON_CACHE_AUTOTUNING": os.environ.get("TRITON_CACHE_AUTOTUNING", "1"),
-        }
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "benchmarks" / "optimizer_step_measure.py")],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-
-    def begin(self) -> None:
-        """Let it measure."""
-        self.had_caches = self.caches.exists()
-        self.caches.mkdir(parents=True, exist_ok=True)
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died while importing: `result` tells
-            self.process.stdin.write((json.dumps({**self.job, "result": str(self.result_path)}) + "\n").encode())
-            self.process.stdin.close()
-
-    def result(self, limit: float) -> dict[str, Any]:
-        """Wait for it, and return its row: with an error if it failed or took too long."""
-        start = time.monotonic()
-        timed_out = False
-        try:
-            self.process.wait(max(limit, 1))
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        self._kill_all()
-        row = {name: self.job[name] for name in ("set", "dtype", "contestant", "family")}
-        row |= {"seconds": round(time.monotonic() - start, 1), "caches": "kept" if self.had_caches else "empty"}
-        if self.result_path.exists():
-            row |= json.loads(self.result_path.read_text(encoding="utf-8"))
-        if row.get("part") != "done" and "error" not in row:
-            how = f"stopped after {limit:.0f} seconds" if timed_out else f"ended with code {self.process.returncode}"
-            # The graph comes last: what was measured before it holds.
-            name = "graph_error" if row.get("part") == "graph" else "error"
-            row[name] = f"{how}, in the part: {row.get('part', 'imports')}"
-        if {"error", "graph_error"} & row.keys() or row.get("syncs", "none") != "none":
-            log = self.log_path.read_text(encoding="utf-8", errors="replace")[-4000:]
-            row["log"] = log.replace(f"{Path(__file__).resolve().parent.parent}/", "")
-        self.folder.cleanup()
-        return row
-
-    def stop(self) -> None:
-        """End it unmeasured."""
-        self._kill_all()
-        self.folder.cleanup()
-
-    def _kill_all(self) -> None:
-        """End the process and what it started (compilers' workers), which share its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl file, none if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+                yield job_of(name, dtype, contestant, options)
 
 
 def short_line(row: dict[str, Any]) -> str:
@@ -227,19 +219,6 @@ def short_line(row: dict[str, Any]) -> str:
     ignored = "LR IGNORED" if row.get("replay_follows_lr") is False else ""
     notes = " ".join(note for note in (syncs, bound, ignored) if note)
     return f"{start} {times} ms, first {row['first_step_s']:.1f} s, state / peak / work {memory} MiB {notes}".rstrip()
-
-
-def middle(row: dict[str, Any], name: str) -> str:
-    """Return the median of a time with three digits, or a dash."""
-    if name not in row:
-        return "-"
-    median = row[name]["median"]
-    return f"{median:.0f}" if median >= 99.5 else f"{median:.1f}" if median >= 9.95 else f"{median:.2f}"
-
-
-def number(row: dict[str, Any], name: str) -> str:
-    """Return a whole number with thousands separated, or a dash."""
-    return f"{row[name]:,.0f}" if name in row else "-"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -282,11 +261,6 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def in_cell(text: str) -> str:
-    """Return a message that fits a table's cell and names no folder of the machine."""
-    return re.sub(r"(/[\w.+-]+){2,}", "FOLDER", text).replace("|", "/").replace("\n", " ")[:160]
-
-
 def page(rows: Sequence[dict[str, Any]], command: str, commit: str) -> str:
     """Return the result as markdown."""
     known = next((row for row in rows if "versions" in row), None)
@@ -319,28 +293,27 @@ def page(rows: Sequence[dict[str, Any]], command: str, commit: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(shapes: WeightSet) -> str:
-    """Return the shapes of a set in words."""
-    parts = [f"{count} of {'x'.join(str(n) for n in shape)}" for count, *shape in [*shapes.matrices, *shapes.others]]
-    return ", ".join(parts)
-
-
 def write_results(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Write everything, and print the tables."""
     command = recorded_command(sys.argv, options)
     commit = options.commit or git_commit()
     result = {"command": command, "commit": commit, "rows": rows}
-    text = page(rows, command, commit)
+    text = layout_page.page(rows, command, commit) if options.layouts else page(rows, command, commit)
     options.out.joinpath(f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.out.joinpath(f"{options.name}.md").write_text(text, encoding="utf-8")
     print()
+    if options.layouts:
+        print(layout_page.tables(rows))
+        if options.targets:
+            print("\n".join(map(str, targets(rows))))
+        return
     for row in sorted(rows, key=lambda row: (row["set"], row["dtype"])):
         print(short_line(row))
 
 
 def recorded_command(argv: Sequence[str], options: argparse.Namespace) -> str:
     """Return the command as others would type it: without the folders of this machine."""
-    names = {str(options.out): "FOLDER", **dict.fromkeys(options.peers, "PEERS")}
+    names = {str(options.out): "FOLDER", str(options.caches): "CACHES", **dict.fromkeys(options.peers, "PEERS")}
     names |= {str(path): path.name for path in options.read}
     return shlex.join(["python", "benchmarks/optimizer_step.py", *(names.get(word, word) for word in argv[1:])])
 

@@ -41,6 +41,12 @@ SETS = {
 }
 
 
+def describe(shapes: WeightSet) -> str:
+    """Return the shapes of a set in words."""
+    parts = [f"{count} of {'x'.join(str(n) for n in shape)}" for count, *shape in [*shapes.matrices, *shapes.others]]
+    return ", ".join(parts)
+
+
 @dataclass
 class Weights:
     """The parameters to be updated, each with its gradient."""
@@ -134,7 +140,7 @@ def _gram_newton_schulz(use_kernels: bool) -> Callable[[Weights, bool], list[Any
     return build
 
 
-def _nanochat(weights: Weights, cuda: bool) -> list[Any]:
+def nanochat(weights: Weights, cuda: bool) -> list[Any]:
     from nanochat.optim import MuonAdamW
 
     adamw = {"kind": "adamw", "lr": ADAMW_LR, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": WEIGHT_DECAY}
@@ -145,7 +151,7 @@ def _nanochat(weights: Weights, cuda: bool) -> list[Any]:
     return [MuonAdamW(groups)]
 
 
-_COMPILED = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
+COMPILED = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 _LARGE = ("gpt124m", "qwen1.7b", "tiny")
 _NOT_LARGEST = ("gpt124m", "params500", "tiny")
 
@@ -164,15 +170,13 @@ CONTESTANTS = (
     Contestant(name="quintic-polar-express", build=_quintic(orthogonalizer="polar_express"), family="quintic"),
     Contestant(name="quintic-gram", build=_quintic(orthogonalizer="gram"), family="quintic"),
     Contestant(name="keller-jordan", build=_keller_jordan, family="torch"),
-    Contestant(name="nanochat", build=_nanochat, family="nanochat", preload=_COMPILED),
-    Contestant(name="dion-muon", build=_dion("Muon"), family="dion", sets=_LARGE, preload=_COMPILED),
-    Contestant(name="dion-normuon", build=_dion("NorMuon"), family="dion", sets=_LARGE, preload=_COMPILED),
+    Contestant(name="nanochat", build=nanochat, family="nanochat", preload=COMPILED),
+    Contestant(name="dion-muon", build=_dion("Muon"), family="dion", sets=_LARGE, preload=COMPILED),
+    Contestant(name="dion-normuon", build=_dion("NorMuon"), family="dion", sets=_LARGE, preload=COMPILED),
     Contestant(
-        name="gram-ns-kernels", build=_gram_newton_schulz(True), family="gram-ns", sets=_LARGE, preload=_COMPILED
+        name="gram-ns-kernels", build=_gram_newton_schulz(True), family="gram-ns", sets=_LARGE, preload=COMPILED
     ),
-    Contestant(
-        name="gram-ns-torch", build=_gram_newton_schulz(False), family="gram-ns", sets=_LARGE, preload=_COMPILED
-    ),
+    Contestant(name="gram-ns-torch", build=_gram_newton_schulz(False), family="gram-ns", sets=_LARGE, preload=COMPILED),
     Contestant(
         name="quintic-cautious",
         build=_quintic(orthogonalizer="auto", cautious=True),

@@ -1,26 +1,20 @@
-"""One contestant of `optimizer_step.py`, measured in a process of its own.
-
-The process imports what is slow to import, waits for its job as a line of JSON on standard input, and writes what it
-found to a file after each part, so that a process that is killed leaves what it knew.
-"""
+"""One contestant of `optimizer_step.py`, measured in a process of its own, and the ways to measure a step."""
 
 import contextlib
 import gc
-import importlib
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
-import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optimizer_step_contestants import CONTESTANTS, SETS, Weights, WeightSet
+from optimizer_step_rows import spread
 
 MIB = 2**20
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,30 +36,14 @@ class Row:
     def set(self, **values: Any) -> None:
         """Add values and write everything."""
         self.values.update(values)
-        self.path.write_text(json.dumps(self.values), encoding="utf-8")
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values), encoding="utf-8")
+        part.replace(self.path)  # whoever reads it meanwhile finds all of the old or of the new one
 
 
-def main() -> int:
-    """Import while the contestant before is measured, then wait for the word to begin."""
-    for module in os.environ.get("OPTIMIZER_STEP_PRELOAD", "torch").split(","):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    line = sys.stdin.readline()
-    if not line:
-        return 0
-    job = json.loads(line)
-    row = Row(Path(job["result"]))
-    row.set(part="start")
-    sys.path[:0] = [str(REPOSITORY), *job["peers"]]
-    try:
-        measure(job, row)
-    except Exception as error:  # whatever a library may raise: it is the result
-        traceback.print_exc()
-        message = str(error).strip().splitlines()
-        row.set(error=f"{type(error).__name__}: {message[0] if message else ''}"[:300])
-        return 1
-    row.set(part="done")
-    return 0
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
 
 
 def measure(job: dict[str, Any], row: Row) -> None:
@@ -124,7 +102,8 @@ def measure(job: dict[str, Any], row: Row) -> None:
     device_ms = time_device(step, before, max(LEAST_STEPS, number * 2 // 3), statistics.median(host_ms))
     row.set(part="syncs", device_ms=spread(device_ms))
     row.set(part="graph", syncs=find_sync(step, before))
-    row.set(**time_graph(step, before, optimizers, weights, number))
+    found = time_graph(step, before, optimizers, weights, number)
+    row.set(**{kind: spread(times) for kind, times in found.pop("times", {}).items()}, **found)
 
 
 def make_weights(shapes: WeightSet, device: Any, dtype: Any) -> Weights:
@@ -205,6 +184,11 @@ def memory_values(memory: Memory, first_peak: int, optimizers: list[Any]) -> dic
     return values
 
 
+def local(tensor: Any) -> Any:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def state_bytes(state: Any) -> int:
     """Return the bytes of all tensors in nested state, each storage once, those on the host only if nothing else is."""
     import torch
@@ -213,6 +197,7 @@ def state_bytes(state: Any) -> int:
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            value = local(value)
             storage = value.untyped_storage()
             storages[value.device.type, storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict):
@@ -315,8 +300,18 @@ def time_graph(
     optimizers: list[Any],
     weights: Weights,
     number: int,
+    all_captured: Callable[[bool], bool] = bool,
 ) -> dict[str, Any]:
-    """Capture a step and time its replays; a step that cannot be captured is told by `graph_error`."""
+    """Capture a step and time its replays; a step that cannot be captured is told by `graph_error`.
+
+    Args:
+        step: what is captured.
+        before: is called before each replay.
+        optimizers: those that the step steps.
+        weights: of which some are watched.
+        number: of timed replays.
+        all_captured: is told whether this rank has captured; returns whether all have. Nobody replays before.
+    """
     import torch
 
     uploads = [one.upload_hyperparameters for one in optimizers if hasattr(one, "upload_hyperparameters")]
@@ -331,8 +326,16 @@ def time_graph(
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         start = time.perf_counter()
-        with torch.cuda.graph(graph):
-            step()
+        captured = False
+        try:
+            # NCCL's watchdog asks for events from its own thread, which "global" forbids.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+            captured = True
+        finally:
+            others = all_captured(captured)
+        if not others:
+            raise RuntimeError("another rank could not capture")
         values: dict[str, Any] = {"capture_s": time.perf_counter() - start}
 
         def replay() -> None:
@@ -344,15 +347,14 @@ def time_graph(
             before(index)
             replay()
         replay_ms, replay_host_ms = time_steps(replay, before, number, cuda=True)
-        values |= {"replay_ms": spread(replay_ms), "replay_host_ms": spread(replay_host_ms)}
+        values["times"] = {"replay_ms": replay_ms, "replay_host_ms": replay_host_ms}
         values["graph_mib"] = (torch.cuda.memory_reserved() - reserved) / MIB
         if uploads:
             values["replay_follows_lr"] = follows_lr(replay, optimizers, weights)
         return values
     except Exception as error:  # the libraries' own, and CUDA's
         traceback.print_exc()
-        message = str(error).strip().splitlines()
-        return {"graph_error": f"{type(error).__name__}: {message[0] if message else ''}"[:300]}
+        return {"graph_error": describe_error(error)}
 
 
 def follows_lr(replay: Callable[[], None], optimizers: list[Any], weights: Weights) -> bool:
@@ -360,10 +362,10 @@ def follows_lr(replay: Callable[[], None], optimizers: list[Any], weights: Weigh
     import torch
 
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    watched = [weights.matrices[0], weights.others[0]]
+    watched = [local(param.detach()) for param in (weights.matrices[0], weights.others[0])]
     for group, _ in groups:
         group["lr"] = 0.0
-    kept = [param.detach().clone() for param in watched]
+    kept = [param.clone() for param in watched]
     replay()
     stood = all(torch.equal(old, param) for old, param in zip(kept, watched, strict=True))
     for group, lr in groups:
@@ -371,12 +373,6 @@ def follows_lr(replay: Callable[[], None], optimizers: list[Any], weights: Weigh
     replay()
     moved = all(not torch.equal(old, param) for old, param in zip(kept, watched, strict=True))
     return stood and moved
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, quartiles, least and number of some times."""
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": median, "q1": q1, "q3": q3, "least": min(values), "n": len(values)}
 
 
 def versions() -> dict[str, str]:
@@ -397,7 +393,3 @@ def device_name(cuda: bool) -> str:
 
         return torch.cuda.get_device_name()
     return "CPU"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

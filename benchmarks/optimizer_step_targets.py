@@ -1,0 +1,111 @@
+"""What the project wants of a step on several GPUs, beside what was measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optimizer_step_layout_page import compute_ms, hidden, median, scaling
+
+# Of each peer: Quintic's contestant that does the same, the layouts in which they are compared, and the limit.
+PEERS = {
+    "dion-muon": ("quintic", ("ddp", "fsdp2"), 0.8),
+    "dion-normuon": ("quintic-neuron", ("ddp", "fsdp2"), 0.8),
+    "nanochat": ("quintic-neuron", ("sharded",), 0.9),
+    "speedrun": ("quintic-speedrun", ("sharded",), 0.9),
+}
+TARGET_LAYOUTS = {layout for _, layouts, _ in PEERS.values() for layout in layouts}
+PEER_SETS = ("gpt124m", "qwen1.7b")
+HIDDEN_LIMIT = 1.25
+SCALING_LIMIT, SCALING_SET = 0.9, "qwen1.7b"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target.
+
+    Attributes:
+        subject: what is asked.
+        value: what was found; None if it was not measured.
+        limit: in words.
+        met: None if it was not measured.
+        detail: what the value is made of.
+    """
+
+    subject: str
+    value: float | None
+    limit: str
+    met: bool | None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        verdict = {True: "met", False: "**missed**", None: "not measured"}[self.met]
+        found = "" if self.value is None else f"{self.value:.3g} "
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{verdict}: {self.subject}: {found}[{self.limit}]{detail}"
+
+
+def targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Return the targets of everything that was measured, and those whose measurement is missing."""
+    of_layouts = [row for row in rows if "layout" in row]
+    found: list[Target] = []
+    for ranks in sorted({row["ranks"] for row in of_layouts}):
+        found += _of_ranks([row for row in of_layouts if row["ranks"] == ranks and row["set"] != "tiny"], ranks)
+    return found
+
+
+def _of_ranks(rows: Sequence[Mapping[str, Any]], ranks: int) -> Iterator[Target]:
+    quintic = [row for row in rows if row["family"] == "quintic"]
+    for row in quintic:
+        name = f"{row['contestant']}, {row['set']}, {row['layout']} on {ranks}"
+        if row.get("error"):
+            yield Target(f"{name}: runs", None, "no error", False, row["error"])
+            continue
+        if "differing_entries" in row:
+            entries = row["differing_entries"]
+            yield Target(f"{name}: entries whose bits differ", entries, "0", entries == 0)
+    for row in quintic:
+        ratio = scaling(row)
+        if row["set"] == SCALING_SET and row["layout"] not in ("single", "replicated") and ratio is not None:
+            name = f"{row['contestant']}, {row['set']}, {row['layout']}: efficiency of orthogonalisation on {ranks}"
+            alone, here = median(row, "orthogonalization_alone_ms"), median(row, "orthogonalization_ms")
+            yield Target(
+                name, ratio, f"at least {SCALING_LIMIT}", ratio >= SCALING_LIMIT, f"{alone:.3g} ms alone, {here:.3g} ms"
+            )
+    for row in quintic:
+        ratio = hidden(row)
+        if ratio is not None and row["layout"] != "single":
+            name = f"{row['contestant']}, {row['set']}, {row['layout']}: step over the larger of its parts on {ranks}"
+            yield Target(name, ratio, f"at most {HIDDEN_LIMIT}", ratio <= HIDDEN_LIMIT, _parts(row))
+    by_key = {(row["contestant"], row["set"], row["layout"]): row for row in rows if not row.get("error")}
+    sets = [name for name in PEER_SETS if any(row["set"] == name for row in rows)]
+    measured = {row["layout"] for row in rows}
+    for peer, (ours, layouts, limit) in PEERS.items():
+        for name in sets:
+            for layout in (layout for layout in layouts if layout in measured):
+                one, other = (by_key.get((contestant, name, layout), {}) for contestant in (ours, peer))
+                yield _against(f"{ours} over {peer}, {name}, {layout} on {ranks}", one, other, limit)
+
+
+def _parts(row: Mapping[str, Any]) -> str:
+    """Return the times of a step and of its parts."""
+    values = (median(row, "device_ms"), median(row, "exchange_device_ms"), compute_ms(row))
+    return "step {} ms, exchange {} ms, compute {} ms".format(*(f"{value:.3g}" for value in values))
+
+
+def _against(subject: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], limit: float) -> Target:
+    """Return a step's time over a peer's, both from idle devices; the other times stand beside it."""
+    ratios = {}
+    for kind in ("step_ms", "device_ms", "replay_ms"):
+        one, other = median(ours, kind), median(theirs, kind)
+        if one is not None and other is not None:
+            ratios[kind] = one / other
+    both = [[value for kind in ("step_ms", "replay_ms") if (value := median(row, kind))] for row in (ours, theirs)]
+    if "step_ms" not in ratios:
+        return Target(f"{subject}: step", None, f"at most {limit}", None)
+    details = [f"{median(ours, 'step_ms'):.3g} / {median(theirs, 'step_ms'):.3g} ms"]
+    if "device_ms" in ratios:
+        details.append(f"with busy devices {ratios['device_ms']:.3g}")
+    details.append(f"each with its CUDA graph if that is faster {min(both[0]) / min(both[1]):.3g}")
+    ratio = ratios["step_ms"]
+    return Target(f"{subject}: step", ratio, f"at most {limit}", ratio <= limit, "; ".join(details))
