@@ -5,6 +5,7 @@
 >>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
 """
 
+from quintic.optim.captured_step import CapturedStep
 from quintic.optim.clip import clip_grad_norm_
 from quintic.optim.explain import explain
 from quintic.optim.groups import Rule, param_groups
@@ -16,6 +17,7 @@ from quintic.optim.verify import verify
 from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
 
 __all__ = [
+    "CapturedStep",
     "Experts",
     "Flatten",
     "Heads",

@@ -8,7 +8,6 @@ Import this module only where Triton is installed (see `dispatch.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.configurations import ADAMW
+from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
@@ -26,35 +26,15 @@ from quintic.kernels.weights import (
     store_weight,
 )
 
-__all__ = ["AdamWPrograms", "adamw_programs", "adamw_tensors_"]
+__all__ = ["adamw_programs", "adamw_tensors_"]
 
 # Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
 _BLOCK = 1024
 
-# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
-_ALONE_PROGRAMS = 2048
 
-
-@dataclass(frozen=True, slots=True)
-class AdamWPrograms:
-    """How the programs of `adamw_tensors_` are divided among its tensors."""
-
-    alone: tuple[tuple[int, int], ...]
-    """(number, programs) of each large tensor: one launch each."""
-    tensor_of_program: Tensor
-    """(p,) int32: which of the small tensors each program works on."""
-    tile_of_program: Tensor
-    """(p,) int32: which of its tiles."""
-
-
-def adamw_programs(numels: Sequence[int]) -> AdamWPrograms:
-    """Return the division for tensors of so many entries, on the CPU."""
-    tiles = [-(-numel // _BLOCK) for numel in numels]
-    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
-    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
-    first_program = (small.cumsum(0) - small)[tensors]
-    return AdamWPrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
+def adamw_programs(numels: Sequence[int]) -> TilePrograms:
+    """Return how the programs of `adamw_tensors_` are divided among tensors of so many entries, on the CPU."""
+    return divide_tiles(numels, _BLOCK)
 
 
 @triton.jit
@@ -84,16 +64,9 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if ALONE:
-        tensor = only_tensor
-        tile = tl.program_id(0)
-    else:
-        tensor = tl.load(tensor_of_program + tl.program_id(0))
-        tile = tl.load(tile_of_program + tl.program_id(0))
-    # A tile's start may lie beyond 2^31, the place within it does not.
-    start = tile.to(tl.int64) * BLOCK
+    tensor, tile = tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE)
     numel = tl.load(numels + tensor)
-    element = start + tl.arange(0, BLOCK)
+    element = tile * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     gradients = pointers_at(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
     exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, tl.float32, ALIGNED)
@@ -129,7 +102,7 @@ def _adamw_kernel(
 def adamw_tensors_(
     addresses: Tensor,
     numels: Tensor,
-    programs: AdamWPrograms,
+    programs: TilePrograms,
     corrections: Tensor,
     hyperparameters: Tensor,
     *,
@@ -163,12 +136,8 @@ def adamw_tensors_(
     """
     lr, weight_decay, beta1, beta2, eps = indices
     num_warps = ADAMW.on(addresses.device).num_warps
-    # (which tensor, its programs) of each launch; -1 for the one launch of all small tensors.
-    launches = list(programs.alone)
-    if programs.tensor_of_program.shape[0]:
-        launches.append((-1, programs.tensor_of_program.shape[0]))
     with on_device_of(addresses):
-        for tensor, count in launches:
+        for tensor, count in programs.launches():
             _adamw_kernel[(count,)](
                 addresses,
                 numels,

@@ -2,17 +2,19 @@
 
 The squared norm of each parameter's gradient is made where its pieces are, brought together along the axes of its mesh
 (pieces of a sharded axis are added, copies of a replicated one count once), and added up. Only these numbers travel.
+Gradients that the optimizer averages over ranks (`comms`) are averaged first, for the next step too.
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, group_ranks, start_all_gather
+from quintic.optim.comms import AVERAGING, ProcessGroup, dividing_ranks, group_ranks, layouts_of, start_all_gather
 from quintic.optim.device_memory import upload
+from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 
@@ -42,6 +44,11 @@ def clip_grad_norm_(
     gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
     zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum.
 
+    Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
+    next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
+    keeps those of the parts it owns for the step, clipped, and `p.grad` is left alone (of `"sharded_sparse"` all rows
+    travel). Gradients that are touched between this call and `step` are averaged again there, and not clipped.
+
     By default only gradients of AdamW groups are counted and scaled. Muon's update is orthogonalised: it has the same
     size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only weights the steps
     in the momentum differently, and the large gradients of matrices would decide how much of the others is left.
@@ -67,8 +74,7 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: `optimizer` is not a `quintic.Muon`.
-        ValueError: `scope` is unknown, `max_norm` is not positive, a gradient is sparse, or a group's gradients are
-            only brought together by `step` (`comms`).
+        ValueError: `scope` is unknown, `max_norm` is not positive, or a gradient is sparse.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
@@ -79,10 +85,11 @@ def clip_grad_norm_(
         raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
-    params = _params_in(optimizer, scope)
-    gradients = [_summed_gradient(name, param) for name, param in params]
+    params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    squared = _squared_norm([param for _, param in params], gradients, device)
+    squared = _squared_norm(params, gradients, device)
+    for ranks, parts in divided.items():
+        squared += _squared_norm_of_parts(parts, optimizer._communicators[ranks], len(ranks), device)
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -92,23 +99,47 @@ def clip_grad_norm_(
             f"was scaled (error_if_nonfinite=False scales anyway)"
         )
     if math.isfinite(max_norm):
-        _scale_(gradients, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
+        of_parts = [part for parts in divided.values() for part in parts]
+        _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
+        optimizer._early.renew()
     return norm.float()
 
 
-def _params_in(optimizer: Muon, scope: str) -> list[tuple[str, Tensor]]:
-    """Return (name, parameter) of everything that the scope counts."""
-    found: list[tuple[str, Tensor]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        is_waiting = (group["pending_steps"] + 1) % group["step_every"] != 0
-        if is_waiting or scope not in ("all", group["algorithm"]):
+class _Counted(NamedTuple):
+    """Everything that the scope counts."""
+
+    params: list[Tensor]
+    gradients: list[Tensor | None]
+    """Of each parameter, cut as it is."""
+    divided: dict[tuple[int, ...], list[Tensor]]
+    """By the ranks that divide them: this rank's parts of other parameters' gradients."""
+
+
+def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
+    found = _Counted([], [], {})
+    groups = optimizer.param_groups
+    numbers = [
+        number
+        for number, group in enumerate(groups)
+        if (group["pending_steps"] + 1) % group["step_every"] == 0 and scope in ("all", group["algorithm"])
+    ]
+    optimizer._early.fresh()  # forgets what was touched, before what remains is touched here
+    averages: Mapping[int, OfGroup] = {}
+    if any(groups[number]["comms"] in AVERAGING for number in numbers):
+        averages = optimizer._planned().average_early(numbers)
+    for number in numbers:
+        group = groups[number]
+        if number not in averages:
+            found.params.extend(group["params"])
+            found.gradients.extend(map(_summed_gradient, group["param_names"], group["params"]))
             continue
-        if group["comms"] not in ("none", "averaged"):
-            raise ValueError(
-                f"parameter group {number}: with comms={group['comms']!r} the ranks' gradients are brought together by "
-                f"step(), so their norm is not known before; average them yourself and use comms='averaged' to clip"
-            )
-        found += zip(group["param_names"], group["params"], strict=True)
+        params, gradients = zip(*averages[number].tensors(), strict=True)
+        ranks = dividing_ranks(group, layouts_of(number, group))
+        if ranks:
+            found.divided.setdefault(ranks, []).extend(gradients)
+        else:
+            found.params.extend(params)
+            found.gradients.extend(gradients)
     return found
 
 
@@ -166,6 +197,16 @@ def _squared_norm(params: Sequence[Tensor], gradients: Sequence[Tensor | None], 
             squares = _over_mesh(squares, mesh, [params[place] for place in members])
         total += squares.sum().to(device)
     return total
+
+
+def _squared_norm_of_parts(
+    parts: Sequence[Tensor], group: ProcessGroup, num_ranks: int, device: torch.device
+) -> Tensor:
+    """Return () on `device`: the sum of the squares of all ranks' parts. All ranks of the group must call it."""
+    total = torch.zeros((1,), dtype=_wide(device), device=device)
+    for norm in _norms(parts).values():
+        total += norm.square().to(device)
+    return _gathered(total, group, num_ranks).sum()
 
 
 def _norms(gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:

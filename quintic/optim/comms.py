@@ -18,6 +18,7 @@ from quintic.optim.layouts import Layout, layout_of, replicated_layout
 
 __all__ = [
     "AVERAGING",
+    "DIVIDING",
     "Agreements",
     "Communicators",
     "Pending",
@@ -34,6 +35,7 @@ __all__ = [
     "layouts_of",
     "ranks_of",
     "start_all_gather",
+    "start_all_max",
     "start_all_to_all",
     "start_broadcasts",
     "sum_over_ranks",
@@ -47,7 +49,10 @@ ProcessGroup: TypeAlias = dist.ProcessGroup
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
 
-AVERAGING = ("replicated", "sharded")
+DIVIDING = ("sharded", "sharded_sparse")
+"""Values of `comms` with which state is divided among ranks."""
+
+AVERAGING = ("replicated", *DIVIDING)
 """Values of `comms` with which the optimizer averages gradients over ranks."""
 
 # Renamed in PyTorch 2.13.
@@ -86,11 +91,23 @@ def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int]
     return Pending(work, received, send)
 
 
-def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup) -> Pending:
-    """Start to collect a tensor of one shape from every rank, along its first dimension. All ranks must call it."""
-    received = send.new_empty((num_ranks * send.shape[0], *send.shape[1:]))
+def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup, out: Tensor | None = None) -> Pending:
+    """Start to collect a tensor of one shape from every rank, along its first dimension. All ranks must call it.
+
+    Args:
+        send: contiguous; may be this rank's own part of `out`.
+        num_ranks: of the group.
+        group: the process group.
+        out: (num_ranks * first size, ...) contiguous, where everything is received; None for new memory.
+    """
+    received = send.new_empty((num_ranks * send.shape[0], *send.shape[1:])) if out is None else out
     work = _all_gather(received, send, group=group, async_op=True)
     return Pending(work, received, send)
+
+
+def start_all_max(values: Tensor, group: ProcessGroup) -> Pending:
+    """Start to replace a tensor, which must hold no NaN, by all ranks' largest entries. All ranks must call it."""
+    return Pending(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), values)
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -220,13 +237,13 @@ def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
 
 
 def dividing_ranks(group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks among which a group's state is divided (`comms="sharded"`); none where each rank has it whole.
+    """Return the ranks among which a group's state is divided (`DIVIDING`); none where each rank has it whole.
 
     Args:
         group: the parameter group.
         layouts: of its parameters, from `layouts_of`.
     """
-    return ranks_of(layouts) if group["comms"] == "sharded" else ()
+    return ranks_of(layouts) if group["comms"] in DIVIDING else ()
 
 
 def travelling(group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> list[Layout | None]:
@@ -247,6 +264,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
 
     def connect(self, groups: Iterable[Mapping[str, Any]], layouts: Iterable[Sequence[Layout | None]]) -> None:
         """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
@@ -258,20 +276,34 @@ class Communicators:
         for group, found in zip(groups, layouts, strict=True):
             for param, layout in zip(group["params"], found, strict=True):
                 if layout is not None and this_rank() in layout.ranks:
-                    self._connect(tuple(sorted(layout.ranks)), _candidates(param, group), param.device)
+                    ranks = tuple(sorted(layout.ranks))
+                    self._connect(ranks, _candidates(param, group), param.device)
+                    if group["comms"] == "sharded_sparse" and ranks not in self._groups_of_marks:
+                        self._groups_of_marks[ranks] = _new_group(ranks, param.device)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these global ranks, in ascending order."""
         return self._groups[ranks]
+
+    def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
+        return self._groups_of_marks[ranks]
 
     def _connect(self, ranks: tuple[int, ...], candidates: Iterable[ProcessGroup | None], device: torch.device) -> None:
         if ranks in self._groups:
             return
         group = next((found for found in candidates if found is not None and group_ranks(found) == ranks), None)
         if group is None:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = _new_group(ranks, device)
+            return
         self._groups[ranks] = group
         _warm_up(group, len(ranks), device)
+
+
+def _new_group(ranks: tuple[int, ...], device: torch.device) -> ProcessGroup:
+    group: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    _warm_up(group, len(ranks), device)
+    return group
 
 
 def _candidates(param: Tensor, group: Mapping[str, Any]) -> Iterable[ProcessGroup | None]:
@@ -401,7 +433,10 @@ _COLLECTIVE_OPTIONS = (
     "compute_dtype",
     "normalize",
     "max_workspace_bytes",
+    "offload",
+    "master",
     "step_every",
+    "qk_clip",
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "is_capturing", "upload"]
+__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "is_capturing", "upload"]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 """Order of the values in device memory; betas stand as two."""
@@ -27,6 +27,30 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     # The caching host allocator keeps the pinned block until the copy has happened.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A small tensor on its way to the host, copied when the current stream comes to it."""
+
+    def __init__(self, source: Tensor) -> None:
+        # Kept until it is read: its memory may belong to another stream than the one that copies it.
+        self._source = self._copy = source
+        self._event: Any = None
+        if source.is_cuda:
+            self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(source, non_blocking=True)
+            self._event = torch.cuda.current_stream(source.device).record_event()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Any:
+        """Return it as Python numbers; waits until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 class DeviceHyperparameters:

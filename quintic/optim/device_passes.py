@@ -19,13 +19,22 @@ from quintic.optim.state import master_of
 from quintic.optim.views import View
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.adamw import AdamWPrograms
     from quintic.kernels.matrix_update import MatrixLayout
+    from quintic.kernels.programs import TilePrograms
 
-__all__ = ["DeviceMemory", "DevicePasses", "step_adamw_on_device"]
+__all__ = [
+    "ALIGNMENT",
+    "AddressTable",
+    "DeviceMemory",
+    "DevicePasses",
+    "step_adamw_on_device",
+    "upload_programs",
+    "with_one_gradient_dtype",
+]
 
 _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS))
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes: kernels load faster where all addresses are multiples of it."""
 
 
 class AddressTable:
@@ -43,7 +52,7 @@ class AddressTable:
         if key == self._key:
             return self._table
         addresses = build()
-        self.aligned = not bool((addresses % _ALIGNMENT).any())
+        self.aligned = not bool((addresses % ALIGNMENT).any())
         if is_capturing(device):
             # Pinned memory cannot be allocated during a capture, and the graph reads it again at every replay.
             if self._spare is None or self._spare.shape != addresses.shape:
@@ -69,22 +78,16 @@ class DeviceMemory(BucketMemory):
         self.runs: list[tuple[MatrixLayout, int]] | None = None
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._programs_key: object = None
-        self._programs: tuple[Tensor, AdamWPrograms] | None = None
+        self._programs: tuple[Tensor, TilePrograms] | None = None
         self._neuron_tables: dict[int, AddressTable] = {}
 
-    def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, AdamWPrograms]":
+    def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
         from quintic.kernels.adamw import adamw_programs
 
         if self._programs is None or active.members != self._programs_key:
             numels = [param.numel() for param in active.params]
-            divided = adamw_programs(numels)
-            on_device = replace(
-                divided,
-                tensor_of_program=upload(divided.tensor_of_program, device),
-                tile_of_program=upload(divided.tile_of_program, device),
-            )
-            self._programs = upload(torch.tensor(numels), device), on_device
+            self._programs = upload(torch.tensor(numels), device), upload_programs(adamw_programs(numels), device)
             self._programs_key = active.members
         return self._programs
 
@@ -116,6 +119,15 @@ class DeviceMemory(BucketMemory):
         return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
 
 
+def upload_programs(programs: "TilePrograms", device: torch.device) -> "TilePrograms":
+    """Return how programs are divided, on a device."""
+    return replace(
+        programs,
+        tensor_of_program=upload(programs.tensor_of_program, device),
+        tile_of_program=upload(programs.tile_of_program, device),
+    )
+
+
 class DevicePasses:
     """The passes over a bucket's matrices with the kernels, see `pipeline.Passes`.
 
@@ -138,7 +150,7 @@ class DevicePasses:
         go: Tensor | None,
     ) -> None:
         self._bucket, self._group, self._go = bucket, group, go
-        self._active = active = _with_one_gradient_dtype(active)
+        self._active = active = with_one_gradient_dtype(active)
         self._hyperparameters = hyperparameters.values
         if memory.runs is None:
             memory.runs = _runs(group["view"], memory.everything or active)
@@ -236,7 +248,7 @@ def step_adamw_on_device(
     """Step a bucket of AdamW parameters with the kernel; arguments as those of `DevicePasses`."""
     from quintic.kernels.adamw import adamw_tensors_
 
-    active = _with_one_gradient_dtype(active)
+    active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])
     bases = _addresses(active, "exp_avg")
 
@@ -329,7 +341,8 @@ def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
     return torch.cat(owners), torch.cat(offsets)
 
 
-def _with_one_gradient_dtype(active: Operands) -> Operands:
+def with_one_gradient_dtype(active: Operands) -> Operands:
+    """Return operands whose gradients have one dtype that the kernels know."""
     dtypes = {gradient.dtype for gradient in active.gradients}
     if len(dtypes) == 1 and torch.float64 not in dtypes:
         return active

@@ -6,6 +6,7 @@ is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `pipelin
 ranks: `travel.py`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -24,14 +25,18 @@ from quintic.optim.comms import (
     this_rank,
 )
 from quintic.optim.device_memory import is_capturing
+from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
+from quintic.optim.placement import place_state
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
-from quintic.optim.precision import full_precision, store_
-from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
+from quintic.optim.qk_clip import QKClip
+from quintic.optim.qk_step import QKStep
 from quintic.optim.runner import Runner
+from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded import divided_state, parts_of
 from quintic.optim.sharded_state import whole_states
-from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state, master_of
+from quintic.optim.sparse_rows import AnnouncedRows
+from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state
 from quintic.optim.telemetry import MatrixTelemetry, StepReport
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.validate import check_group, check_keys
@@ -86,14 +91,17 @@ class Muon(Optimizer):
             and this rank does all of the work; `"averaged"`: gradients are the same on all ranks, as under DDP, and the
             ranks divide the orthogonalisation; `"replicated"`: gradients differ, they are averaged in place and every
             rank does all of the work; `"sharded"`: gradients differ, they are averaged on their way to the rank that
-            owns a part of a parameter and its state, and the weights come back. Averages are sums in the order of the
-            ranks, rounded once. Without an initialised process group there is one rank.
+            owns a part of a parameter and its state, and the weights come back; `"sharded_sparse"`: the same bits, but
+            of embedding tables (AdamW groups only) just the touched rows travel, see `announce_rows`. Averages are sums
+            in the order of the ranks, rounded once. Without an initialised process group there is one rank.
         process_group: the ranks that `comms` speaks of; None for all.
         master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
             `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
             the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.
         qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
-        offload: False.
+        offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
+            by bucket; the same bits, for less memory and more time (`docs/offload.md`). May be changed at any time: on
+            a group it holds from the next step on, with `offload(...)` for all groups at once.
         on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
             weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
             an error that names the parameter (waits for the device).
@@ -101,6 +109,9 @@ class Muon(Optimizer):
             exceed it); None for no bound.
         kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
         telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
+        launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
+            the same on all ranks. None for what the plan finds best (see `plan`).
+        work_order: names of parameters that are stepped first once they have arrived, likewise.
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
@@ -111,10 +122,13 @@ class Muon(Optimizer):
     """
 
     # What follows from the groups, made when needed and dropped when they change.
-    _runner: Runner | None
+    _runner: Runner | None = None
+    _orders: Orders
     _planned_options: list[list[Any]]
     _communicators: Communicators
-    _clips: dict[str | int, tuple[LayerClip, dict[str, Tensor]]]
+    _rows: AnnouncedRows
+    _early: EarlyAverages
+    _qk_step: QKStep | None
     # What the user may ask about the steps made.
     _skipped: Tensor | None
     _num_steps: int
@@ -142,7 +156,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         step_every: int = 1,
-        comms: Literal["none", "averaged", "replicated", "sharded"] = "none",
+        comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
         master: Literal["fp32", "mantissa"] | None = None,
         qk_clip: QKClip | None = None,
@@ -151,8 +165,12 @@ class Muon(Optimizer):
         max_workspace_bytes: int | None = 2**31,
         kernels: KernelsOption = "auto",
         telemetry_every: int | None = None,
+        launch_order: Sequence[str] | None = None,
+        work_order: Sequence[str] | None = None,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        not_of_groups = ("self", "params", "launch_order", "work_order", "__class__")
+        defaults = {name: value for name, value in locals().items() if name not in not_of_groups}
+        self._orders = orders_of(launch_order, work_order)
         self._forget_steps()
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
@@ -183,7 +201,37 @@ class Muon(Optimizer):
             state = init_state(param, added)
             # One at a time: never is more than one parameter's state whole on a rank.
             self.state[param] = divided_state(state, parts[index], ranks.index(this_rank())) if ranks else state
+            place_state([{"params": [param], "offload": added["offload"]}], self.state)
         self._forget_plan()
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """State by parameter. Waits for state on its way to host memory (`offload`): ask again after every step."""
+        if self._runner is not None:
+            self._runner.finish()
+        found: defaultdict[Tensor, Any] = self.__dict__["state"]
+        return found
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.__dict__["state"] = value
+        self._forget_plan()
+
+    def offload(self, on: bool = True) -> None:
+        """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
+
+        Steps do the same with either setting. What has the parameter's shape moves: momentum, moments, masters. With
+        `on` nothing of it is left on the device between steps, nor any buffer; PyTorch keeps the memory for other
+        tensors until `torch.cuda.empty_cache()`. Waits for the device. Nothing is communicated, but all ranks that
+        share parameters must call it before their next step.
+
+        Args:
+            on: True for host memory, False for the device. May be repeated: `offload(True)` gives buffers back.
+        """
+        for options in (self.defaults, *self.param_groups):
+            options["offload"] = bool(on)
+        self._forget_plan()
+        place_state(self.param_groups, self.state)
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
@@ -193,7 +241,10 @@ class Muon(Optimizer):
         options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
         if self._runner is None or options != self._planned_options:
             self._forget_plan()
-            self._runner = Runner(self.param_groups, self.state, self._communicators)
+            place_state(self.param_groups, self.state)
+            self._runner = Runner(
+                self.param_groups, self.state, self._communicators, self._orders, self._rows, self._early
+            )
             self._planned_options = options
         return self._runner
 
@@ -214,7 +265,8 @@ class Muon(Optimizer):
 
         Args:
             closure: re-evaluates the model with gradients enabled and returns the loss.
-            qk_logits: for QK-clip: attention layer -> (heads,) largest logit of each head since the last step.
+            qk_logits: for QK-clip: attention layer -> (heads,) largest logit of each head since the last step, of all
+                the tokens that this rank saw; a `DTensor` where it has some of the heads. See `docs/qk-clip.md`.
 
         Returns:
             The closure's loss, or None.
@@ -229,22 +281,54 @@ class Muon(Optimizer):
                 loss = closure()
             if loss is None:
                 raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
-        row_factors = self._row_factors(qk_logits or {})
         runner = self._planned()
+        qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
         done = runner.step(pending_steps, self._num_steps)
         if done.go is not None:
             if self._skipped is None:
                 self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
             self._skipped += 1 - done.go
-        for param, factors in row_factors:
-            self._scale(param, factors, done.go)
+        if qk_step is not None:
+            with runner.reachable_state():
+                qk_step.finish(done.go)
         for group, pending in zip(self.param_groups, pending_steps, strict=True):
             group["pending_steps"] = pending
         waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
         self._num_steps += 1
         self._report = replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})), done.go
+        self._rows.check(wait=False)
         return loss
+
+    @torch.no_grad()
+    def announce_rows(self, param: Tensor | str, rows: Tensor, *, more: bool = False) -> None:
+        """Say which rows of a table the next step's gradient touches, so that ranks exchange them meanwhile.
+
+        For groups with `comms="sharded_sparse"`; ranks may do so or not, as they please. Call it as soon as the tokens
+        are known; it does not wait, and the exchange goes on beside the backward pass. All rows must be announced: if
+        others have a gradient, the parameter stays as it was on all ranks, and on CUDA devices the next step raises the
+        error. Without any announcement the step looks for touched rows itself, and waits for the device. Several
+        tables are best announced in the order of the parameter groups. See `docs/distributed.md`.
+
+        Args:
+            param: the table, or its name.
+            rows: numbers of rows, integers of any shape on the device or the CPU, in any order, several times or
+                without being touched after all.
+            more: whether another call for this table follows before the step, as with accumulated gradients: rows add
+                up, and are sent with the last call. With `step_every` also those of the steps between add up.
+
+        Raises:
+            ValueError: there is no such parameter, or its group has another `comms`.
+            TypeError: the rows are no integers.
+            IndexError: the table has no such row (for rows on the CPU).
+            RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
+        """
+        runner = self._planned()
+        self._rows.announce(self.param_groups, param, rows, more=more, may_send=runner.has_agreed)
+
+    def withdraw_rows(self) -> None:
+        """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
+        self._rows.withdraw(self.param_groups, may_have_sent=self._planned().has_agreed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
@@ -292,9 +376,10 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
-        All ranks must call it if a `DTensor` has `normalize="neuron"`, and with `comms="sharded"`, whose divided state
+        All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
         it returns whole; see `state.py` and `docs/checkpoints.md`.
         """
+        self._rows.check(wait=True)
         complete_second_moments(self.param_groups, self.state, self._communicators)
         whole = whole_states(self.param_groups, self.state, self._communicators)
         divided = {param: self.state[param] for param in whole}
@@ -321,10 +406,16 @@ class Muon(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy keep."""
+        return {**super().__getstate__(), "_orders": self._orders}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         super().__setstate__(state)
         self._forget_steps()
+        # A copy of what was pinned is not.
+        place_state(self.param_groups, self.state, force=True)
 
     def _forget_steps(self) -> None:
         """Forget what is told about the steps made, and the plan."""
@@ -332,13 +423,17 @@ class Muon(Optimizer):
         self._num_steps = 0
         self._report = StepReport(), None
         self._communicators = Communicators()
+        self._rows = AnnouncedRows(self._communicators)
+        self._early = EarlyAverages()
         self._forget_plan()
 
     def _forget_plan(self) -> None:
         """Forget everything that follows from the groups."""
+        if self._runner is not None:
+            self._runner.finish()
         self._runner = None
         self._planned_options = []
-        self._clips = {}
+        self._qk_step = None
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
@@ -349,43 +444,20 @@ class Muon(Optimizer):
             pending_steps.append((group["pending_steps"] + 1) % group["step_every"])
         return pending_steps
 
-    def _row_factors(self, qk_logits: Mapping[str | int, Tensor]) -> list[tuple[Tensor, RowFactors]]:
-        """Return what QK-clip multiplies which parameters with; every mistake in `qk_logits` is found here."""
-        if not qk_logits:
-            return []
+    def _start_qk_step(self, runner: Runner, qk_logits: Mapping[str | int, Tensor]) -> QKStep | None:
+        """Begin QK-clip of a step, if it was asked for; every mistake in `qk_logits` is found here."""
         qk_clip = next((group["qk_clip"] for group in self.param_groups if group["qk_clip"] is not None), None)
         if qk_clip is None:
-            raise ValueError("step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))")
-        found = []
-        for layer, maxima in qk_logits.items():
-            if layer not in self._clips:
-                named = {name: (param, group["view"]) for name, param, group in self._named_groups()}
-                clip = qk_clip.resolve(
-                    layer,
-                    {name: param.shape for name, (param, _) in named.items()},
-                    maxima.numel(),
-                    views={name: view for name, (_, view) in named.items()},
+            if qk_logits:
+                raise ValueError(
+                    "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
                 )
-                self._clips[layer] = clip, {name: named[name][0] for name in clip.names}
-            clip, params = self._clips[layer]
-            found += [(params[name], factors) for name, factors in clip.factors(maxima).items()]
-        return found
-
-    def _scale(self, param: Tensor, row_factors: RowFactors, go: Tensor | None) -> None:
-        factor = row_factors.factor
-        if go is not None:
-            factor = torch.where(go.to(factor.device) != 0, factor, torch.ones_like(factor))
-            row_factors = row_factors._replace(factor=factor)
-        master = master_of(self.state[param])
-        if master is None:
-            row_factors.scale_(param)
-        else:
-            store_(param, master, full_precision(param, master) * row_factors.over(param))
-
-    def _named_groups(self) -> Iterable[tuple[str, Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            for name, param in zip(group["param_names"], group["params"], strict=True):
-                yield name, param, group
+            return None
+        runner.agree()
+        if self._qk_step is None or self._qk_step.clip != qk_clip:
+            self._qk_step = QKStep(qk_clip, self.param_groups, self.state, self._communicators)
+        self._qk_step.start(qk_logits)
+        return self._qk_step
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

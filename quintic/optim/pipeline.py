@@ -128,9 +128,10 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
     Raises:
         ValueError: a gradient is sparse; the message names the parameter.
     """
-    if bucket.sharding is not None:
-        return _local_operands(bucket, group)
     everything = memory.everything
+    if bucket.sharding is not None:
+        assert everything is not None
+        return _local_operands(everything)
     if everything is None:
         owners = [group["params"][member.index] for member in bucket.members]
         params = [local_tensor(owner) for owner in owners]
@@ -158,15 +159,17 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
     )
 
 
-def _local_operands(bucket: Bucket, group: Mapping[str, Any]) -> Operands:
+def _local_operands(everything: Operands) -> Operands:
     """Return the parameters of a bucket with divided state that have a gradient here, not averaged yet."""
-    assert bucket.sharding is not None
-    names = {part.index: part.name for part in bucket.sharding.parts}
-    rows = [(index, name, group["params"][index]) for index, name in names.items()]
-    found = [(Member(name=name, index=index), param) for index, name, param in rows if param.grad is not None]
-    gradients = [dense_gradient(param, param.grad, member.name) for member, param in found]
-    members, params = tuple(member for member, _ in found), [param for _, param in found]
-    return Operands(members, params, gradients, [], bucket.num_matrices)
+    rows = [
+        (member, param, dense_gradient(param, param.grad, member.name))
+        for member, param in zip(everything.members, everything.params, strict=True)
+        if param.grad is not None
+    ]
+    if len(rows) == len(everything.members):
+        return everything._replace(gradients=[gradient for _, _, gradient in rows])
+    members, params = tuple(member for member, _, _ in rows), [param for _, param, _ in rows]
+    return everything._replace(members=members, params=params, gradients=[gradient for _, _, gradient in rows])
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.forms import Form, resolve
 from quintic.optim.layouts import local_tensor
+from quintic.optim.offload_size import RING_BUFFERS, Offloaded, buffer_bytes, offloaded_bytes, offloaded_entries
+from quintic.optim.schedule import Schedule
 from quintic.optim.views import View
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ PLANNED_OPTIONS = (
     "max_workspace_bytes",
     "view",
     "comms",
+    "offload",
 )
 """Options of a group that the plan depends on: when one changes, the plan is made anew."""
 
@@ -122,8 +125,12 @@ class Bucket:
     """How its matrices come together, where they lie on several ranks; `members` are then this rank's pieces."""
     stages: "Stages | None" = None
     """Temporary memory by stage, where the bucket is stepped with collectives under way."""
+    shared_stages: "Stages | None" = None
+    """The same of the rank that needs most: all ranks must agree about what is under way at a time."""
     sharding: "Sharding | None" = None
     """Who owns which part, where state is divided among ranks; `members` are then this rank's parts."""
+    offloaded: Offloaded | None = None
+    """Which of its state is in host memory, with `offload=True`."""
 
     @property
     def num_matrices(self) -> int:
@@ -136,6 +143,19 @@ class Bucket:
     def travels(self) -> bool:
         """Return whether stepping it needs collectives, which all ranks run in the same order."""
         return self.sharding is not None or (self.travel is not None and not self.travel.exchange.is_local)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the global ranks among which it is divided; none where this rank is alone with it."""
+        if self.sharding is not None:
+            return self.sharding.ranks
+        return self.travel.exchange.ranks if self.travel is not None else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all parameters that ranks have a part of in it."""
+        parts = self.sharding.parts if self.sharding is not None else self.members
+        return tuple(part.name for part in (self.travel.units if self.travel is not None else parts))
 
     @property
     def name(self) -> str:
@@ -151,17 +171,21 @@ class Bucket:
     def method(self) -> str:
         """Return how this bucket is updated, in one word or two."""
         if self.algorithm == "adamw":
-            return "adamw"
+            return "adamw" if self.sharding is None or self.sharding.rows is None else "adamw, sparse"
         return str(self.form) if self.form is not None else "function"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All buckets in the order in which they run."""
+    """All buckets: those with collectives in the order in which they are worked on, and the others in theirs."""
 
     buckets: tuple[Bucket, ...]
     balance: float = 1.0
     """Floating-point operations of the busiest rank over the mean, where ranks divide the work."""
+    schedule: Schedule = (None,)
+    """In which order the parts of the buckets with collectives are run."""
+    averaging_bytes: int = 0
+    """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
@@ -176,36 +200,69 @@ class Plan:
     def peak_workspace_bytes(self) -> int:
         """Return the most temporary memory of a step on this rank.
 
-        Buckets run one after the other, but for those with collectives: of these the next is gathered and the last
-        scattered meanwhile, and the first is gathered while the others run.
+        Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
+        meanwhile.
         """
         nothing = Stages(0, 0, 0, 0)
-        stages = [bucket.stages for bucket in self.buckets if bucket.stages is not None]
-        alone = max((bucket.workspace_bytes for bucket in self.buckets if bucket.stages is None), default=0)
-        around = [nothing, *stages, nothing]
-        overlapping = (one.peak(around[i], around[i + 2]) for i, one in enumerate(stages))
-        return max(alone + (stages[0].gathering if stages else 0), *overlapping, 0)
+        stages = [bucket.stages or nothing for bucket in self.buckets if bucket.travels]
+        alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
+        parts = [0] * len(stages)
+        peak = held = 0
+        for number in self.schedule:
+            if number is None:
+                peak = max(peak, held + alone)
+                continue
+            stage = stages[number]
+            if parts[number] == 0:
+                held += stage.gathering
+            elif parts[number] == 1:
+                held -= stage.gathering
+                peak = max(peak, held + stage.peak(nothing, nothing))
+                held += stage.scattering
+            else:
+                held -= stage.scattering
+            parts[number] += 1
+            peak = max(peak, held)
+        return max(peak + self.offload_buffer_bytes, self.averaging_bytes)
+
+    @property
+    def offload_buffer_bytes(self) -> int:
+        """Return the bytes on this rank's devices that state from host memory takes turns in."""
+        of_devices: dict[torch.device, list[Offloaded]] = {}
+        for bucket in self.buckets:
+            if bucket.offloaded is not None:
+                of_devices.setdefault(bucket.device, []).append(bucket.offloaded)
+        return sum(map(buffer_bytes, of_devices.values()))
 
     def __str__(self) -> str:
         """Return the plan as a table with one line per bucket."""
+        offloaded = [bucket.offloaded for bucket in self.buckets if bucket.offloaded is not None]
+        host = f"{'host MiB':>9} " if offloaded else ""
         lines = [
             f"{'method':18} {'matrices':>16} {'parameters':>14} {'dtype':9} {'device':7} {'kernels':7} {'GFLOP':>9} "
-            f"{'work MiB':>9}  first parameter"
+            f"{'work MiB':>9} {host} first parameter"
         ]
         for bucket in self.buckets:
             matrices = "-"
             if bucket.shape is not None:
                 matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"
             others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
+            if offloaded:
+                host = "        - " if bucket.offloaded is None else f"{bucket.offloaded.num_bytes / 2**20:>9.1f} "
             lines.append(
                 f"{bucket.method:18} {matrices:>16} {bucket.numel:>14,} "
                 f"{str(bucket.dtype).removeprefix('torch.'):9} {bucket.device!s:7} {bucket.kernels:7} "
-                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f}  {bucket.name}{others}"
+                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f} {host} {bucket.name}{others}"
             )
         lines.append(
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
         )
+        if offloaded:
+            lines.append(
+                f"{sum(one.num_bytes for one in offloaded) / 2**20:.1f} MiB of state in host memory, loaded and stored "
+                f"through {self.offload_buffer_bytes / 2**20:.1f} MiB of the temporary memory"
+            )
         return "\n".join(lines)
 
 
@@ -269,7 +326,8 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
         m = g * r
         form = form_of(group, m, n, dtype, device)
         per_matrix = workspace_bytes(m, n, dtype, device, form, kernels)
-        for chunk in _chunks(members, per_matrix, group["max_workspace_bytes"]):
+        total = sum(member.num_matrices for member in members)
+        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, per_matrix)):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
                 Bucket(
@@ -340,10 +398,22 @@ def workspace_bytes(
     return total
 
 
-def _chunks(members: Sequence[Member], per_matrix: int, budget: int | None) -> Iterator[list[Member]]:
-    """Divide members so that no chunk's workspace exceeds the budget (a single matrix always fits)."""
-    total = sum(member.num_matrices for member in members)
-    limit = total if budget is None else max(1, budget // max(1, per_matrix))
+def _matrices_at_a_time(group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: int) -> int:
+    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state."""
+    entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
+    limit = max(1, total)
+    if budget is not None:
+        per_matrix = workspace + RING_BUFFERS * offloaded_bytes(group, dtype) * numel
+        limit = min(limit, max(1, budget // max(1, per_matrix)))
+    if entries is not None:
+        # Alike, as one is loaded while another is computed.
+        number = -(-total // min(limit, max(1, entries // max(1, numel))))
+        limit = -(-total // max(1, number))
+    return limit
+
+
+def _chunks(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
+    """Divide members so that no chunk has more than `limit` matrices."""
     chunk: list[Member] = []
     free = limit
     for member in members:

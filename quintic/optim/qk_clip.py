@@ -18,7 +18,8 @@ logits end at exactly min(S_h, t), and a head below the threshold keeps its atte
 sqrt(gamma_h) = 1 instead (`grouped="sqrt"`) would flatten it because of a neighbour.
 
 Which rows those are is found by `qk_layers.py`, once per layer; here is the arithmetic, on the device and without
-waiting for it. Logits are those of q.k times the softmax scale, before any soft cap or additive bias.
+waiting for it; `qk_maxima.py` brings the maxima of several ranks together, `qk_step.py` scales what a rank holds.
+Logits are those of q.k times the softmax scale, before any soft cap or additive bias.
 
 Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1.
 """
@@ -26,11 +27,13 @@ Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.optim.comms import ProcessGroup
+from quintic.optim.layouts import Box
 from quintic.optim.qk_layers import PROJECTIONS, Role, Rows, Scaled, find_heads
 from quintic.optim.views import Matrix, Split, View
 
@@ -45,14 +48,28 @@ class RowFactors(NamedTuple):
     factor: Tensor
     dim: int
 
+    def within(self, box: Box) -> "RowFactors":
+        """Return those of the part of the parameter that is in a box."""
+        start, stop = box[self.dim]
+        return RowFactors(self.factor[start:stop], self.dim)
+
+    def at(self, places: Tensor, param: Tensor) -> Tensor:
+        """Return the factors of single entries, (entries,).
+
+        Args:
+            places: (entries,) int64, where in the memory of the parameter they stand.
+            param: the whole parameter, without gaps.
+        """
+        return self.factor.to(places.device)[places // max(1, param.stride(self.dim)) % param.shape[self.dim]]
+
     def over(self, tensor: Tensor) -> Tensor:
-        """Return the factor on the device of a whole parameter, in a shape that spreads over it."""
+        """Return the factor on the device of what it is for, in a shape that spreads over it."""
         shape = [1] * tensor.ndim
         shape[self.dim] = -1
         return self.factor.to(tensor.device).view(shape)
 
     def scale_(self, tensor: Tensor) -> Tensor:
-        """Multiply a whole parameter in place and return it; where the factor is 1 it keeps its bits."""
+        """Multiply what it is for in place and return it; where the factor is 1 it keeps its bits."""
         return tensor.mul_(self.over(tensor))
 
 
@@ -75,6 +92,18 @@ class LayerClip:
         """Return the names of the parameters that `factors` speaks of."""
         return tuple(scaled.name for scaled in self.parameters)
 
+    def check(self, max_logits: Tensor) -> None:
+        """Reject another number of maxima than the layer has query heads.
+
+        Raises:
+            ValueError: names the layer.
+        """
+        if max_logits.shape != (self.num_heads,):
+            raise ValueError(
+                f"qk_logits[{self.layer!r}] has shape {tuple(max_logits.shape)}; "
+                f"it needs one maximum for each of the {self.num_heads} query heads"
+            )
+
     @torch.no_grad()
     def factors(self, max_logits: Tensor) -> dict[str, RowFactors]:
         """Return the factors of each parameter, by name, on the device of `max_logits` and without waiting for it.
@@ -86,11 +115,7 @@ class LayerClip:
         Raises:
             ValueError: another number of heads than the layer was resolved with.
         """
-        if max_logits.shape != (self.num_heads,):
-            raise ValueError(
-                f"qk_logits[{self.layer!r}] has shape {tuple(max_logits.shape)}; "
-                f"it needs one maximum for each of the {self.num_heads} query heads"
-            )
+        self.check(max_logits)
         maxima = max_logits.to(torch.float32)
         exceeds = (maxima > self.threshold) & maxima.isfinite()
         gamma = (self.threshold / maxima).masked_fill(~exceeds, 1.0)
@@ -134,6 +159,10 @@ class QKClip:
             not say: `Split(...)` of a fused weight that Muon takes as one `Matrix()`, or of a query projection with a
             gate (its first part is the query); `Matrix(transposed=True)` for (in, out) storage.
         names: projections with other names -> a name that is known, e.g. `{"theta": "q_proj", "phi": "k_proj"}`.
+        process_group: ranks over which the maxima of each head are taken: those that saw other tokens or have other
+            heads, and all that hold a part of the layers. None: those that share the layer's parameters (the mesh of a
+            `DTensor`, the `process_group` of `comms`). Must be given where ranks that saw other tokens hold parameters
+            of which the optimizer does not know that they are shared: plain tensors with `comms="none"`, as under DDP.
 
     Raises:
         ValueError: an option out of range.
@@ -147,6 +176,11 @@ class QKClip:
     rope_dim: int | None = None
     layouts: Mapping[str, View] = field(default_factory=dict, hash=False)
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    process_group: ProcessGroup | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QKClip":
+        """Return itself: process groups cannot be copied, and nothing here changes."""
+        return self
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -16,7 +16,7 @@ import torch
 
 from quintic.optim.views import Matrix, Split, View
 
-__all__ = ["PROJECTIONS", "Role", "Rows", "Scaled", "find_heads"]
+__all__ = ["PROJECTIONS", "Role", "Rows", "Scaled", "find_heads", "is_projection"]
 
 Role = Literal["query", "key", "rotary", "none"]
 """Whose factor a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
@@ -82,6 +82,16 @@ def find_heads(
     """Return the number of key heads and the parameters to scale; arguments and errors as `QKClip.resolve`."""
     search = _Search(layer, shapes, num_heads, views, parts, rope_dim, layouts, names)
     return search.heads()
+
+
+def is_projection(name: str, names: Mapping[str, str]) -> bool:
+    """Return whether a parameter may, by its name, be one that `find_heads` looks for.
+
+    Args:
+        name: of the parameter.
+        names: as in `QKClip`.
+    """
+    return _meaning(_Projection.of(name), names) in PROJECTIONS
 
 
 class _Projection(NamedTuple):
@@ -236,7 +246,7 @@ class _Search:
     # -- names
 
     def _means(self, projection: _Projection) -> str:
-        return self.names.get(projection.projection, projection.projection.lower())
+        return _meaning(projection, self.names)
 
     def _scope(self) -> str:
         attentions = sorted({p.module for p in self.projections if self._means(p) in _MARKS_ATTENTION})
@@ -339,6 +349,10 @@ class _Search:
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"qk_logits[{self.layer!r}]: {message}")
+
+
+def _meaning(projection: _Projection, names: Mapping[str, str]) -> str:
+    return names.get(projection.projection, projection.projection.lower())
 
 
 def _unwrapped(path: str) -> str:

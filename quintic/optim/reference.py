@@ -2,8 +2,8 @@
 
 One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
 `orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of. Nothing of the pipeline
-is used: neither buckets nor owners, neither exchanges nor kernels. What both share is the update rule itself, the
-layouts, and where directions are rounded.
+is used: neither buckets nor exchanges nor kernels. What both share is the update rule itself, the layouts, which part
+of divided state is whose (`comms="sharded"`), and where directions and averages are rounded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, layouts_of, this_rank
+from quintic.optim.comms import AVERAGING, ProcessGroup, all_agree_, all_gather_uneven, layouts_of, this_rank
+from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import apply_form
+from quintic.optim.packing import in_memory_order
+from quintic.optim.placement import state_on_device
 from quintic.optim.plan import direction_dtype, form_of
+from quintic.optim.sharded import CUT_KEYS, divided_state
+from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.state import second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.views import View
@@ -56,6 +61,10 @@ class Parameter:
     """None where this rank has all there is."""
     process_group: ProcessGroup | None
     """Of the layout's ranks."""
+    divided: Divided | None = None
+    """Which parts of the state are whose; None where state lies as the parameter does."""
+    early: OfGroup | None = None
+    """The average of its gradients, where it was made before the step."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -83,6 +92,44 @@ class Parameter:
                 self.piece(whole, rank).copy_(part.view(size_of(box)))
         return whole
 
+    def whole_of(self, key: str, local: Tensor) -> Tensor:
+        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it.
+
+        Args:
+            key: name of the state.
+            local: what this rank has.
+        """
+        if self.divided is None or key not in CUT_KEYS:
+            return self.whole(local)
+        return self._of_parts(local)
+
+    def whole_average(self) -> Tensor | None:
+        """Return the average of the gradients if it was made before. All of `ranks` must call it."""
+        if self.early is None:
+            return None
+        if self.early.own is not None:
+            return self._of_parts(self.early.own[self.param])
+        return self.early.lent[self.param] if self.param.grad is None else self.param.grad
+
+    def _of_parts(self, local: Tensor) -> Tensor:
+        """Return the whole of what each rank has some parts of."""
+        assert self.divided is not None
+        assert self.process_group is not None
+        positions = range(len(self.divided.ranks))
+        sizes = [sum(part.numel for part in self.divided.parts if part.owner == owner) for owner in positions]
+        found = all_gather_uneven(local, sizes, self.process_group)
+        whole = torch.empty_like(self.param, dtype=local.dtype)
+        for part in self.divided.parts:
+            run = found[part.owner][part.offset : part.offset + part.numel]
+            in_memory_order(whole)[part.start : part.stop].copy_(run)
+        return whole
+
+    def local_of(self, key: str, whole: Tensor) -> Tensor:
+        """Return what this rank has of a whole weight or state."""
+        if self.divided is None:
+            return self.piece(whole, this_rank())
+        return divided_state({key: whole}, self.divided.parts, self.divided.ranks.index(this_rank()))[key]
+
     def piece(self, whole: Tensor, rank: int) -> Tensor:
         """Return what a rank holds of a whole tensor, sharing memory."""
         if self.layout is None:
@@ -90,9 +137,13 @@ class Parameter:
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
     def sole_holders(self) -> dict[tuple[int, int], int]:
-        """Return the matrices, as (block of the view, number in it), that only one of several ranks has any part of."""
+        """Return the matrices whose state one of several ranks alone has, as (block of the view, number in it)."""
         found: dict[tuple[int, int], int] = {}
         if self.layout is None:
+            return found
+        if self.divided is not None:
+            for part in self.divided.parts:
+                found |= dict.fromkeys(part.unit.matrices if part.unit else (), self.divided.ranks[part.owner])
             return found
         for unit in self.group["view"].units(self.layout.shape):
             holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
@@ -102,25 +153,18 @@ class Parameter:
 
 
 def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
-    """Yield the parameters that this rank has a part in, group by group. All ranks that share parameters must call it.
-
-    Raises:
-        ValueError: a group has `comms="sharded"`, which the reference does not know.
-    """
+    """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
+    divided = divided_parameters(optimizer.param_groups)
+    early = optimizer._early.fresh()
     layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
     optimizer._communicators.connect(optimizer.param_groups, layouts)
     for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
-        if group["comms"] == "sharded" and any(layout is not None for layout in found):
-            raise ValueError(
-                f"parameter group {number}: there is no reference for comms='sharded', whose state is divided among "
-                f"ranks; verify with comms='replicated', which takes the same gradients"
-            )
         for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
             if layout is None:
                 yield Parameter(name, param, group, None, None)
             elif this_rank() in layout.ranks:
                 process_group = optimizer._communicators[tuple(sorted(layout.ranks))]
-                yield Parameter(name, param, group, layout, process_group)
+                yield Parameter(name, param, group, layout, process_group, divided.get(param), early.get(number))
 
 
 def reference_step(optimizer: Muon) -> None:
@@ -129,22 +173,24 @@ def reference_step(optimizer: Muon) -> None:
     For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
     `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
     parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
-    with `comms="replicated"` if any has, and the others count as zeros.
+    with `comms="replicated"` and `"sharded"` if any has, and the others count as zeros.
 
-    Needs the memory of one whole Muon parameter with its gradient and state, several times. All ranks that share
-    parameters must call it, and wait for the device and for each other.
+    Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
+    any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
+    device and for each other.
 
     Args:
         optimizer: with gradients in `p.grad`, which are not modified.
 
     Raises:
         TypeError: it is not a `quintic.Muon`.
-        ValueError: a gradient is sparse, or a group has `comms="sharded"` on several ranks.
+        ValueError: a gradient is sparse.
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
     """
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
     run_reference(optimizer, None)
+    optimizer._early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
@@ -161,7 +207,8 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
         # All ranks must ask, whatever they know themselves.
         is_stepped = _is_stepped(found)
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
-            _step_parameter(found, optimizer.state[found.param], observer)
+            with state_on_device(found.param, optimizer.state[found.param]) as state:
+                _step_parameter(found, state, observer)
     for group, pending in zip(groups, pending_steps, strict=True):
         group["pending_steps"] = pending
 
@@ -187,7 +234,7 @@ def _is_finite(gradient: Tensor) -> bool:
 
 def _is_stepped(found: Parameter) -> bool:
     """Return whether all ranks have a gradient; where gradients are averaged, whether any has."""
-    one_is_enough: bool = found.group["comms"] == "replicated"
+    one_is_enough: bool = found.group["comms"] in AVERAGING
     flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
     if found.process_group is not None:
         all_agree_(flag, found.process_group)
@@ -199,11 +246,16 @@ def _gradient_of(found: Parameter) -> Tensor:
     gradient = local_gradient(found.param)
     if gradient is not None and gradient.layout is not torch.strided:
         raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
-    if found.group["comms"] != "replicated" or found.process_group is None:
+    if found.group["comms"] not in AVERAGING or found.process_group is None:
         assert gradient is not None
         return gradient
+    early = found.whole_average()
+    if early is not None:
+        return early
     if gradient is None:
         gradient = torch.zeros_like(found.param)
+    if found.divided is not None:
+        gradient = gradient.to(found.param.dtype)  # as it travels
     everyone = all_gather_uneven(gradient.reshape(-1), [gradient.numel()] * len(found.ranks), found.process_group)
     total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
     for one in everyone:
@@ -214,18 +266,22 @@ def _gradient_of(found: Parameter) -> Tensor:
 def _step_parameter(found: Parameter, state: Mapping[str, Tensor], observer: Observer | None) -> None:
     gradient = _gradient_of(found)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
-    if found.group["algorithm"] == "adamw":
+    is_adamw = found.group["algorithm"] == "adamw"
+    if is_adamw and found.divided is None:
         _step_adamw(local, gradient, found.group)
         return
-    whole = {key: found.whole(value) for key, value in local.items() if key not in _UNCUT}
+    whole = {key: found.whole_of(key, value) for key, value in local.items() if key not in _UNCUT}
     # The gradient may lie otherwise in memory than the weight.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(found.whole(gradient))
     buffer = local.get("second_momentum_buffer")
     second = None if buffer is None else _whole_second_moments(found, buffer)
-    _step_matrices(found, whole, second, observer)
+    if is_adamw:
+        _step_adamw({"step": local["step"], **whole}, whole["gradient"], found.group)
+    else:
+        _step_matrices(found, whole, second, observer)
     for key, value in local.items():
         if key not in _UNCUT and value.numel():
-            value.copy_(found.piece(whole[key], this_rank()))
+            value.copy_(found.local_of(key, whole[key]))
     if buffer is not None and second is not None:
         buffer.copy_(second)
 

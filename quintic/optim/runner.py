@@ -6,13 +6,18 @@ the first of these is under way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.averaging import Averaging, averaging_bytes
 from quintic.optim.comms import (
+    AVERAGING,
     Agreements,
     Communicators,
     all_agree_,
@@ -26,22 +31,28 @@ from quintic.optim.comms import (
 )
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
+from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.non_finite import all_finite, first_non_finite
+from quintic.optim.offload import Offload, Part, Visit
 from quintic.optim.pipeline import (
     Observer,
     Operands,
     Passes,
     PlainPasses,
     State,
+    dense_gradient,
     operands,
     step_adamw,
     step_matrices,
 )
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded_step import ShardedMemory, average_, step_sharded
+from quintic.optim.schedule import Orders, Schedule, restricted, run_overlapping
+from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.sharded_step import ShardedMemory, start_mean, step_sharded
+from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.telemetry import StepReport, measure
 from quintic.optim.travel import build_plan
-from quintic.optim.travel_step import TravelMemory, run_travelling, step_travelling
+from quintic.optim.travel_step import TravelMemory, step_travelling
 
 __all__ = ["Done", "Runner"]
 
@@ -70,18 +81,48 @@ class Runner:
         groups: validated parameter groups.
         state: of their parameters.
         communicators: connected.
+        orders: in which buckets start and are worked on, where the user wants another than the plan's.
+        rows: the tables whose touched rows travel.
+        early: averages of gradients made before the step.
+
+    Raises:
+        ValueError: an order names a parameter that there is none of.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], state: State, communicators: Communicators) -> None:
-        self.groups, self._state, self._communicators = groups, state, communicators
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        state: State,
+        communicators: Communicators,
+        orders: Orders,
+        rows: AnnouncedRows,
+        early: EarlyAverages,
+    ) -> None:
+        self.groups, self._state, self._communicators, self._orders = groups, state, communicators, orders
+        orders.check(name for group in groups for name in group["param_names"])
         self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
         layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
         divided = [dividing_ranks(group, found) for group, found in zip(groups, self._layouts, strict=True)]
-        self.plan = build_plan(groups, layouts, this_rank(), {n: ranks for n, ranks in enumerate(divided) if ranks})
+        dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
+        self.plan = build_plan(groups, layouts, this_rank(), dividing, orders)
+        averaging = [
+            averaging_bytes(group["params"], len(ranks_of(found)), group["max_workspace_bytes"])
+            for group, found in zip(groups, self._layouts, strict=True)
+            if group["comms"] == "replicated" and any(found)
+        ]
+        self.plan = replace(self.plan, averaging_bytes=max(averaging, default=0))
+        self._rows, self._early = rows, early
+        self._early_now: Mapping[int, OfGroup] = {}
+        rows.adopt(self.plan, groups)
+        self._offload: Offload | None = None
+        if any(group["offload"] for group in groups):
+            self._offload = Offload(self.plan, groups, state)
+            self.plan = self._offload.plan
         self.measured: dict[tuple[int, int], tuple[list[Member], Tensor]] = {}
         """Telemetry of the last sampled step, by bucket and kind of matrix."""
         self._memory: dict[int, DeviceMemory] = {}
         self._hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = {}
+        self._averagings: dict[object, Averaging] = {}
         self._agreements: Agreements | None = None
         self._num_steps = 0
 
@@ -89,6 +130,15 @@ class Runner:
         """Bring changed hyperparameters to the devices."""
         for (number, _), values in self._hyperparameters.items():
             values.update(self.groups[number])
+
+    def finish(self) -> None:
+        """Let the host wait until all state that is kept in host memory is there."""
+        if self._offload is not None:
+            self._offload.finish()
+
+    def reachable_state(self) -> AbstractContextManager[None]:
+        """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
+        return nullcontext() if self._offload is None else self._offload.reachable()
 
     def step(self, pending_steps: Sequence[int], num_steps: int) -> Done:
         """Step every bucket whose group does not wait. All ranks that share parameters must call it.
@@ -100,34 +150,42 @@ class Runner:
         Raises:
             ValueError: a gradient is sparse.
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
+            RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
         self._num_steps = num_steps
         self._count_gradients()
+        self._early_now = self._early.fresh()
         lent = self._average_gradients(pending_steps)
         try:
             works = self._works(pending_steps)
+            self._rows.begin_step(self.groups)
             go = self._guard(works)
             # From here on nothing raises that could have been known.
             host_go = True
             if go is not None and any(work.bucket.kernels == "torch" for work in works):
                 host_go = bool(go)
 
+            local = [work for work in works if _is_local(work, host_go)]
+
             def run_local() -> None:
-                for work in works:
-                    stopped = not host_go and work.group["on_nonfinite"] != "propagate"
-                    if work.bucket.travels or stopped:
-                        continue
+                for work in local:
                     if work.bucket.travel is not None:
                         for _ in self._travel(work, go):
                             pass  # nothing travels in this one
-                    elif work.active.params and (work.bucket.numel or work.bucket.algorithm == "adamw"):
-                        # AdamW counts steps also of parameters of which this rank holds no entry.
+                    else:
                         self._run(work, go)
 
-            run_travelling([self._travel(work, go) for work in works if work.bucket.travels], run_local)
+            with_collectives = [work for work in works if work.bucket.travels]
+            # They come first in the plan.
+            schedule = restricted(self.plan.schedule, [work.number for work in with_collectives])
+            if self._offload is not None:
+                self._offload.begin(_visits(local, with_collectives, schedule))
+            run_overlapping([self._travel(work, go) for work in with_collectives], schedule, run_local)
         finally:
+            self._rows.end_step()
             for param in lent:
                 param.grad = None
+        self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
         return Done(_report(works, self._memory), go)
 
     def _works(self, pending_steps: Sequence[int]) -> list[Work]:
@@ -135,11 +193,20 @@ class Runner:
         works = []
         for number, bucket in enumerate(self.plan):
             if pending_steps[bucket.group] == 0:
-                if number not in self._memory:
-                    self._memory[number] = _memory_of(bucket)
-                group, memory = self.groups[bucket.group], self._memory[number]
+                group, memory = self.groups[bucket.group], self._memory_of(number)
                 works.append(Work(number, bucket, group, operands(bucket, group, self._state, memory)))
         return works
+
+    def _memory_of(self, number: int) -> DeviceMemory:
+        if number not in self._memory:
+            self._memory[number] = self._new_memory(self.plan.buckets[number])
+        return self._memory[number]
+
+    def _new_memory(self, bucket: Bucket) -> DeviceMemory:
+        if bucket.sharding is not None:
+            params = self.groups[bucket.group]["params"]
+            return ShardedMemory(bucket, params, self._rows.table_of(params[bucket.sharding.parts[0].index]))
+        return DeviceMemory() if bucket.travel is None else TravelMemory()
 
     def _average_gradients(self, pending_steps: Sequence[int]) -> list[Tensor]:
         """Average the gradients of groups with `comms="replicated"`, in place.
@@ -147,28 +214,109 @@ class Runner:
         Returns:
             The parameters that have a gradient only until the step is over, because other ranks have one.
         """
-        lent = []
-        for group, pending, layouts in zip(self.groups, pending_steps, self._layouts, strict=True):
+        lent: list[Tensor] = []
+        for number, (group, pending, layouts) in enumerate(zip(self.groups, pending_steps, self._layouts, strict=True)):
             if group["comms"] != "replicated" or pending or not any(layouts):
                 continue
-            ranks = ranks_of(layouts)
-            together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for param in group["params"]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                    lent.append(param)
-                together.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
-            for gradients in together.values():
-                average_(gradients, len(ranks), self._communicators[ranks], group["max_workspace_bytes"])
+            early = self._early_now.get(number)
+            if early is None:
+                lent += self._average_group(number)
+                continue
+            for param, average in early.lent.items():
+                param.grad = average
+                lent.append(param)
         return lent
 
-    def _count_gradients(self) -> None:
-        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
+    def _average_group(self, number: int) -> list[Tensor]:
+        """Average the gradients of one group in place; arguments and result as above."""
+        lent = []
+        group, ranks = self.groups[number], ranks_of(self._layouts[number])
+        together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, (param, name) in enumerate(zip(group["params"], group["param_names"], strict=True)):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+                lent.append(param)
+            param.grad = dense_gradient(param, param.grad, name)
+            together.setdefault((param.grad.dtype, param.device), []).append(index)
+        for indices in together.values():
+            gradients = [group["params"][index].grad for index in indices]
+            key = number, tuple(indices), gradients[0].dtype
+            if key not in self._averagings:
+                kernels = choose_kernels(group["kernels"], gradients[0])
+                bound = group["max_workspace_bytes"]
+                position = ranks.index(this_rank())
+                self._averagings[key] = Averaging(gradients, len(ranks), position, kernels, bound)
+            self._averagings[key].average_(gradients, self._communicators[ranks])
+        return lent
+
+    def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
+        """Average gradients before the next step, which then does not. All ranks that share parameters must call it.
+
+        Args:
+            numbers: of the groups whose next step it is for. Those that were averaged already, and not touched since,
+                are not averaged again; those whose gradients need no average are left out.
+
+        Returns:
+            The averages of these groups.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        self.agree()
+        found = self._early.fresh()
+        due = [n for n in numbers if self.groups[n]["comms"] in AVERAGING and any(self._layouts[n])]
+        for number in due:
+            if number in found:
+                continue
+            params = self.groups[number]["params"]
+            if self.groups[number]["comms"] == "replicated":
+                lent = self._average_group(number)
+                found[number] = OfGroup(params, {param: param.grad for param in lent if param.grad is not None})
+                for param in lent:
+                    param.grad = None
+            else:
+                found[number] = OfGroup(params, {}, {param: self._own_entries(param) for param in params})
+                buckets = [(n, bucket) for n, bucket in enumerate(self.plan) if bucket.group == number]
+                run_overlapping([self._average_bucket(n, bucket, found[number]) for n, bucket in buckets])
+        self._early.keep(found)
+        return {number: found[number] for number in due}
+
+    def _own_entries(self, param: Tensor) -> Tensor:
+        state = self._state[param]
+        numel = next(state[key].numel() for key in CUT_KEYS if key in state)
+        return param.new_zeros(numel)
+
+    def _average_bucket(self, number: int, bucket: Bucket, averages: OfGroup) -> Iterator[None]:
+        memory = self._memory_of(number)
+        assert isinstance(memory, ShardedMemory)
+        assert bucket.sharding is not None
+        wait_for_mean = start_mean(bucket, memory, self._communicators[bucket.sharding.ranks])
+        yield
+        averages.keep_bucket(bucket, wait_for_mean())
+        yield
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether ranks have compared this plan."""
+        return self._agreements is not None
+
+    def agree(self) -> None:
+        """Compare this plan with the other ranks' before the first step. All ranks that share parameters must call it.
+
+        Raises:
+            RuntimeError: they were given different parameters or options.
+        """
         if self._agreements is None:
             self._communicators.connect(self.groups, self._layouts)
             for ranks, found in describe(self.groups, self._layouts).items():
-                check_same_plan([description for _, description in found], ranks, self._communicators[ranks])
+                descriptions = [description for _, description in found]
+                check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
             self._agreements = Agreements(self.groups, self._layouts, self._communicators)
+
+    def _count_gradients(self) -> None:
+        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
+        self.agree()
+        assert self._agreements is not None
         self._agreements.start()
 
     def _stepped(self, work: Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
@@ -220,11 +368,21 @@ class Runner:
             passes = self._passes(work, stepped)
             step_matrices(bucket, group, active, memory, passes, stepped, self._observer(work))
             return
-        stepped = self._stepped(work, [member.index for member in active.members], go)
-        if bucket.kernels == "torch":
-            step_adamw(bucket, group, _present(active, stepped))
-        else:
-            step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
+        self._step_vectors(work, self._stepped(work, [member.index for member in active.members], go))
+
+    def _step_vectors(self, work: Work, stepped: Tensor | None) -> None:
+        """Step AdamW parameters; `stepped` is () or (members,) int32, see `_stepped`."""
+        number, bucket, group, active = work
+        parts: Iterable[Part] = [Part(active, self._memory[number], slice(None))]
+        if self._offload is not None and self._offload.is_offloaded(number):
+            parts = self._offload.parts(number, active)
+        for part in parts:
+            of_part = stepped if stepped is None or stepped.ndim == 0 else stepped[part.members]
+            if bucket.kernels == "torch":
+                step_adamw(bucket, group, _present(part.active, of_part))
+            else:
+                hyperparameters = self._hyperparameters_of(work)
+                step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)
 
     def _travel(self, work: Work, go: Tensor | None) -> Iterator[None]:
         """Step a bucket that needs collectives, see `step_travelling` and `step_sharded`."""
@@ -252,6 +410,8 @@ class Runner:
         sharding, memory = bucket.sharding, self._memory[number]
         assert sharding is not None
         assert isinstance(memory, ShardedMemory)
+        if bucket.group in self._early_now:
+            memory.early_mean = self._early_now[bucket.group].of_bucket(bucket)
         stepped = self._stepped(work, [part.index for part in sharding.parts], go)
         assert stepped is not None
         owned = stepped[sharding.of_owners[sharding.position]]
@@ -259,11 +419,8 @@ class Runner:
         def make_passes(active: Operands) -> Passes:
             return self._passes(work._replace(active=active), owned)
 
-        def step_vectors(active: Operands) -> None:
-            if bucket.kernels == "torch":
-                step_adamw(bucket, group, _present(active, owned))
-            else:
-                step_adamw_on_device(bucket, group, active, memory, self._hyperparameters_of(work), owned)
+        def step_vectors(active: Operands, owned: Tensor) -> None:
+            self._step_vectors(work._replace(active=active), owned)
 
         observer = self._observer(work)
         process_group = self._communicators[sharding.ranks]
@@ -274,13 +431,19 @@ class Runner:
     def _passes(self, work: Work, stepped: Tensor | None) -> Passes:
         """Return the passes over a bucket; `stepped` is () or (matrices,) int32, see `_stepped`."""
         number, bucket, group, active = work
-        if bucket.kernels == "torch":
-            present = None
-            if stepped is not None and stepped.ndim:
-                of_matrices = iter(stepped.bool().tolist())
-                present = [all(islice(of_matrices, member.num_matrices)) for member in active.members]
-            return PlainPasses(bucket, group, active, present)
-        return DevicePasses(bucket, group, active, self._memory[number], self._hyperparameters_of(work), stepped)
+
+        def make(active: Operands, group: Mapping[str, Any], memory: DeviceMemory) -> Passes:
+            if bucket.kernels == "torch":
+                present = None
+                if stepped is not None and stepped.ndim:
+                    of_matrices = iter(stepped.bool().tolist())
+                    present = [all(islice(of_matrices, member.num_matrices)) for member in active.members]
+                return PlainPasses(bucket, group, active, present)
+            return DevicePasses(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
+
+        if self._offload is not None and self._offload.is_offloaded(number):
+            return self._offload.passes(number, active, group, make)
+        return make(active, group, self._memory[number])
 
     def _hyperparameters_of(self, work: Work) -> DeviceHyperparameters:
         key = (work.bucket.group, work.bucket.device)
@@ -302,10 +465,31 @@ class Runner:
         return observe
 
 
-def _memory_of(bucket: Bucket) -> DeviceMemory:
-    if bucket.sharding is not None:
-        return ShardedMemory()
-    return DeviceMemory() if bucket.travel is None else TravelMemory()
+def _is_local(work: Work, host_go: bool) -> bool:
+    """Return whether this rank steps a bucket by itself; `host_go` is False where the host knows that it must not."""
+    if work.bucket.travels or (not host_go and work.group["on_nonfinite"] != "propagate"):
+        return False
+    if work.bucket.travel is not None:
+        return True
+    # AdamW counts steps also of parameters of which this rank holds no entry.
+    return bool(work.active.params) and (work.bucket.numel > 0 or work.bucket.algorithm == "adamw")
+
+
+def _visits(local: Sequence[Work], with_collectives: Sequence[Work], schedule: Schedule) -> list[Visit]:
+    """Return in which order a step turns to its buckets: that in which they would be run."""
+    visits: list[Visit] = []
+
+    def visit(work: Work) -> Iterator[None]:
+        for stage in range(3):
+            visits.append(Visit(work.number, work.active, stage))
+            if stage < 2:
+                yield
+
+    def visit_local() -> None:
+        visits.extend(Visit(work.number, work.active, None) for work in local)
+
+    run_overlapping([visit(work) for work in with_collectives], schedule, visit_local)
+    return visits
 
 
 def _present(active: Operands, stepped: Tensor | None) -> Operands:

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import choose_kernels
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.offload_size import offloaded_entries
 from quintic.optim.owners import assign_owners
+from quintic.optim.packing import in_memory_order
 from quintic.optim.plan import Bucket, Member, Stages, form_of, workspace_bytes
+from quintic.optim.row_division import MARK_BYTES, RowDivision, divided_rows
 from quintic.optim.views import Unit, View
 
 __all__ = [
@@ -29,7 +32,6 @@ __all__ = [
     "Part",
     "Sharding",
     "divided_state",
-    "in_memory_order",
     "parts_of",
     "shaped",
     "sharded_buckets",
@@ -43,6 +45,9 @@ _LEAST_ENTRIES = 1024
 
 # Ranges begin at multiples of this many entries, which every kernel likes.
 _MULTIPLE = 64
+
+# A parameter with at least so many entries travels from where it is, and back: nothing is packed.
+_LEAST_ALONE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,10 @@ class Sharding:
     """Of this rank."""
     parts: tuple[Part, ...]
     """In the order of their owners."""
+    is_direct: bool = False
+    """Whether the parts are one whole parameter, in the order of its memory: then messages need no packing."""
+    rows: RowDivision | None = None
+    """How its rows are divided, where only those that were touched need to travel (`comms="sharded_sparse"`)."""
 
     @cached_property
     def of_owners(self) -> list[slice]:
@@ -113,10 +122,20 @@ def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]
             loads[owner] += numel
             found.append([Part(name, index, 0, numel, owner)] if numel else [])
             continue
-        size = -(-numel // (num_ranks * _MULTIPLE)) * _MULTIPLE
+        size = _range_size(param, num_ranks)
         ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
         found.append([Part(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
     return found
+
+
+def _range_size(param: Tensor, num_ranks: int) -> int:
+    """Return how many entries each rank has of a parameter, the last less: whole rows where it has enough of them."""
+    row = param.stride(0) if param.ndim and param.is_contiguous() else 1
+    # So many rows are a multiple of what kernels like.
+    step = _MULTIPLE // math.gcd(row, _MULTIPLE) * row
+    if step * num_ranks > param.numel():
+        step = _MULTIPLE
+    return -(-param.numel() // (num_ranks * step)) * step
 
 
 def _parts_of_matrices(group: Mapping[str, Any], num_ranks: int) -> list[list[Part]]:
@@ -128,12 +147,28 @@ def _parts_of_matrices(group: Mapping[str, Any], num_ranks: int) -> list[list[Pa
             if start < stop:
                 shares.append((index, start, stop, unit))
                 costs.append(_cost(group, unit, param))
-    owners = assign_owners(costs, [()] * len(costs), num_ranks)
     found: list[list[Part]] = [[] for _ in group["params"]]
-    for (index, start, stop, unit), owner in zip(shares, owners, strict=True):
+    for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
         offset = sum(part.numel for part in found[index] if part.owner == owner)
         found[index].append(Part(group["param_names"][index], index, start, stop, owner, offset, unit))
     return found
+
+
+def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit; banks that divide evenly are divided in the order of their memory."""
+    owners = [-1] * len(shares)
+    of_params: dict[int, list[int]] = {}
+    for number, (index, *_) in enumerate(shares):
+        of_params.setdefault(index, []).append(number)
+    for numbers in of_params.values():
+        if len(numbers) % num_ranks == 0 and len({costs[number] for number in numbers}) == 1:
+            for place, number in enumerate(numbers):
+                owners[number] = place * num_ranks // len(numbers)
+    rest = [number for number, owner in enumerate(owners) if owner < 0]
+    # What is divided evenly is the same load for everybody.
+    for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
+        owners[number] = owner
+    return owners
 
 
 def _runs(view: View, param: Tensor) -> tuple[Unit, ...]:
@@ -186,11 +221,6 @@ def _own(value: Tensor, parts: Sequence[Part], position: int) -> Tensor:
     return torch.cat(runs) if runs else value.new_empty(0)
 
 
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the entries of a tensor without gaps as a vector that shares its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
     """Return a run of memory as the part of a parameter that it is, sharing memory."""
     if part.unit is None:
@@ -201,7 +231,7 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
 
 
 def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
-    """Yield the buckets of a group with `comms="sharded"`, the same on all ranks.
+    """Yield the buckets of a group whose state is divided, the same on all ranks.
 
     Args:
         number: position of the group.
@@ -210,14 +240,47 @@ def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...
         rank: the global rank whose plan this is.
     """
     together: dict[tuple[Any, ...], list[Part]] = {}
-    for parts, param in zip(parts_of(group, ranks), group["params"], strict=True):
+    divisions: dict[int, RowDivision] = {}
+    for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group["params"], strict=True)):
         kernels = choose_kernels(group["kernels"], param)
+        is_table = group["comms"] == "sharded_sparse" and group["algorithm"] == "adamw"
+        rows = divided_rows(param, parts, len(ranks)) if is_table else None
+        if rows is not None:
+            divisions[index] = rows
+        fits = param.numel() <= _offload_limit(group, param.dtype, len(ranks))
+        alone = rows is not None or (fits and _travels_alone(parts, param, len(ranks)))
         for part in parts:
-            kind = None if part.unit is None else (tuple(b - a for a, b in part.unit.box), part.unit.view)
-            together.setdefault((kind, param.dtype, param.device, kernels), []).append(part)
-    for (kind, dtype, device, kernels), found in together.items():
-        for parts in _chunks(found, group, len(ranks), dtype):
-            yield _bucket(number, group, ranks, rank, kind, dtype, device, kernels, parts)
+            kind = None if part.unit is None else (_size(part.unit), part.unit.view)
+            key = (kind, param.dtype, param.device, kernels, part.index if alone else None)
+            together.setdefault(key, []).append(part)
+    for (kind, dtype, device, kernels, alone), found in together.items():
+        chunks = [found] if alone is not None else _chunks(found, group, len(ranks), dtype)
+        for parts in chunks:
+            rows = None if alone is None else divisions.get(alone)
+            sharding = Sharding(ranks, ranks.index(rank), tuple(parts), alone is not None, rows)
+            yield _bucket(number, group, sharding, kind, dtype, device, kernels)
+
+
+def _offload_limit(group: Mapping[str, Any], dtype: torch.dtype, num_ranks: int) -> int:
+    """Return how many entries a bucket may have, such that owners bring little state from the host at a time."""
+    entries = offloaded_entries(group, dtype)
+    # AdamW's state comes in parts, whatever the bucket has.
+    return 2**62 if entries is None or group["algorithm"] == "adamw" else entries * num_ranks
+
+
+def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
+    """Return whether a parameter is large, and all ranks have parts of it, in their order in memory, of one kind."""
+    if param.numel() < _LEAST_ALONE or {part.owner for part in parts} != set(range(num_ranks)):
+        return False
+    if len({part.unit and (part.unit.view, _size(part.unit)) for part in parts}) > 1:
+        return False
+    ends = [0, *(part.stop for part in parts)]
+    in_order = all(part.start == end for part, end in zip(parts, ends, strict=False)) and ends[-1] == param.numel()
+    return in_order and all(a.owner <= b.owner for a, b in pairwise(parts))
+
+
+def _size(unit: Unit) -> tuple[int, ...]:
+    return tuple(b - a for a, b in unit.box)
 
 
 def _chunks(
@@ -228,6 +291,7 @@ def _chunks(
     # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
     per_entry = 6 * dtype.itemsize + -(-(24 if group["algorithm"] == "muon" else 8) // num_ranks)
     limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
+    limit = min(limit, _offload_limit(group, dtype, num_ranks))
     per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]
     while any(per_owner):
         chunk: list[Part] = []
@@ -246,20 +310,16 @@ def _chunks(
 def _bucket(
     number: int,
     group: Mapping[str, Any],
-    ranks: tuple[int, ...],
-    rank: int,
+    sharding: Sharding,
     kind: tuple[tuple[int, ...], View] | None,
     dtype: torch.dtype,
     device: torch.device,
-    kernels: Any,
-    parts: Sequence[Part],
+    kernels: Kernels,
 ) -> Bucket:
     from quintic.optim.exchange import Exchange
     from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 
-    sharding = Sharding(ranks, ranks.index(rank), tuple(parts))
-    entries = sharding.entries
-    numel = sum(part.numel for part in parts)
+    ranks, parts = sharding.ranks, sharding.parts
     members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
     travel, flops = None, 0
     if kind is not None:
@@ -276,23 +336,11 @@ def _bucket(
         )
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
-    mine, most = entries[sharding.position], max(entries)
-    work = (
-        0
-        if travel is None
-        else len(sharding.owned)
-        * sum(workspace_bytes(*kind.shape, dtype, device, kind.form, kernels) for kind in travel.kinds)
-    )
-    if travel is None and kernels == "torch":
-        work = 2 * 4 * mine
-    gradients = (numel + len(ranks) * mine) * dtype.itemsize
-    average = mine * (max(dtype.itemsize, 4) + dtype.itemsize)
-    stages = Stages(
-        gathering=gradients,
-        computing=max(len(ranks) * mine * dtype.itemsize + average, mine * dtype.itemsize + work),
-        updates=0,
-        scattering=(most + len(ranks) * most) * dtype.itemsize,
-    )
+    work = 0
+    if travel is not None:
+        per_unit = sum(workspace_bytes(*kind.shape, dtype, device, kind.form, kernels) for kind in travel.kinds)
+        work = max(travel.exchange.counts) * per_unit
+    stages = _stages(sharding, dtype, kernels, work)
     return Bucket(
         algorithm=group["algorithm"],
         group=number,
@@ -302,12 +350,32 @@ def _bucket(
         device=device,
         kernels=kernels,
         form=None if travel is None else travel.kinds[0].form,
-        numel=numel,
+        numel=sum(part.numel for part in parts),
         flops=flops,
         workspace_bytes=stages.peak(Stages(0, 0, 0, 0), Stages(0, 0, 0, 0)),
         stages=stages,
+        shared_stages=stages,
         travel=travel,
         sharding=sharding,
+    )
+
+
+def _stages(sharding: Sharding, dtype: torch.dtype, kernels: Kernels, work: int) -> Stages:
+    """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead."""
+    most, num_ranks, width = max(sharding.entries), len(sharding.ranks), dtype.itemsize
+    numel = sum(sharding.entries)
+    received, mean = num_ranks * most * width, most * width
+    sums = 0
+    if kernels == "torch":
+        sums = most * max(width, 4)
+        work = work or 2 * 4 * most
+    # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
+    marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
+    return Stages(
+        gathering=marks + (received if sharding.is_direct else numel * width + received),
+        computing=marks + max(received + sums, work) + mean,
+        updates=0,
+        scattering=0 if sharding.is_direct else mean + received,
     )
 
 

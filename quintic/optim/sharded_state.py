@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import Communicators, dividing_ranks, layouts_of, sum_over_ranks, this_rank
-from quintic.optim.sharded import CUT_KEYS, Part, in_memory_order, parts_of
+from quintic.optim.packing import in_memory_order
+from quintic.optim.sharded import CUT_KEYS, Part, parts_of
 from quintic.optim.state import second_moments
 
 __all__ = ["Divided", "divided_parameters", "part_of_saved", "whole_states"]
@@ -65,7 +66,8 @@ def whole_states(
                 run = whole[key][part.offset : part.offset + part.numel]
                 in_memory_order(mine)[part.start : part.stop] = run.to(dtype)
             # Everybody else adds zeros, so that the sum is what the owner has, to the last bit.
-            [whole[key]] = sum_over_ranks([mine], group)
+            [total] = sum_over_ranks([mine], group)
+            whole[key] = total.to(whole[key].device)  # the host's memory, where the state is there
         if "second_momentum_buffer" in whole:
             kept = _owned_moments(whole["second_momentum_buffer"], param, this)
             [whole["second_momentum_buffer"]] = sum_over_ranks([kept], group)

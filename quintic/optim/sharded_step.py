@@ -1,86 +1,66 @@
-"""Runs a bucket of `comms="sharded"`: gradients to their owners, the owners' step, weights to everybody.
+"""Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
-Averages are sums in the order of the ranks, in float32, divided and rounded once: the same on all ranks and in every
-layout, whatever a library's own reduction would do.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.averaging import mean_of_ranks
+from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.device_memory import upload
+from quintic.optim.packing import Packing, Run, in_memory_order
 from quintic.optim.pipeline import Observer, Operands, Passes, State, dense_gradient
-from quintic.optim.plan import Bucket
-from quintic.optim.sharded import CUT_KEYS, Part, Sharding, in_memory_order, shaped
+from quintic.optim.plan import Bucket, Member
+from quintic.optim.sharded import CUT_KEYS, Part, Sharding, shaped
+from quintic.optim.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 
-__all__ = ["ShardedMemory", "average_", "averaged", "step_sharded"]
+__all__ = ["ShardedMemory", "start_mean", "step_sharded"]
 
 
 class ShardedMemory(TravelMemory):
-    """What a bucket with divided state keeps between steps, besides state."""
+    """What a bucket with divided state keeps between steps, besides state.
 
-    def __init__(self) -> None:
+    Args:
+        bucket: of the plan.
+        params: of its group.
+        table: if only touched rows need to travel, what is known of them.
+    """
+
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], table: Table | None) -> None:
         super().__init__()
+        self.sparse_table = table
+        sharding = _sharding_of(bucket)
+        indices = list(dict.fromkeys(part.index for part in sharding.parts))
+        places = {index: place for place, index in enumerate(indices)}
+        self.params = [params[index] for index in indices]
+        """The parameters that have parts in the bucket."""
+        self.names = list(dict.fromkeys(part.name for part in sharding.parts))
+        members = tuple(Member(name=name, index=index) for name, index in zip(self.names, indices, strict=True))
+        self.everything = Operands(members, self.params, [], [], bucket.num_matrices)
+
+        def packing(owners: Iterable[int], width: int | None) -> Packing:
+            """Pack the parts of some owners, without gaps or so many entries for each owner."""
+            runs, end = [], 0
+            for owner in owners:
+                start = end if width is None else owner * width
+                for part in sharding.parts[sharding.of_owners[owner]]:
+                    runs.append(Run(places[part.index], part.start, part.stop, start))
+                    start += part.numel
+                end = start
+            return Packing(runs, bucket.kernels, bucket.device)
+
+        everybody, own = range(len(sharding.ranks)), sharding.position
+        self.gradients, self.own_weights = packing(everybody, None), packing([own], None)
+        self.weights = packing([owner for owner in everybody if owner != own], max(sharding.entries))
+        """What the others own, as they send it."""
+        self.early_mean: Tensor | None = None
+        """The mean of this rank's parts in the next step, where it was made before."""
         self.pieces: list[Tensor] | None = None
         self.states: list[Mapping[str, Tensor]] = []
         self.elsewhere: tuple[list[Tensor], Tensor] | None = None
         """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
-
-
-def averaged(received: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
-
-    Args:
-        received: (ranks, entries).
-        dtype: of the result.
-    """
-    total = received[0].to(torch.promote_types(received.dtype, torch.float32), copy=True)
-    for part in received[1:]:
-        total += part
-    return total.div_(received.shape[0]).to(dtype)
-
-
-def average_(
-    tensors: Sequence[Tensor], num_ranks: int, group: ProcessGroup, max_workspace_bytes: int | None = None
-) -> None:
-    """Replace tensors by their means over the ranks, the same bits everywhere. All ranks of the group must call it.
-
-    Args:
-        tensors: of one dtype, the same shapes on all ranks; changed.
-        num_ranks: of the group.
-        group: the process group.
-        max_workspace_bytes: bound of what is under way at a time (a single tensor may exceed it); None for none.
-    """
-    # What is sent, what is received, sums in float32, and the result.
-    per_entry = 3 * tensors[0].itemsize + 4 if tensors else 1
-    limit = 2**62 if max_workspace_bytes is None else max(1, max_workspace_bytes // per_entry)
-    together: list[Tensor] = []
-    entries = 0
-    for tensor in tensors:
-        if together and entries + tensor.numel() > limit:
-            _average_together_(together, num_ranks, group)
-            together, entries = [], 0
-        together.append(tensor)
-        entries += tensor.numel()
-    _average_together_(together, num_ranks, group)
-
-
-def _average_together_(tensors: Sequence[Tensor], num_ranks: int, group: ProcessGroup) -> None:
-    numel = sum(tensor.numel() for tensor in tensors)
-    if not numel:
-        return
-    size = -(-numel // num_ranks)
-    flat = tensors[0].new_zeros(size * num_ranks)
-    torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat[:numel])
-    received = start_all_to_all(flat, [size] * num_ranks, [size] * num_ranks, group).wait()
-    mean = averaged(received.view(num_ranks, size), flat.dtype)
-    whole = start_all_gather(mean, num_ranks, group).wait()[:numel]
-    parts = whole.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
 def step_sharded(
@@ -91,7 +71,7 @@ def step_sharded(
     process_group: ProcessGroup,
     go: Tensor,
     make_passes: Callable[[Operands], Passes],
-    step_adamw: Callable[[Operands], None],
+    step_adamw: Callable[[Operands, Tensor], None],
     observer: Observer | None,
 ) -> Iterator[None]:
     """Step a bucket of parts; yields twice, while a collective is under way.
@@ -104,19 +84,21 @@ def step_sharded(
         process_group: of the ranks.
         go: (parts,) int32 on the device: where it is zero a part stays as it was.
         make_passes: returns the passes over this rank's parts.
-        step_adamw: steps them, for AdamW.
+        step_adamw: steps them, for AdamW, where `go` of these parts is not zero.
         observer: is shown what this rank orthogonalises, or None.
     """
-    sharding = bucket.sharding
-    assert sharding is not None
-    params = group["params"]
-    entries = sharding.entries
-    mine, num_ranks = entries[sharding.position], len(sharding.ranks)
-    send = torch.cat([_gradient(params[part.index], part) for part in sharding.parts])
-    pending = start_all_to_all(send, entries, [mine] * num_ranks, process_group)
-    del send
+    sharding, params = _sharding_of(bucket), group["params"]
+    table = memory.sparse_table
+    if table is not None and (memory.early_mean is not None or not table.is_sparse()):
+        table = None
+    if table is not None:
+        wait_for_mean = start_mean_of_rows(bucket, table, process_group)
+    else:
+        wait_for_mean = start_mean(bucket, memory, process_group)
     yield
-    gradients = averaged(pending.wait().view(num_ranks, mine), bucket.dtype)
+    gradients = wait_for_mean()
+    if table is not None:
+        go = table.guarded(go)
     if memory.pieces is None:
         owned = [(part, params[part.index]) for part in sharding.owned]
         memory.pieces = [shaped(_run(param, part), part, param) for part, param in owned]
@@ -129,29 +111,67 @@ def step_sharded(
         memory.states,
         len(sharding.owned),
     )
+    del gradients, runs
     if bucket.travel is not None:
         _step_matrices(bucket, group, memory, state, active, go, make_passes, observer)
     else:
         if active.params:
-            step_adamw(active)
+            step_adamw(active, go[sharding.of_owners[sharding.position]])
         _count_elsewhere(bucket, sharding, memory, params, state, go)
-    del gradients, active
-    most = max(entries)
-    weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
-    if memory.pieces:
-        torch.cat([_run(params[part.index], part) for part in sharding.owned], out=weights[:mine])
-    pending = start_all_gather(weights, num_ranks, process_group)
-    del weights
+    del active
+    wait_for_weights = _start_weights(bucket, memory, process_group)
     yield
-    of_ranks = pending.wait().view(num_ranks, most)
-    targets, sources = [], []
-    for owner, (found, of_owner) in enumerate(zip(of_ranks, sharding.of_owners, strict=True)):
-        parts = sharding.parts[of_owner]
-        if owner != sharding.position and parts:
-            targets += [_run(params[part.index], part) for part in parts]
-            sources += list(found[: entries[owner]].split([part.numel for part in parts]))
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    wait_for_weights()
+
+
+def start_mean(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGroup) -> Callable[[], Tensor]:
+    """Send gradients to the owners of their parts; the function returned waits for the mean of this rank's parts.
+
+    Nothing is sent where the mean was made before (`memory.early_mean`).
+    """
+    if memory.early_mean is not None:
+        early, memory.early_mean = memory.early_mean, None
+        return lambda: early
+    sharding = _sharding_of(bucket)
+    gradients = [
+        None if param.grad is None else dense_gradient(param, param.grad, name)
+        for param, name in zip(memory.params, memory.names, strict=True)
+    ]
+    if len({gradient.dtype for gradient in gradients if gradient is not None}) > 1:
+        gradients = [None if gradient is None else gradient.to(bucket.dtype) for gradient in gradients]
+    mine, num_ranks = sharding.entries[sharding.position], len(sharding.ranks)
+    if sharding.is_direct and gradients[0] is not None:
+        send = in_memory_order(gradients[0]).to(bucket.dtype)
+    else:
+        send = torch.empty(sum(sharding.entries), dtype=bucket.dtype, device=bucket.device)
+        memory.gradients.pack(gradients, send)
+    pending = start_all_to_all(send, sharding.entries, [mine] * num_ranks, process_group)
+    return lambda: mean_of_ranks(pending.wait().view(num_ranks, mine), bucket.kernels)
+
+
+def _start_weights(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGroup) -> Callable[[], None]:
+    """Send this rank's weights to everybody; the function returned waits for those of the others."""
+    sharding = _sharding_of(bucket)
+    entries, num_ranks = sharding.entries, len(sharding.ranks)
+    most = max(entries)
+    if sharding.is_direct:
+        whole = in_memory_order(memory.params[0].detach())
+        if min(entries) == most:
+            own = whole[sharding.position * most :][:most]
+            pending = start_all_gather(own, num_ranks, process_group, out=whole)
+        else:
+            pending = start_broadcasts(whole, entries, process_group)
+
+        def finish() -> None:
+            pending.wait()
+
+        return finish
+    weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
+    values = [param.detach() for param in memory.params]
+    memory.own_weights.pack(values, weights)
+    pending = start_all_gather(weights, num_ranks, process_group)
+
+    return lambda: memory.weights.unpack(pending.wait(), values)
 
 
 def _step_matrices(
@@ -190,16 +210,13 @@ def _count_elsewhere(
         torch._foreach_add_(steps, list(go[numbers].to(steps[0].dtype).unbind()))
 
 
+def _sharding_of(bucket: Bucket) -> Sharding:
+    assert bucket.sharding is not None
+    return bucket.sharding
+
+
 def _run(param: Tensor, part: Part) -> Tensor:
     return in_memory_order(param.detach())[part.start : part.stop]
-
-
-def _gradient(param: Tensor, part: Part) -> Tensor:
-    gradient = param.grad
-    if gradient is None:
-        return param.new_zeros(part.numel)
-    dense = dense_gradient(param, gradient, part.name).detach()
-    return in_memory_order(dense)[part.start : part.stop].to(param.dtype)
 
 
 def _state(found: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:

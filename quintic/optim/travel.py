@@ -17,6 +17,7 @@ import torch
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
+from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.owners import assign_owners, balance
 from quintic.optim.plan import (
     Bucket,
@@ -30,6 +31,7 @@ from quintic.optim.plan import (
     update_dtype,
 )
 from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
+from quintic.optim.schedule import Orders, arranged
 from quintic.optim.sharded import sharded_buckets
 from quintic.optim.views import Unit, View
 
@@ -67,13 +69,12 @@ class Travel:
     @cached_property
     def is_plain(self) -> bool:
         """Return whether a unit is one matrix or its transpose, with no groups of rows."""
-        blocks = self.view.blocks(torch.empty(self.exchange.unit_shape, device="meta"))
-        return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
+        return _is_plain(self.view, self.exchange.unit_shape)
 
     @cached_property
     def is_transposed(self) -> bool:
         """Return whether a unit stores (in, out), a matrix being (out, in)."""
-        return bool(getattr(self.view, "transposed", False))
+        return _is_transposed(self.view)
 
     @property
     def owned(self) -> tuple[TravellingUnit, ...]:
@@ -127,6 +128,12 @@ class SharedBucket:
         nothing = Stages(0, 0, 0, 0)
         return self.stages(exchange).peak(nothing, nothing)
 
+    @cached_property
+    def most(self) -> Stages:
+        """Return the most temporary bytes of any rank, by stage."""
+        of_ranks = [self.stages(replace(self.exchange, position=p)) for p in _different_positions(self.exchange)]
+        return Stages(*map(max, zip(*of_ranks, strict=True)))
+
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
         return _stages(self.key, self.kinds, exchange)
@@ -137,6 +144,7 @@ def build_plan(
     layouts: Sequence[Sequence[Layout | None]],
     rank: int = 0,
     divided: Mapping[int, tuple[int, ...]] | None = None,
+    orders: Orders | None = None,
 ) -> Plan:
     """Return the plan of one rank.
 
@@ -145,6 +153,7 @@ def build_plan(
         layouts: for each group and each of its parameters where it travels, or None.
         rank: the global rank whose plan this is.
         divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
+        orders: in which buckets with collectives start and are worked on, where the user wants another.
     """
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []
@@ -156,7 +165,8 @@ def build_plan(
             if one.key.group == number and rank in one.key.ranks:
                 buckets += _travelling_bucket(one, found, rank)
         buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
-    return Plan(tuple(buckets), balance)
+    in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
+    return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
 
 
 def shared_buckets(
@@ -306,6 +316,7 @@ def _travelling_bucket(shared: SharedBucket, layouts: Sequence[Layout | None], r
         flops=exchange.num_owned * shared.unit_flops,
         workspace_bytes=shared.workspace_bytes(exchange),
         stages=None if exchange.is_local else shared.stages(exchange),
+        shared_stages=None if exchange.is_local else shared.most,
         travel=Travel(exchange, shared.units, key.view, kinds),
     )
 
@@ -351,11 +362,14 @@ def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: 
         one: the exchange of one unit of each owner; on the rank that needs most the answer is the same for all.
     """
     budget, num_ranks = group["max_workspace_bytes"], len(key.ranks)
+    pieces = max(_piece_entries(replace(one, position=p)) for p in _different_positions(one))
+    entries = offloaded_entries(group, key.dtype)
+    limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
-        return num_ranks, 2**62
-    most = _peak(key, kinds, one)
+        return num_ranks, limit
+    most = _peak(key, kinds, one) + RING_BUFFERS * offloaded_bytes(group, key.dtype) * pieces
     if most <= budget:
-        return num_ranks, int(budget // max(1, most))
+        return num_ranks, min(limit, int(budget // max(1, most)))
 
     # Not even one unit of each: fewer owners at a time, if that helps. What one unit needs, it needs in any case.
     def peak_of(owners: int) -> int:
@@ -375,6 +389,11 @@ def _peak(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
     return max(stage.peak(stage, stage) for stage in stages)
 
 
+def _piece_entries(exchange: Exchange) -> int:
+    """Return how many entries the exchange's rank holds."""
+    return exchange.num_units * math.prod(exchange.piece_shape)
+
+
 def _different_positions(exchange: Exchange) -> list[int]:
     """Return one position for each different need of memory."""
     of_copies: dict[int, int] = {}
@@ -390,22 +409,27 @@ def _different_positions(exchange: Exchange) -> list[int]:
 
 def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
     """Return upper bounds of the temporary bytes of a bucket on the exchange's rank."""
+    # Matrices that a unit is no copy of are a part of it; else the workspace has them a second time.
+    shares = _is_plain(key.view, exchange.unit_shape) and (key.kernels != "torch" or not _is_transposed(key.view))
     direction = max(direction_dtype(kind.form, key.dtype).itemsize for kind in kinds)
     update = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
     unit = math.prod(exchange.unit_shape)
     owned = exchange.num_owned * unit
-    pieces = exchange.num_units * math.prod(exchange.piece_shape)
+    pieces = _piece_entries(exchange)
     sent, received = sum(exchange.gather_sends()), sum(exchange.gather_receives())
     work = exchange.num_owned * sum(
         matrix_workspace_bytes(*kind.shape, key.dtype, key.device, kind.form, key.kernels) for kind in kinds
     )
+    work -= owned * direction if shares else 0
     if exchange.is_local or exchange.is_replicated:
         # The units are a part of the pieces, which they keep alive.
         gathering = pieces * direction
         computing = gathering + work
     else:
         gathering = (pieces + (0 if sent == pieces else sent) + received) * direction
-        computing = max(gathering + owned * direction, owned * direction + work)
+        # What was sent is given back once it has arrived, what was received once it is assembled.
+        computing = max(received + owned, pieces + received) * direction
+        computing = max(computing, owned * direction + work)
     if exchange.is_local:
         scattering = 0
     elif exchange.is_replicated:
@@ -417,3 +441,15 @@ def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
     else:
         scattering = (sum(exchange.scatter_sends()) + pieces) * update
     return Stages(gathering, computing, owned * update, scattering)
+
+
+@lru_cache(maxsize=256)
+def _is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
+    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
+    blocks = view.blocks(torch.empty(unit_shape, device="meta"))
+    return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
+
+
+def _is_transposed(view: View) -> bool:
+    """Return whether a unit stores (in, out), a matrix being (out, in)."""
+    return bool(getattr(view, "transposed", False))

@@ -4,11 +4,11 @@
     2. the owner orthogonalises, and advances the neurons  -> updates, and factors, start for the pieces
     3. weights of this rank's pieces
 
-`run_travelling` lets buckets overtake each other's waiting: while one is orthogonalised, the next is being gathered
-and the one before scattered.
+`run_overlapping` of `schedule.py` lets buckets overtake each other's waiting: while one is orthogonalised, the next is
+being gathered and the one before scattered.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -30,7 +30,6 @@ __all__ = [
     "as_rows",
     "factors_of_pieces",
     "orthogonalized_units",
-    "run_travelling",
     "step_travelling",
 ]
 
@@ -73,28 +72,6 @@ class TravelMemory(DeviceMemory):
                     found[kind].append(blocks[block][matrix : matrix + 1])
             self._moments_of_units = found
         return self._moments_of_units
-
-
-def run_travelling(steps: Sequence[Iterator[None]], meanwhile: Callable[[], None]) -> None:
-    """Run the steps of several buckets, one ahead and one behind the one that computes.
-
-    Every rank of a process group must run the same steps in the same order.
-
-    Args:
-        steps: from `step_travelling`.
-        meanwhile: work without collectives, done while the first bucket is gathered.
-    """
-    for step in steps[:1]:
-        next(step)
-    meanwhile()
-    for number, step in enumerate(steps):
-        for ahead in steps[number + 1 : number + 2]:
-            next(ahead)
-        next(step)
-        for behind in steps[max(number - 1, 0) : number]:
-            next(behind, None)
-    for step in steps[-1:]:
-        next(step, None)
 
 
 def step_travelling(

@@ -211,8 +211,9 @@ def adamw_(
     exp_avg.lerp_(g, 1 - beta1)
     exp_avg_sq.lerp_(g.square(), 1 - beta2)
     # Double precision: 1 - beta^step loses digits; tensor arithmetic, so that a count on a GPU needs no host sync.
-    correction1 = 1 - beta1 ** step.double()
-    correction2 = 1 - beta2 ** step.double()
+    # Rounded here, because a parameter without dimensions would take their dtype.
+    correction1 = (1 - beta1 ** step.double()).to(exp_avg.dtype)
+    correction2 = (1 - beta2 ** step.double()).to(exp_avg.dtype)
     update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps)
     apply_(
         [weight],

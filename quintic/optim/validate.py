@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
+from quintic.optim.comms import DIVIDING
 from quintic.optim.forms import check_orthogonalizer
 from quintic.optim.layouts import local_tensor
 from quintic.optim.qk_clip import QKClip
@@ -25,15 +26,13 @@ _FOREIGN_GROUP_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
 
-# Options of the published interface that this version accepts only at their neutral value, and what to do instead.
-_NEUTRAL_ONLY: dict[str, object] = {"offload": False}
-
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
-    "comms": ("none", "averaged", "replicated", "sharded"),
+    "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
     "master": (None, "fp32", "mantissa"),
+    "offload": (False, True),
     "on_nonfinite": ("propagate", "skip", "raise"),
     "kernels": ("auto", "torch", "triton"),
 }
@@ -68,13 +67,12 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             f"parameter group {number} ({_first_name(group)}): unknown algorithm {group['algorithm']!r}; "
             f"choose 'muon' or 'adamw'"
         )
-    for key, neutral in _NEUTRAL_ONLY.items():
-        if group[key] != neutral:
-            raise ValueError(
-                f"parameter group {number}: {key}={group[key]!r} is not available in this version; "
-                f"leave {key}={neutral!r}"
-            )
     _check_numbers(number, group)
+    if group["algorithm"] == "muon" and group["comms"] == "sharded_sparse":
+        raise ValueError(
+            f"parameter group {number} ({_first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
+            f"algorithm='adamw'; use comms='sharded' for matrices"
+        )
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(
             f"parameter group {number}: {len(group['params'])} params but {len(group['param_names'])} param_names"
@@ -87,10 +85,10 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
                 f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
                 f"use master='fp32'"
             )
-        if group["comms"] == "sharded" and not is_dense(local_tensor(param)):
+        if group["comms"] in DIVIDING and not is_dense(local_tensor(param)):
             raise ValueError(
-                f"{name}: comms='sharded' sends runs of memory, and this parameter of shape {tuple(param.shape)} and "
-                f"strides {param.stride()} has gaps in it; make it contiguous"
+                f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
+                f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
         if group["algorithm"] == "muon":
             _check_matrix(name, param, group)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintic.optim.comms import ProcessGroup, all_gather_values, this_rank
+from quintic.optim.comms import AVERAGING, ProcessGroup, all_gather_values, this_rank
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.precision import full_precision
 from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
-from quintic.optim.state import second_moments
+from quintic.optim.state import master_key, second_moments
+from quintic.optim.verify_keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify_report import Answer, Difference, Verification, badness, merged
 
 __all__ = ["verify"]
@@ -84,7 +85,7 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
         for name, param in zip(group["param_names"], group["params"], strict=True)
         if param not in names
     ]
-    kept = _Kept(optimizer)
+    kept = Kept(optimizer)
     given: list[Tensor] = []
     roundings: dict[tuple[Tensor, int], Rounding] = {}
 
@@ -93,11 +94,12 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
 
     try:
         given = _give_gradients(optimizer, process_group)
+        kept.keep_gradients()
         kept.make_due()
         step = type(optimizer).step
         # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
         (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)  # type: ignore[attr-defined]
-        taken = _snapshot(optimizer)
+        taken = snapshot(optimizer)
         kept.restore()
         kept.make_due()
         run_reference(optimizer, observe)
@@ -106,7 +108,7 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
         kept.restore()
         for param in given:
             param.grad = None
-    renamed = {name: names.get(param, name) for name, param in _named(optimizer)}
+    renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
     found = [replace(difference, name=renamed[difference.name]) for difference in found]
     stepped = {renamed[name]: count for name, count in stepped.items()}
     answer = Answer(found, stepped, problems, _options(optimizer, names))
@@ -133,85 +135,22 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__qualname__", "a function")) if callable(value) else repr(value)
 
 
-def _named(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:
-    for group in optimizer.param_groups:
-        yield from zip(group["param_names"], group["params"], strict=True)
-
-
-# ----------------------------------------------------------------------------------------------------- keep and restore
-
-_Values = dict[Tensor, dict[str, Tensor]]
-
-
-def _local(optimizer: Muon, param: Tensor) -> dict[str, Tensor]:
-    state = {key: local_tensor(value) for key, value in optimizer.state[param].items()}
-    return {"weight": local_tensor(param.detach()), **state}
-
-
-def _snapshot(optimizer: Muon) -> _Values:
-    """Return copies in host memory of what this rank holds of all weights and state."""
-    return {
-        param: {key: value.to("cpu", copy=True) for key, value in _local(optimizer, param).items()}
-        for _, param in _named(optimizer)
-    }
-
-
-class _Kept:
-    """Everything that a step changes, as it is now."""
-
-    _CHANGED = ("pending_steps", "telemetry_every")
-
-    def __init__(self, optimizer: Muon) -> None:
-        self._optimizer = optimizer
-        self.values = _snapshot(optimizer)
-        self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._counts = optimizer._num_steps, optimizer._report
-        # These are averaged in place.
-        self._gradients = {
-            param: None if param.grad is None else param.grad.to("cpu", copy=True)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if group["comms"] == "replicated"
-        }
-        self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
-
-    def make_due(self) -> None:
-        """Let every group step next time, whatever its `step_every`, and measure nothing."""
-        for group in self._optimizer.param_groups:
-            group.update(pending_steps=group["step_every"] - 1, telemetry_every=None)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back, in place."""
-        optimizer = self._optimizer
-        for param, values in self.values.items():
-            for key, target in _local(optimizer, param).items():
-                target.copy_(values[key])
-        for param, gradient in self._gradients.items():
-            if gradient is None:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.copy_(gradient)
-        for group, options in zip(optimizer.param_groups, self._options, strict=True):
-            group.update(options)
-        optimizer._num_steps, optimizer._report = self._counts
-        if self._skipped is None:
-            optimizer._skipped = None
-        elif optimizer._skipped is not None:
-            optimizer._skipped.copy_(self._skipped)
-
-
 @torch.no_grad()
 def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
-    """Set random gradients if no rank has any, the same wherever a piece is held; return their parameters."""
-    has_gradients = any(param.grad is not None for _, param in _named(optimizer))
+    """Set random gradients if no rank has any, the same wherever a piece is held, unless they are to be averaged.
+
+    Returns:
+        The parameters that got one.
+    """
+    has_gradients = any(param.grad is not None for _, param in named_parameters(optimizer))
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
     for number, found in enumerate(parameters_of(optimizer)):
         box = None if found.layout is None else found.layout.box_of(this_rank())
         # Of its own, so that the user's generators do not notice.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box}".encode()))
+        of_rank = this_rank() if found.group["comms"] in AVERAGING else None
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
         found.param.grad = torch.zeros_like(found.param)
         local = local_tensor(found.param.grad)
         local.copy_(torch.randn(local.shape, generator=generator))
@@ -224,20 +163,20 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
 
 @torch.no_grad()
 def _compare(
-    optimizer: Muon, before: _Values, taken: _Values, roundings: Mapping[tuple[Tensor, int], Rounding]
+    optimizer: Muon, before: Values, taken: Values, roundings: Mapping[tuple[Tensor, int], Rounding]
 ) -> tuple[list[Difference], dict[str, int]]:
     """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     for found in parameters_of(optimizer):
-        expected = _local(optimizer, found.param)
-        first, second = (
-            {key: value.to(found.param.device) for key, value in values[found.param].items()}
-            for values in (before, taken)
+        # State may be in host memory.
+        expected, first, second = (
+            {key: value.to(found.param.device) for key, value in values.items()}
+            for values in (local_values(optimizer, found.param), before[found.param], taken[found.param])
         )
         if found.group["algorithm"] == "muon":
             differences += _compare_matrices(found, expected, second, first, roundings)
-        elif found.param.grad is not None:
+        elif found.param.grad is not None or found.divided is not None:
             differences += _compare_adamw(found, expected, second, first)
         if found.param.grad is not None:
             shapes = found.group["view"].shapes(found.param.shape) if found.group["algorithm"] == "muon" else ()
@@ -248,11 +187,11 @@ def _compare(
 def _compare_adamw(
     found: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
-    """Yield the differences of what this rank holds."""
-    if expected["weight"].numel() == 0:
-        return
+    """Yield the differences of what this rank holds. All ranks that share the parameter must call it."""
     for key in ("weight", "exp_avg", "exp_avg_sq", "step"):
-        old, right, mine = (_value(values, key) for values in (before, expected, taken))
+        old, right, mine = (_value(found, values, key) for values in (before, expected, taken))
+        if right.numel() == 0:
+            continue
         if key == "weight":
             allowed = _allowed_change(found.group, expected, old, right, _ADAMW * float(found.group["lr"]))
             scale = _largest(right - old)
@@ -282,12 +221,14 @@ def _compare_matrices(
     """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
     view, shape = found.group["view"], found.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
+    holders = found.sole_holders() if found.divided is not None else {}
     for key in ("weight", "momentum_buffer"):
-        wholes = [found.whole(_value(values, key)) for values in (before, expected, taken)]
+        wholes = [_whole_value(found, values, key) for values in (before, expected, taken)]
         batches = [view.batches(whole) for whole in wholes]
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
-            if right.numel() == 0:
+            is_elsewhere = key != "weight" and holders.get((block, index), this_rank()) != this_rank()
+            if right.numel() == 0 or is_elsewhere:
                 continue
             change = _largest(right - old)
             if key == "weight":
@@ -354,11 +295,21 @@ def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tenso
     return tuple(rank for rank in found.own_copy if bool(found.piece(marks, rank).any()))
 
 
-def _value(values: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return a state, or the value behind a weight."""
+def _value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return a state, or the value behind a weight: what this rank has. All ranks that share it must call it."""
     if key != "weight":
         return values[key]
-    return full_precision(values["weight"], values.get("master", values.get("mantissa")))
+    of_master = master_key(values)
+    if of_master is None or found.divided is None:
+        return full_precision(values[key], None if of_master is None else values[of_master])
+    # Of this rank's weight, whose master others have.
+    return full_precision(values[key], found.whole_of(of_master, values[of_master]))
+
+
+def _whole_value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return the whole of the same. All ranks that share the parameter must call it."""
+    value = _value(found, values, key)
+    return found.whole(value) if key == "weight" else found.whole_of(key, value)
 
 
 def _allowed_change(

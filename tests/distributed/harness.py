@@ -1,7 +1,7 @@
-"""Run a function on several processes that form a gloo group, and get every rank's result or traceback.
+"""Run a function on several processes that form a group, and get every rank's result or traceback.
 
     def squares(rank, world_size, base):        # at module level, so that a process can import it
-        value = torch.tensor([base + rank])
+        value = torch.tensor([base + rank], device=DEVICE)
         dist.all_reduce(value)
         return int(value)
 
@@ -11,10 +11,15 @@ Every call has processes of its own, so no test inherits anything from another o
 from a server that has imported PyTorch already (Linux: tenths of a second); elsewhere each of them imports it anew.
 A hang is a failure: when the time is over, or soon after a rank failed, all processes are killed, and they end by
 themselves when the process that called `run` is gone.
+
+Ranks are on the CPU and talk through gloo. With QUINTIC_TEST_DEVICE=cuda in the environment rank r is on GPU r, tensors
+there go through NCCL, and a test that needs more GPUs than there are is skipped. Tests make tensors and meshes on
+`DEVICE`, which then is the rank's own GPU.
 """
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -32,12 +37,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-__all__ = ["run"]
+__all__ = ["DEVICE", "ON_GPUS", "TIME_FACTOR", "run"]
 
 Result = TypeVar("Result")
+
+DEVICE = os.environ.get("QUINTIC_TEST_DEVICE", "cpu")
+"""Type of the device that a rank's tensors and meshes are on: `"cpu"` or `"cuda"`."""
+
+if DEVICE not in ("cpu", "cuda"):
+    raise ValueError(f"QUINTIC_TEST_DEVICE={DEVICE!r}: choose 'cpu' or 'cuda'")
+
+ON_GPUS = DEVICE == "cuda"
+
+TIME_FACTOR = 4.0 if ON_GPUS else 1.0
+"""How much longer everything may take: on GPUs first steps compile kernels, and every process starts CUDA and NCCL."""
+
+_BACKEND = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
 
 # What the server imports before it forks: everything that is slow, and what PyTorch imports at the first use.
 _PRELOADED = (
@@ -49,8 +69,9 @@ _PRELOADED = (
     "pytest",
 )
 
-# Collectives give up after this part of the time, so that a rank that waits in vain can still say where.
-_GROUP_PART = 0.75
+# Collectives give up after this part of the time, so that a rank that waits in vain can still say where. On GPUs NCCL's
+# watchdog ends the process, which takes it some seconds.
+_GROUP_PART = 0.5 if ON_GPUS else 0.75
 
 # Seconds for the stacks to be written once the time is over, and for other ranks to fail after the first one did.
 _STACKS_TIME = 0.5
@@ -70,21 +91,27 @@ class _Failure(NamedTuple):
 def run(function: Callable[..., Result], world_size: int, *args: Any, timeout: float = 60.0) -> list[Result]:
     """Call `function(rank, world_size, *args)` on `world_size` new processes and return the results by rank.
 
-    Each process is a member of the default gloo group and computes with one thread. It stays in the group until all
-    have returned, so none has to wait for the others at its end. Warnings that `quintic` causes are errors.
+    Each process is a member of the default group and computes with one thread. It stays in the group until all
+    have returned, so none has to wait for the others at its end. Warnings that `quintic` causes are errors. On GPUs all
+    work of the device is over when a function has returned.
 
     Args:
-        function: at module level of an importable module; what it returns can be pickled (tensors are copied).
+        function: at module level of an importable module; what it returns can be pickled (tensors are copied, and come
+            back on the CPU).
         world_size: number of processes, >= 1.
-        args: can be pickled.
-        timeout: seconds for everything, the start of the processes included; collectives give up somewhat earlier.
+        args: can be pickled; tensors should be on the CPU.
+        timeout: seconds for everything on CPUs, the start of the processes included, `TIME_FACTOR` times that
+            elsewhere; collectives give up somewhat earlier.
 
     Raises:
+        pytest.skip.Exception: there are fewer GPUs than ranks; nothing was started.
         AssertionError: the first exception was one; the message holds all tracebacks in the order of arrival, and
             those of ranks that lost their peer come later.
         RuntimeError: the same for other exceptions, and for processes that died.
         TimeoutError: ranks were still running; the message names them and shows where they were.
     """
+    _skip_without_gpus(world_size)
+    timeout *= TIME_FACTOR
     deadline = time.monotonic() + timeout
     context = _context()
     job = pickle.dumps((function, args))
@@ -113,7 +140,20 @@ def run(function: Callable[..., Result], world_size: int, *args: Any, timeout: f
             _end(processes)
 
 
+def _skip_without_gpus(world_size: int) -> None:
+    if not ON_GPUS:
+        return
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError("QUINTIC_TEST_DEVICE=cuda: PyTorch finds no GPU; unset it to run on the CPU")
+    if world_size > count:
+        pytest.skip(f"{world_size} ranks need as many GPUs, and there are {count}")
+
+
 def _context() -> ForkServerContext | SpawnContext:
+    # Processes that are forked after CUDA has started cannot use it: imports that ask for GPUs must not start it.
+    if ON_GPUS:
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # On other systems a process that has loaded the system's frameworks must not fork.
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -195,7 +235,7 @@ def _rank_main(
         faulthandler.enable(stacks)
         faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), file=stacks)
         try:
-            result = pickle.dumps(_call(rank, world_size, folder, group_timeout, job))
+            result = _pickled(_call(rank, world_size, folder, group_timeout, job))
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             connection.send_bytes(pickle.dumps(_Failure(text, isinstance(error, AssertionError))))
@@ -207,6 +247,10 @@ def _rank_main(
         watcher.join()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
+    if ON_GPUS:
+        # No farewell: it waits for NCCL, and forever if a captured graph still holds some of its work.
+        sys.stdout.flush()
+        os._exit(0)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -216,15 +260,35 @@ def _call(rank: int, world_size: int, folder: str, group_timeout: float, job: by
     warnings.filterwarnings("error", module=r"quintic\b")
     # The machine's own name need not lead anywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if ON_GPUS:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        _BACKEND,
         init_method=(Path(folder) / "store").as_uri(),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=group_timeout),
     )
     function, args = pickle.loads(job)
-    return function(rank, world_size, *args)
+    result = function(rank, world_size, *args)
+    if ON_GPUS:
+        torch.cuda.synchronize()  # what failed on the device, or waits in vain there, is this rank's failure
+    return result
+
+
+def _pickled(result: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(result)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of GPUs as tensors of the CPU: who unpickles them would use that rank's GPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in (Tensor, nn.Parameter) and value.device.type == "cuda":
+            return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
 
 
 def _watch(connection: Connection, finished: threading.Event) -> None:

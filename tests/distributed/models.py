@@ -1,5 +1,6 @@
 """A small model of awkward shapes, its gradients, and where PyTorch puts the pieces of its parameters.
 
+Everything is on `harness.DEVICE`, with the same numbers on any: they are drawn, and averaged, on the CPU.
 Nothing here asks Quintic where a piece lives. A twin of the model whose entries are their own positions is wrapped like
 the model itself: what a rank then holds says which entries PyTorch gave it.
 """
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from harness import DEVICE
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -84,7 +86,7 @@ class Awkward(nn.Module):
         if extras:
             self.scale = nn.Parameter(torch.empty(()))
             self.columns = nn.Parameter(torch.empty(9, 5).mT)
-        self.to(dtype)
+        self.to(DEVICE, dtype)
         _initialise(self)
 
 
@@ -95,7 +97,7 @@ class Narrow(nn.Module):
         super().__init__()
         self.up = nn.Linear(5, 7)
         self.down = nn.Linear(7, 5, bias=False)
-        self.to(dtype)
+        self.to(DEVICE, dtype)
         _initialise(self)
 
 
@@ -142,7 +144,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def gradient(name: str, shape: Sequence[int], dtype: torch.dtype, step: int, rank: int | None = None) -> Tensor:
     """Return a whole gradient: the same on every rank, or with `rank` one of its own."""
-    return _random(shape, f"{name} {step} {rank}").to(dtype)
+    return _on_cpu(name, shape, dtype, step, rank).to(DEVICE)
 
 
 def mean_gradient(
@@ -161,8 +163,9 @@ def mean_gradient(
     ranks, without = list(ranks), set(without)
     total = torch.zeros(tuple(shape))
     for rank in ranks:
-        total += gradient(name, shape, dtype, step, rank).float() if rank not in without else torch.zeros(())
-    return (total / len(ranks)).to(dtype)
+        total += _on_cpu(name, shape, dtype, step, rank).float() if rank not in without else torch.zeros(())
+    # On the CPU: a GPU multiplies by the reciprocal, which rounds twice.
+    return (total / len(ranks)).to(dtype).to(DEVICE)
 
 
 def give_gradients(
@@ -189,7 +192,9 @@ def give_gradients(
 
 
 def gathered(model: nn.Module, held: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the whole parameters, put together from what the ranks hold; all ranks of the world must call it.
+    """Return the whole parameters, put together from what the ranks hold, on this rank's device.
+
+    All ranks of the world must call it.
 
     Args:
         model: wrapped or not.
@@ -199,7 +204,8 @@ def gathered(model: nn.Module, held: Mapping[str, Tensor], ranks: Sequence[int])
     Raises:
         AssertionError: an entry is held by nobody, or copies of it differ.
     """
-    mine = {name: (held[name], local_of(param.detach()).clone()) for name, param in model.named_parameters()}
+    local = {name: local_of(param.detach()) for name, param in model.named_parameters()}
+    mine = {name: (held[name].cpu(), value.to("cpu", copy=True)) for name, value in local.items()}
     everyone: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     result = {}
@@ -212,7 +218,7 @@ def gathered(model: nn.Module, held: Mapping[str, Tensor], ranks: Sequence[int])
             assert torch.equal(flat[places][again], values[again]), f"{name}: rank {rank} holds another copy"
             flat[places], found[places] = values, True
         assert bool(found.all()), f"{name}: {int((~found).sum())} entries are held by nobody"
-        result[name] = flat.view(param.shape)
+        result[name] = flat.view(param.shape).to(local[name].device)
     return result
 
 
@@ -220,6 +226,10 @@ def _initialise(model: nn.Module) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(_random(param.shape, name) * 0.3)
+
+
+def _on_cpu(name: str, shape: Sequence[int], dtype: torch.dtype, step: int, rank: int | None) -> Tensor:
+    return _random(shape, f"{name} {step} {rank}").to(dtype)
 
 
 def _random(shape: Sequence[int], label: str) -> Tensor:

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from trajectories import CASES, Layout
+from trajectories import CASES, Layout, fused_adamw_tolerance
 
 import quintic
 
@@ -33,9 +32,6 @@ import quintic
 RULES = ("neuron", "mantissa")
 ALL = ("plain", "neuron", "fp32", "mantissa")
 BEFORE, AFTER = 2, 2
-
-FUSED_ADAMW = (BEFORE + AFTER) * 2.0**-23, (BEFORE + AFTER) * 1e-6 * 0.01
-"""A last bit per step, see `trajectories.py`."""
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -77,8 +73,7 @@ def start(layout, case):
     """A model before its first step, on this rank."""
     twin, model = numbered(Awkward()), Awkward(dtype=case.dtype)
     if layout.wrap is not wrappings.plain:
-        names = ("outer", "inner")[-len(layout.mesh) :]
-        mesh = DeviceMesh("cpu", torch.arange(layout.world_size).view(layout.mesh), mesh_dim_names=names)
+        mesh = layout.device_mesh()
         layout.wrap(twin, mesh)
         layout.wrap(model, mesh)
     groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
@@ -95,8 +90,12 @@ def step(trained, steps):
 
 
 def wide(tensor):
-    """uint16, which gloo does not know, as int32."""
+    """uint16, which gloo and NCCL do not know, as int32."""
     return tensor.to(torch.int32) if tensor.dtype == torch.uint16 else tensor
+
+
+def on_host(tensors):
+    return {key: wide(tensor).to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
 def zeroed(state_dict):
@@ -108,7 +107,7 @@ def zeroed(state_dict):
 
 
 def whole_state(trained, world_size):
-    """{name: {key: whole tensor}}, put together from the pieces; all ranks must call it."""
+    """{name: {key: whole tensor}} on the CPU, put together from the pieces; all ranks must call it."""
     params = dict(trained.model.named_parameters())
     saved = get_optimizer_state_dict(trained.model, trained.optimizer)["state"]
     result = {name: {} for name in params}
@@ -117,8 +116,8 @@ def whole_state(trained, world_size):
         found = {name: wide(tensor) for name, tensor in tensors.items()}
         cut = {name: tensor for name, tensor in found.items() if tensor.shape == params[name].shape}
         for name, tensor in gathered(Named(cut), trained.held, range(world_size)).items():
-            result[name][key] = tensor
-        whole = {name: tensor.clone() for name, tensor in found.items() if name not in cut}
+            result[name][key] = tensor.cpu()
+        whole = on_host({name: tensor for name, tensor in tensors.items() if name not in cut})
         everyone = [{}] * world_size
         dist.all_gather_object(everyone, whole)
         for name, tensor in whole.items():
@@ -136,7 +135,7 @@ def wrong_state(found, expected, what):
             continue
         for key, tensor in tensors.items():
             value = wide(found[name][key])
-            if isinstance(value, DTensor) or not torch.equal(value, tensor):
+            if isinstance(value, DTensor) or not torch.equal(value.cpu(), tensor):
                 lines.append(f"{what}: {name} has another {key}")
     return lines
 
@@ -150,7 +149,8 @@ def wrong_weights(found, optimizer, case, expected, what):
     adamw = {name for g in optimizer.param_groups if g["algorithm"] == "adamw" for name in g["param_names"]}
     lines = []
     for name, weight in expected.named_parameters():
-        rtol, atol = FUSED_ADAMW if name in adamw and case.dtype == torch.float32 else (0.0, 0.0)
+        is_fused = name in adamw and case.dtype == torch.float32
+        rtol, atol = fused_adamw_tolerance(BEFORE + AFTER, lr=0.01) if is_fused else (0.0, 0.0)
         if not torch.allclose(found[name], weight.detach(), rtol=rtol, atol=atol):
             lines.append(f"{what}: {name} ends elsewhere than on one device")
     return lines
@@ -166,7 +166,7 @@ def save(rank, world_size, layout, titles, folder):
         state = whole_state(trained, world_size)
         whole = get_optimizer_state_dict(model, optimizer, options=FULL)
         wrong += wrong_state(whole["state"], state, f"{title}, full_state_dict")
-        weights = weights_of(trained, world_size)
+        weights = {name: weight.cpu() for name, weight in weights_of(trained, world_size).items()}
         if rank == 0:
             torch.save((state, weights), folder / f"{title}.pt")
         both = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -188,9 +188,8 @@ def load(rank, world_size, layout, titles, folder):
         state, weights = torch.load(folder / f"{title}.pt")
         wrong += wrong_state(whole_state(trained, world_size), state, f"{title}, loaded")
         found = weights_of(trained, world_size)
-        wrong += [
-            f"{title}: {name} is another weight" for name in weights if not torch.equal(found[name], weights[name])
-        ]
+        other = [name for name, weight in weights.items() if not torch.equal(found[name].cpu(), weight)]
+        wrong += [f"{title}: {name} is another weight" for name in other]
         step(trained, range(BEFORE, BEFORE + AFTER))
         found = weights_of(trained, world_size)
         if rank == 0:
@@ -225,7 +224,7 @@ def test_fsdp2_on_four_ranks_goes_on_on_two_and_on_one(tmp_path):
         trained.model.load_state_dict(both["model"])
         set_optimizer_state_dict(*trained[:2], both["optimizer"])
         state, weights = torch.load(tmp_path / f"{title}.pt")
-        assert all(torch.equal(params[name], weight) for name, weight in weights.items())
+        assert all(torch.equal(params[name].cpu(), weight) for name, weight in weights.items())
         found = {name: trained.optimizer.state[param] for name, param in params.items()}
         assert not wrong_state(found, state, title)
 
@@ -244,7 +243,7 @@ def in_memory(rank, world_size, layout):
         step(one, range(BEFORE))
         saved = copy.deepcopy(one.optimizer.state_dict())
         params = dict(one.model.named_parameters())
-        state = {name: {k: wide(v).clone() for k, v in one.optimizer.state[p].items()} for name, p in params.items()}
+        state = {name: on_host(one.optimizer.state[param]) for name, param in params.items()}
         cut = start(layout, case)
         cut.optimizer.load_state_dict(saved)
         check(cut, "one device's state")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import wrappings
-from harness import run
+from harness import DEVICE, run
 from models import Awkward, Narrow, give_gradients, gradient, local_of, numbered, positions, rules
 from torch import distributed as dist
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from trajectories import Layout
 
 import quintic
 
@@ -55,7 +56,7 @@ def laid_out(make, wrap):
 def norm_of_what_is_held(model, held, names):
     """The norm of all entries that some rank has a gradient of, each counted once; all ranks must call it."""
     params = dict(model.named_parameters())
-    mine = {n: (held[n], local_of(params[n].grad)) for n in names if params[n].grad is not None}
+    mine = {n: (held[n].cpu(), local_of(params[n].grad).cpu()) for n in names if params[n].grad is not None}
     everyone = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     total = 0.0
@@ -81,7 +82,7 @@ def check_layouts(rank, world_size, dtype):
     make = partial(Awkward, dtype=dtype)
     wrong = []
     for title, (shape, wrap) in LAYOUTS.items():
-        mesh = DeviceMesh("cpu", torch.arange(world_size).view(shape), mesh_dim_names=("outer", "inner")[-len(shape) :])
+        mesh = Layout(shape).device_mesh()
         comms = "averaged" if wrap is wrappings.plain else "none"
         model, held = laid_out(make, partial(wrap, mesh=mesh))
         optimizer = optimizer_of(model, comms=comms)
@@ -123,7 +124,7 @@ def test_every_layout_has_the_norm_and_the_gradients_of_one_device(dtype):
 
 def check_meshes(rank, world_size):
     """Parameters of one model on many meshes, some of them not of this rank; gradients with other placements."""
-    square = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("outer", "inner"))
+    square = Layout((2, 2)).device_mesh()
     flat = square._flatten("flat")
     wholes = {}
     model = nn.Module()
@@ -141,18 +142,18 @@ def check_meshes(rank, world_size):
     add("column", square["outer"], [Shard(0)], 5)
     add("row", square["inner"], [Shard(0)], 5)
     add("empty", flat, [Shard(0)], 0, 2)
-    model.plain = nn.Parameter(torch.zeros(3))
+    model.plain = nn.Parameter(torch.zeros(3, device=DEVICE))
     wholes["plain"] = gradient("plain", (3,), torch.float32, 0)
     optimizer = quintic.Muon([{"params": list(model.named_parameters()), "algorithm": "adamw"}])
 
     # Sums still to be made: outer x inner ranks hold addends of small integers, which add up exactly.
-    addends = {name: torch.full(wholes[name].shape, 1.0 + rank) for name in ("both", "inner", "copies")}
+    addends = {n: torch.full(wholes[n].shape, 1.0 + rank, device=DEVICE) for n in ("both", "inner", "copies")}
     for name, param in model.named_parameters():
         whole = wholes[name]
         if name in addends:
             placements = [Partial(), Partial()]
             param.grad = DTensor.from_local(addends[name], square, placements, run_check=False)
-            wholes[name] = torch.full(whole.shape, 10.0)
+            wholes[name] = torch.full_like(whole, 10.0)
         elif name == "outer":  # whole on every rank, though the parameter is cut
             param.grad = distribute_tensor(whole, square, [Replicate(), Replicate()])
         elif isinstance(param, DTensor):
@@ -171,7 +172,7 @@ def check_meshes(rank, world_size):
 
     # Parameters on meshes that this rank is not part of count nothing here, and nobody waits.
     for ranks in ([0, 2], [1, 3]):
-        mesh = DeviceMesh("cpu", ranks)
+        mesh = DeviceMesh(DEVICE, ranks)
         param = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)]))
         param.grad = distribute_tensor(torch.full((5, 2), 1.0 + ranks[0]), mesh, [Shard(0)])
         elsewhere = quintic.Muon([{"params": [param], "algorithm": "adamw"}])
@@ -185,7 +186,7 @@ def test_many_meshes_in_one_model():
 
 def check_stages(rank, world_size):
     """A pipeline of two stages, each under FSDP2 on two ranks; one of the stages has no gradients at first."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("stage", "shard"))
+    mesh = DeviceMesh(DEVICE, torch.arange(4).view(2, 2), mesh_dim_names=("stage", "shard"))
     stage, stages = rank // 2, mesh["stage"].get_group()
     makes = (Awkward, Narrow)
     model, held = laid_out(makes[stage], partial(wrappings.data_parallel, mesh=mesh["shard"]))
@@ -223,6 +224,7 @@ class Mlp(nn.Module):
         self.tokens = nn.Embedding(12, 8)
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
         self.head = nn.Linear(8, 12)
+        self.to(DEVICE)
 
     def forward(self, tokens):
         x = self.norm(self.tokens(tokens))
@@ -231,8 +233,8 @@ class Mlp(nn.Module):
 
 def check_backward(rank, world_size):
     """Gradients as backward passes leave them, with sums over sequence-parallel norms still to be made."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "tensor"))
-    tokens = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(1))
+    mesh = DeviceMesh(DEVICE, torch.arange(4).view(2, 2), mesh_dim_names=("data", "tensor"))
+    tokens = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def backward(model):
         loss = model(tokens).square().mean()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness import run
+from harness import DEVICE, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +18,7 @@ SHAPES = [(18, 3), (7, 4), (3, 5), (1, 4), (0, 4), (6,), (5, 3, 4)]
 
 
 def numbered(shape):
-    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    return torch.arange(math.prod(shape), dtype=torch.float32, device=DEVICE).view(shape)
 
 
 def slices_of(box):
@@ -72,7 +72,7 @@ def wrapped(rank, model):
 
 
 def one_dimension(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(DEVICE, (world_size,))
     layouts = []
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
         layouts += distributed(rank, mesh, [placement])
@@ -90,7 +90,7 @@ def test_boxes_are_local_tensors_on_one_mesh_dimension(world_size):
 
 
 def several_dimensions(rank, world_size):
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    square = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
     layouts = []
     for placements in (
         (Replicate(), Replicate()),
@@ -102,7 +102,7 @@ def several_dimensions(rank, world_size):
         (Shard(1), Shard(1)),
     ):
         layouts += distributed(rank, square, placements)
-    deep = init_device_mesh("cpu", (2, 1, 2))
+    deep = init_device_mesh(DEVICE, (2, 1, 2))
     layouts += distributed(rank, deep, (Shard(0), Shard(1), Replicate()))
     layouts += distributed(rank, deep, (Shard(0), Replicate(), Shard(0)))
     layouts += distributed(rank, square._flatten("flat"), (Shard(0),))
@@ -128,12 +128,13 @@ class Mlp(nn.Module):
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(numbered(param.shape))
+        self.to(DEVICE)
 
 
 def tensor_parallel(rank, world_size, mesh_shape):
     """Tensor parallel on the last mesh dimension, FSDP2 (hybrid if there are three) on the others."""
     names = ("replicate", "shard", "tensor")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, mesh_shape, mesh_dim_names=names)
     layouts = []
     for width, hidden, out in ((8, 18, 6), (8, 7, 9), (4, 3, 5), (4, 1, 1)):
         mlp = parallelize_module(
@@ -159,7 +160,7 @@ def test_boxes_are_local_tensors_under_tensor_parallel_and_fsdp(mesh_shape):
 
 
 def expert_parallel(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("shard", "expert", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 2), mesh_dim_names=("shard", "expert", "tensor"))
     layouts = []
     for expert_placements, fsdp_dim in (
         ((Shard(0), Replicate()), 0),
@@ -185,7 +186,7 @@ def part_of_the_world(rank, world_size):
     """Two models on strided ranks; every process sees both layouts, and has a box in one."""
     layouts = []
     for ranks in ((0, 2), (1, 3)):
-        dtensor = distribute_tensor(numbered((5, 2)), DeviceMesh("cpu", list(ranks)), [Shard(0)])
+        dtensor = distribute_tensor(numbered((5, 2)), DeviceMesh(DEVICE, list(ranks)), [Shard(0)])
         layout = layout_of("weight", dtensor)
         assert layout.ranks == ranks
         if rank in ranks:
@@ -202,13 +203,13 @@ def test_ranks_outside_the_mesh_see_the_layout():
 
 
 def local_tensors(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(DEVICE, (world_size,))
     param = nn.Parameter(distribute_tensor(numbered((5, 2)), mesh, [Shard(0)]))
     local = local_tensor(param)
     assert local.grad_fn is None
     with torch.no_grad():
         local.fill_(rank)
-    assert (param.full_tensor() == torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0]).unsqueeze(1)).all()
+    assert (param.full_tensor() == torch.tensor([[0.0], [0.0], [0.0], [1.0], [1.0]], device=DEVICE)).all()
     # A collective that still runs is waited for.
     gathered = param.detach().redistribute(placements=[Replicate()], async_op=True)
     assert type(local_tensor(gathered)) is torch.Tensor
@@ -220,15 +221,15 @@ def test_local_tensor_shares_memory_and_is_there():
 
 
 def wrong_tensors(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    partial = DTensor.from_local(torch.zeros(3, 2), mesh, [Partial()])
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    partial = DTensor.from_local(torch.zeros(3, 2, device=DEVICE), mesh, [Partial()])
     with pytest.raises(ValueError, match=r"parameter 'layer\.weight' of shape \(3, 2\).*Partial.*Replicate or Shard"):
         layout_of("layer.weight", partial)
     strided = distribute_tensor(numbered((8, 2)), mesh, [_StridedShard(0, split_factor=2)])
     with pytest.raises(ValueError, match=r"parameter 'layer\.weight'.*split_factor 2.*possible are \[1\]"):
         layout_of("layer.weight", strided)
     # Five rows on two ranks are three and two, not two and three.
-    local = torch.zeros(2 + rank, 2)
+    local = torch.zeros(2 + rank, 2, device=DEVICE)
     uneven = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([5, 2]), stride=(2, 1))
     message = rf"'layer\.weight'.*Shard\(dim=0\).*rank {rank} holds.*\({3 - rank}, 2\).*has shape \({2 + rank}, 2\)"
     with pytest.raises(ValueError, match=message):

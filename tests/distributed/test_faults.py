@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from harness import run
+from harness import DEVICE, TIME_FACTOR, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -15,7 +15,8 @@ import quintic
 
 def optimizer_of(rank, **options):
     torch.manual_seed(0)
-    params = [(name, nn.Parameter(torch.randn(shape))) for name, shape in (("first", (6, 8)), ("second", (8, 6)))]
+    shapes = {"first": (6, 8), "second": (8, 6)}
+    params = [(name, nn.Parameter(torch.randn(shape).to(DEVICE))) for name, shape in shapes.items()]
     optimizer = quintic.Muon([{"params": params}], comms="averaged", **options)
     for _, param in params:
         param.grad = torch.ones_like(param)
@@ -24,7 +25,7 @@ def optimizer_of(rank, **options):
 
 def step_with_other_shapes(rank, world_size):
     optimizer = optimizer_of(rank)
-    late = nn.Parameter(torch.randn(4 + rank, 5))
+    late = nn.Parameter(torch.randn(4 + rank, 5).to(DEVICE))
     late.grad = torch.ones_like(late)
     optimizer.add_param_group({"params": [("late", late)], "comms": "averaged"})
     with pytest.raises(RuntimeError, match=r"late of shape \(4, 5\).*late of shape \(5, 5\).*same order on all ranks"):
@@ -63,7 +64,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="exit code 7"):
         run(die_in_a_step, 3, timeout=40)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 30 * TIME_FACTOR
 
 
 def test_one_bad_gradient_stops_every_rank():
@@ -85,7 +86,7 @@ def skip_everywhere(rank, world_size):
 
 
 def count_steps_without_entries(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(DEVICE, (world_size,))
     bias = nn.Parameter(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))
     optimizer = quintic.Muon([{"params": [("bias", bias)], "algorithm": "adamw"}])
     for _ in range(2):

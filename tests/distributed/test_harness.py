@@ -1,6 +1,7 @@
 """The harness itself: results by rank, every kind of failure, and no process left behind."""
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -11,14 +12,13 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-
-run = harness.run
+from harness import DEVICE, ON_GPUS, TIME_FACTOR, run
 
 
 def total(rank, world_size, base):
-    value = torch.tensor([base + rank])
+    value = torch.tensor([base + rank], device=DEVICE)
     dist.all_reduce(value)
-    return rank, world_size, value, torch.get_num_threads()
+    return rank, world_size, {"value": value}, torch.get_num_threads(), value.device.index
 
 
 def pid(rank, world_size):
@@ -44,9 +44,12 @@ def sleep_on(rank, world_size, sleepers, seconds, folder=None):
         time.sleep(seconds)
 
 
-def barrier_without(rank, world_size, absent):
+def reduce_without(rank, world_size, absent):
+    value = torch.ones(1, device=DEVICE)
+    dist.all_reduce(value)  # connects the ranks
     if rank != absent:
-        dist.barrier()
+        dist.all_reduce(value)
+        value.item()
 
 
 def not_picklable(rank, world_size):
@@ -66,8 +69,10 @@ def test_results_are_in_rank_order(world_size):
     expected = sum(range(world_size)) + 10 * world_size
     results = run(total, world_size, 10)
     assert [rank for rank, *_ in results] == list(range(world_size))
-    assert all(size == world_size and int(value) == expected for _, size, value, _ in results)
-    assert {threads for *_, threads in results} == {1}
+    assert all(size == world_size and int(found["value"]) == expected for _, size, found, *_ in results)
+    assert {threads for *_, threads, _ in results} == {1}
+    assert [index for *_, index in results] == [rank if ON_GPUS else None for rank in range(world_size)]
+    assert {found["value"].device.type for _, _, found, *_ in results} == {"cpu"}
 
 
 def test_no_process_is_left_behind():
@@ -100,12 +105,13 @@ def test_hang_ends_in_time_and_says_who_and_where():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] had not finished(?s:.)*rank 1 of 3: (?s:.)*in sleep_on"):
         run(sleep_on, 3, [1, 2], 60, timeout=4)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 30 * TIME_FACTOR
 
 
 def test_waiting_in_vain_is_a_failure_of_the_collective():
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*in barrier_without"):
-        run(barrier_without, 2, 1, timeout=4)
+    # On GPUs this waits for NCCL's watchdog, which ends the process.
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*in reduce_without"):
+        run(reduce_without, 2, 1, timeout=15 if ON_GPUS else 4)
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
@@ -122,11 +128,48 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     process = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         files = [tmp_path / "pid0", tmp_path / "pid1"]
-        pids = [int(text) for text in wait_for(lambda: texts(files), 60)]
+        pids = [int(text) for text in wait_for(lambda: texts(files), 60 * TIME_FACTOR)]
     finally:
         process.kill()
         process.wait()
     assert wait_for(lambda: not any(map(is_running, pids)), 20)
+
+
+def test_the_environment_says_where_ranks_are(monkeypatch):
+    def found(device):
+        monkeypatch.setenv("QUINTIC_TEST_DEVICE", device)
+        names = ("DEVICE", "ON_GPUS", "TIME_FACTOR", "_BACKEND")
+        everything = runpy.run_path(harness.__file__)
+        return [everything[name] for name in names]
+
+    assert found("cpu") == ["cpu", False, 1.0, "gloo"]
+    assert found("cuda") == ["cuda", True, 4.0, "cpu:gloo,cuda:nccl"]
+    with pytest.raises(ValueError, match="QUINTIC_TEST_DEVICE='gpu': choose 'cpu' or 'cuda'"):
+        found("gpu")
+
+
+def test_too_few_gpus_skip_a_test_and_none_are_an_error(monkeypatch):
+    monkeypatch.setattr(harness, "ON_GPUS", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(pytest.skip.Exception, match="3 ranks need as many GPUs, and there are 2"):
+        run(pid, 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="QUINTIC_TEST_DEVICE=cuda: PyTorch finds no GPU"):
+        run(pid, 1)
+
+
+def test_a_rank_takes_its_gpu_before_the_group_and_waits_for_it_at_the_end(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(harness, "ON_GPUS", True)
+    monkeypatch.setattr(harness, "_BACKEND", "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: calls.append(("set_device", rank)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.append((backend, options["rank"])))
+    monkeypatch.setattr(harness.pickle, "loads", lambda job: (lambda *args: calls.append(args), ("base",)))
+    harness._call(1, 2, str(tmp_path), 10.0, b"")
+    assert calls == [("set_device", 1), ("cpu:gloo,cuda:nccl", 1), (1, 2, "base"), "synchronize"]
 
 
 def texts(files):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import wrappings
-from harness import run
+from harness import DEVICE, run
 from models import Awkward, Narrow
 from torch.distributed.device_mesh import DeviceMesh
 from trajectories import CASES, Gaps, Layout, check_layout, disagreements
@@ -79,7 +79,7 @@ def test_a_missing_gradient_changes_nothing_or_counts_as_zeros(name):
 
 
 def check_pairs(rank, world_size, comms):
-    mesh = DeviceMesh("cpu", torch.tensor(PAIRS), mesh_dim_names=("model", "shard"))["shard"]
+    mesh = DeviceMesh(DEVICE, torch.tensor(PAIRS), mesh_dim_names=("model", "shard"))["shard"]
     ranks = PAIRS[rank % 2]
     make = partial(Awkward, False) if rank in PAIRS[0] else Narrow
     if comms == "none":

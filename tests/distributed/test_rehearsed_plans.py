@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import DEVICE, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,8 +96,8 @@ class Counter:
 def real(rank, shape, names, sizes, dtype, options):
     """What one rank plans, sends and keeps, and where it keeps it."""
     torch.manual_seed(0)
-    model = Decoder(sizes).to(dtype)
-    wrap(model, init_device_mesh("cpu", shape, mesh_dim_names=names), names)
+    model = Decoder(sizes).to(DEVICE, dtype)
+    wrap(model, init_device_mesh(DEVICE, shape, mesh_dim_names=names), names)
     comms_option = {"comms": "averaged"} if names == ("dp",) else {}
     optimizer = quintic.Muon(quintic.param_groups(model), **comms_option, **options)
     for param in model.parameters():
@@ -150,7 +150,7 @@ def test_every_rank_does_what_was_rehearsed(world_size):
         with torch.device("meta"):
             model = Decoder(sizes).to(dtype)
         optimizer = quintic.Muon(quintic.param_groups(model), **options)
-        rehearsal = rehearse(optimizer, shape, names, device="cpu")
+        rehearsal = rehearse(optimizer, shape, names, device=DEVICE)
         places = {}
         for group, found in zip(
             optimizer.param_groups, layouts_by_name(optimizer.param_groups, shape, names), strict=True

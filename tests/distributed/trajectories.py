@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import wrappings
+from harness import DEVICE, ON_GPUS
 from models import (
     Awkward,
     gathered,
@@ -28,15 +29,21 @@ from torch.distributed.tensor import DTensor
 
 import quintic
 
-__all__ = ["CASES", "NUM_STEPS", "Case", "Gaps", "Layout", "check_layout", "disagreements"]
+__all__ = ["CASES", "NUM_STEPS", "Case", "Gaps", "Layout", "check_layout", "disagreements", "fused_adamw_tolerance"]
 
 NUM_STEPS = 5
 
 _ADAMW_LR = 0.01
 
-# PyTorch's fused AdamW for CPUs rounds the entries behind the last full vector of a tensor otherwise than those before
-# them, and a shard ends elsewhere than the whole: a last bit of the weight, and of the second moment, at every step.
-_FUSED_ADAMW_RTOL, _FUSED_ADAMW_ATOL = NUM_STEPS * 2.0**-23, NUM_STEPS * 1e-6 * _ADAMW_LR
+
+def fused_adamw_tolerance(num_steps: int, lr: float) -> tuple[float, float]:
+    """Return how far float32 weights that AdamW updates in pieces may be from those it updates whole: rtol, atol.
+
+    PyTorch's fused AdamW for CPUs rounds the entries behind the last full vector of a tensor otherwise than those
+    before them, and a shard ends elsewhere than the whole: a last bit of the weight, and of the second moment, at every
+    step. On GPUs they must be the same bits.
+    """
+    return (0.0, 0.0) if ON_GPUS else (num_steps * 2.0**-23, num_steps * 1e-6 * lr)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,11 @@ class Layout:
         """The number of ranks."""
         return torch.Size(self.mesh).numel()
 
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh, with axes "outer" and "inner" or just "inner"; all ranks must call it."""
+        ranks = torch.arange(self.world_size).view(self.mesh)
+        return DeviceMesh(DEVICE, ranks, mesh_dim_names=("outer", "inner")[-len(self.mesh) :])
+
 
 def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAPS) -> None:
     """Run all cases of a layout on this rank.
@@ -115,8 +127,7 @@ def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAP
     Raises:
         AssertionError: says which entries of which parameters are not what they are on one device.
     """
-    names = ("outer", "inner")[-len(layout.mesh) :]
-    mesh = DeviceMesh("cpu", torch.arange(world_size).view(layout.mesh), mesh_dim_names=names)
+    mesh = layout.device_mesh()
 
     def make(dtype: torch.dtype) -> nn.Module:
         return Awkward(extras=layout.wrap is wrappings.plain, dtype=dtype)
@@ -201,7 +212,7 @@ def disagreements(
     fused = _fused_adamw_names(expected_optimizer, case)
     for name, param in expected_model.named_parameters():
         is_cut = held[name].numel() < param.numel()
-        rtol, atol = (_FUSED_ADAMW_RTOL, _FUSED_ADAMW_ATOL) if is_cut and name in fused else (0.0, 0.0)
+        rtol, atol = fused_adamw_tolerance(NUM_STEPS, _ADAMW_LR) if is_cut and name in fused else (0.0, 0.0)
         if not torch.allclose(found[name], param.detach(), rtol=rtol, atol=atol):
             lines.append(_difference(name, found[name], param.detach()))
     return lines
@@ -234,11 +245,13 @@ def _tensors(param: Tensor, optimizer: quintic.Muon) -> dict[str, Any]:
 
 
 def _snapshot(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {key: local_of(value.detach()).clone() for key, value in tensors.items() if isinstance(value, Tensor)}
+    """Return copies in host memory, where every dtype can be compared."""
+    found = {key: value.detach() for key, value in tensors.items() if isinstance(value, Tensor)}
+    return {key: local_of(value).to("cpu", copy=True) for key, value in found.items()}
 
 
 def _changes(what: str, before: dict[str, Tensor], after: dict[str, Any]) -> list[str]:
-    changed = [key for key, value in before.items() if not torch.equal(value, local_of(after[key].detach()))]
+    changed = [key for key, value in before.items() if not torch.equal(value, local_of(after[key].detach()).cpu())]
     return [f"{what} changed its {' and '.join(changed)}"] if changed else []
 
 

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from quintic.kernels import adamw, matrix_update, neuron, normalize, symmetric  # noqa: E402
+from quintic.kernels import adamw, matrix_update, neuron, normalize, row_means, runs, symmetric  # noqa: E402
 from quintic.kernels.configurations import ADAMW, MOMENTUM, SYMMETRIC, WEIGHTS  # noqa: E402
 
 pytestmark = [
@@ -19,6 +19,7 @@ pytestmark = [
 POINTERS = {
     "addresses": "*i64",
     "numels": "*i64",
+    "places": "*i64",
     "tensor_of_program": "*i32",
     "tile_of_program": "*i32",
     "go": "*i32",
@@ -160,3 +161,26 @@ def compile_symmetric(configuration, dtype, even, add):
     return compile_kernel(
         symmetric._symmetric_kernel, constants, configuration.num_warps, configuration.num_stages, aligned, **types
     )
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("packs", [True, False])
+def test_runs(packs, aligned):
+    for alone in (True, False):
+        constants = {"ALONE": alone, "DTYPE": tl.float32, "PACKS": packs, "ALIGNED": aligned, "BLOCK": 4096}
+        compile_kernel(runs._copy_kernel, constants, num_warps=4, buffer="*bf16")
+
+
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_means(ranks, dtype):
+    constants = {"RANKS": ranks, "BLOCK": 2048}
+    compile_kernel(runs._mean_kernel, constants, num_warps=4, received=dtype, mean=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1024), (128, 16)])
+def test_means_of_rows(rows, columns, dtype):
+    for ranks in (1, 2, 8):
+        constants = {"RANKS": ranks, "ROWS": rows, "COLUMNS": columns}
+        compile_kernel(row_means._rows_kernel, constants, num_warps=4, received=dtype, mean=dtype, places="*i32")

@@ -252,9 +252,12 @@ def test_sparse_gradients_are_an_error_with_the_name():
         clip_grad_norm_(optimizer, 1.0)
 
 
-def test_gradients_that_only_step_brings_together_are_an_error():
-    _, optimizer = model_and_optimizer()
-    number = next(n for n, group in enumerate(optimizer.param_groups) if group["algorithm"] == "adamw")
-    optimizer.param_groups[number]["comms"] = "sharded"
-    with pytest.raises(ValueError, match=rf"parameter group {number}: with comms='sharded'.*comms='averaged'"):
-        clip_grad_norm_(optimizer, 1.0)
+@pytest.mark.parametrize("comms", ["averaged", "replicated", "sharded"])
+def test_one_rank_has_nothing_to_average(comms):
+    torch.manual_seed(0)
+    _, alone = model_and_optimizer()
+    torch.manual_seed(0)
+    _, optimizer = model_and_optimizer(comms=comms)
+    assert torch.equal(clip_grad_norm_(optimizer, 0.1, scope="all"), clip_grad_norm_(alone, 0.1, scope="all"))
+    params = params_of(optimizer, "adamw", "muon")
+    assert all_equal(snapshot(params_of(alone, "adamw", "muon")), snapshot(params))

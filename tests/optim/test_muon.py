@@ -539,7 +539,7 @@ def test_distributed_checkpoint_round_trip():
         ({}, {"max_workspace_bytes": -1}, "max_workspace_bytes=-1"),
         ({}, {"comms": "shared"}, "comms='shared' must be 'none' or 'averaged' or 'replicated' or 'sharded'"),
         ({}, {"master": "bf16"}, "master='bf16' must be None or 'fp32' or 'mantissa'"),
-        ({}, {"offload": True}, "offload=True is not available"),
+        ({}, {"offload": "cpu"}, "offload='cpu' must be False or True"),
         ({}, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'propagate' or"),
         ({}, {"decay_coupling": "step"}, "decay_coupling='step' must be"),
         ({}, {"kernels": "cuda"}, "kernels='cuda' must be"),

@@ -146,3 +146,19 @@ def test_adamw_keeps_float32_state_for_low_precision_weights():
     assert float(exp_avg[0]) == pytest.approx(0.1 * float(torch.tensor(1e-3).bfloat16()), rel=1e-6)
     assert torch.equal(weight, torch.full((3,), 0.5).bfloat16())  # the first step is lr times the sign
     assert math.isfinite(float(weight[0]))
+
+
+@given(st.integers(0, 2**31), st.booleans())
+def test_adamw_steps_a_scalar_as_a_vector_of_one_entry(seed, cautious):
+    """A rank that owns it has it as a run of memory."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    weight, gradients = torch.randn((), generator=generator), torch.randn(3, generator=generator)
+    for shape in ((), (1,)):
+        param = weight.reshape(shape).clone()
+        state = [torch.zeros(shape), torch.zeros(shape), torch.zeros(())]
+        for gradient in gradients:
+            options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "cautious": cautious}
+            adamw_(param, None, gradient.reshape(shape), *state, **options)
+        found.append((param.item(), state[0].item(), state[1].item()))
+    assert found[0] == found[1]

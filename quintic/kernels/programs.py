@@ -1,0 +1,61 @@
+"""How the programs of one launch are divided among tensors of different sizes, which they find by address.
+
+Import this module only where Triton is installed (see `dispatch.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["TilePrograms", "divide_tiles", "tile_of"]
+
+# Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
+_ALONE_PROGRAMS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TilePrograms:
+    """Which tile of which tensor each program works on."""
+
+    alone: tuple[tuple[int, int], ...]
+    """(number, programs) of each large tensor: one launch each."""
+    tensor_of_program: Tensor
+    """(p,) int32: which of the small tensors each program works on."""
+    tile_of_program: Tensor
+    """(p,) int32: which of its tiles."""
+
+    def launches(self) -> list[tuple[int, int]]:
+        """Return (which tensor, its programs) of each launch; -1 for the one launch of all small tensors."""
+        together = self.tensor_of_program.shape[0]
+        return [*self.alone, *([(-1, together)] if together else [])]
+
+
+def divide_tiles(numels: Sequence[int], block: int) -> TilePrograms:
+    """Return the division for tensors of so many entries, on the CPU.
+
+    Args:
+        numels: entries of each tensor.
+        block: entries of a tile.
+    """
+    tiles = [-(-numel // block) for numel in numels]
+    alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
+    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
+    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
+    first_program = (small.cumsum(0) - small)[tensors]
+    return TilePrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
+
+
+@triton.jit
+def tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE: tl.constexpr):
+    """Return the tensor and the tile of a program, the latter as int64: a tile's start may lie beyond 2^31."""
+    if ALONE:
+        tensor = only_tensor
+        tile = tl.program_id(0)
+    else:
+        tensor = tl.load(tensor_of_program + tl.program_id(0))
+        tile = tl.load(tile_of_program + tl.program_id(0))
+    return tensor, tile.to(tl.int64)

@@ -1,0 +1,133 @@
+"""Runs of memory found by address: many copied by one launch, and the mean of what several ranks sent.
+
+Gradients and weights of many tensors travel as one message; these are the passes before and after it. The twins are in
+`optim/packing.py` and `optim/averaging.py`. Import this module only where Triton is installed (see `dispatch.py`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
+from quintic.kernels.weights import TRITON_DTYPE, on_device_of, pointers_at
+
+__all__ = ["copy_runs_", "mean_of_ranks_", "run_programs"]
+
+# Entries per program of each.
+_COPY_BLOCK = 4096
+_MEAN_BLOCK = 2048
+
+
+def run_programs(numels: list[int]) -> TilePrograms:
+    """Return how the programs of `copy_runs_` are divided among runs of so many entries, on the CPU."""
+    return divide_tiles(numels, _COPY_BLOCK)
+
+
+@triton.jit
+def _copy_kernel(
+    addresses,
+    places,
+    numels,
+    buffer,
+    tensor_of_program,
+    tile_of_program,
+    only_run,
+    ALONE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PACKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    run, tile = tile_of(tensor_of_program, tile_of_program, only_run, ALONE)
+    numel = tl.load(numels + run)
+    element = tile * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(addresses + run)
+    outside = pointers_at(address, element, DTYPE, ALIGNED)
+    packed = buffer + (tl.load(places + run) + element)
+    if ALIGNED:
+        packed = tl.max_contiguous(tl.multiple_of(packed, 16), 16)
+    if ((tile + 1) * BLOCK <= numel) & (address != 0):
+        # Without masks, which would be asked entry by entry.
+        if PACKS:
+            tl.store(packed, tl.load(outside).to(buffer.dtype.element_ty))
+        else:
+            tl.store(outside, tl.load(packed).to(DTYPE))
+    else:
+        inside = element < numel
+        if PACKS:
+            # What is missing has address zero, and is zeros.
+            values = tl.load(outside, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
+            tl.store(packed, values.to(buffer.dtype.element_ty), mask=inside)
+        else:
+            tl.store(outside, tl.load(packed, mask=inside, other=0.0).to(DTYPE), mask=inside)
+
+
+def copy_runs_(
+    addresses: Tensor,
+    places: Tensor,
+    numels: Tensor,
+    programs: TilePrograms,
+    buffer: Tensor,
+    *,
+    dtype: torch.dtype,
+    packs: bool,
+    aligned: bool,
+) -> None:
+    """Copy runs of the memory of many tensors into a buffer or back, converting entries.
+
+    Args:
+        addresses: (r,) int64 on the device: where each run is; zero, if they are packed, for one of zeros.
+        places: (r,) int64 on the device: the entry of the buffer where each run begins.
+        numels: (r,) int64 on the device: entries of each run.
+        programs: from `run_programs`, on the device.
+        buffer: contiguous, float32, bfloat16 or float16.
+        dtype: of the runs, likewise.
+        packs: from the runs into the buffer; else from the buffer into the runs, which must not overlap.
+        aligned: whether all addresses, and the runs' places in the buffer, are multiples of 16 bytes.
+    """
+    with on_device_of(buffer):
+        for run, count in programs.launches():
+            _copy_kernel[(count,)](
+                addresses,
+                places,
+                numels,
+                buffer,
+                programs.tensor_of_program,
+                programs.tile_of_program,
+                run,
+                ALONE=run >= 0,
+                DTYPE=TRITON_DTYPE[dtype],
+                PACKS=packs,
+                ALIGNED=aligned,
+                BLOCK=_COPY_BLOCK,
+                num_warps=4,
+            )
+
+
+@triton.jit
+def _mean_kernel(received, mean, numel, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < numel
+    place = element
+    total = tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, RANKS):
+        place += numel  # 64 bits wide, which a rank times the entries of each need not be
+        total += tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
+    # Rounded once, as a division rounds; times the reciprocal would round twice.
+    average = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
+    tl.store(mean + element, average.to(mean.dtype.element_ty), mask=inside)
+
+
+def mean_of_ranks_(received: Tensor, mean: Tensor) -> Tensor:
+    """Write the mean of the first dimension, summed in order in float32 and rounded once; return it.
+
+    Args:
+        received: (ranks, entries) contiguous, float32, bfloat16 or float16.
+        mean: (entries,) contiguous, of the same dtype; changed.
+    """
+    num_ranks, numel = received.shape
+    if numel:
+        with on_device_of(received):
+            _mean_kernel[(triton.cdiv(numel, _MEAN_BLOCK),)](received, mean, numel, num_ranks, _MEAN_BLOCK, num_warps=4)
+    return mean

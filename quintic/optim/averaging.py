@@ -1,0 +1,168 @@
+"""Averages of gradients that differ among ranks: of whole tensors in place, or on the way to those who own a part.
+
+Averages are sums in the order of the ranks, in float32, divided and rounded once: the same on all ranks and in every
+layout, whatever a library's own reduction would do. All entries travel once to the rank that adds them up, as in a
+reduce-scatter, and `"replicated"` sends the sums back, as in an all-gather.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.packing import Packing, Run, in_memory_order
+from quintic.optim.schedule import run_overlapping
+
+__all__ = ["Averaging", "averaging_bytes", "mean_in_order", "mean_of_ranks"]
+
+# Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
+_LEAST_ALONE = 2**24
+
+# Entries that travel together, at most: while some are added up, others are under way.
+_MOST_TOGETHER = 2**25
+
+
+def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
+    """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
+
+    Args:
+        received: (ranks, entries) contiguous.
+        kernels: implementation.
+        out: (entries,) contiguous, of the same dtype: where the mean is written, or None for new memory.
+    """
+    if out is None:
+        out = received.new_empty(received.shape[1:])
+    if kernels == "triton":
+        from quintic.kernels.runs import mean_of_ranks_
+
+        return mean_of_ranks_(received, out)
+    return mean_in_order(received.unbind(), out)
+
+
+def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
+    """Write the mean of tensors of one shape, summed in order in float32 or wider and rounded once; return it.
+
+    Args:
+        tensors: at least one; what an iterator makes anew need not be there all at once.
+        out: of the same dtype and shape.
+    """
+    tensors = iter(tensors)
+    total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1
+    for tensor in tensors:
+        total += tensor
+        count += 1
+    return out.copy_(total.div_(count))
+
+
+class Averaging:
+    """Replaces tensors by their means over ranks, the same bits on all of them.
+
+    Args:
+        tensors: examples of one dtype and device: dense, with the shapes of those to come.
+        num_ranks: how many ranks average.
+        position: of this rank among them.
+        kernels: implementation.
+        max_workspace_bytes: bound of what is under way at a time (a single tensor may exceed it); None for none.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        num_ranks: int,
+        position: int,
+        kernels: Kernels,
+        max_workspace_bytes: int | None = None,
+    ) -> None:
+        self._num_ranks, self._position, self._kernels = num_ranks, position, kernels
+        numels = [tensor.numel() for tensor in tensors]
+        self._messages: list[tuple[list[int], Packing | None]] = []
+        alone, chunks = _messages(tensors, num_ranks, max_workspace_bytes)
+        self._messages += [([number], None) for number in alone]
+        for numbers in chunks:
+            starts = accumulate((numels[number] for number in numbers), initial=0)
+            runs = [
+                Run(n, 0, numels[number], start) for n, (number, start) in enumerate(zip(numbers, starts, strict=False))
+            ]
+            self._messages.append((numbers, Packing(runs, kernels, tensors[0].device)))
+
+    def average_(self, tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+        """Average tensors in place. All ranks of the group must call it.
+
+        Args:
+            tensors: as the examples.
+            group: the process group.
+        """
+        steps = []
+        for numbers, packing in self._messages:
+            found = [tensors[number] for number in numbers]
+            steps.append(self._average(found, packing, group))
+        run_overlapping(steps)
+
+    def _average(self, tensors: Sequence[Tensor], packing: Packing | None, group: ProcessGroup) -> Iterator[None]:
+        """Average one message's tensors; yields twice, while a collective is under way."""
+        if packing is None:
+            flat = in_memory_order(tensors[0])
+        else:
+            numel = sum(tensor.numel() for tensor in tensors)
+            size = -(-numel // self._num_ranks)
+            flat = tensors[0].new_empty(size * self._num_ranks)
+            flat[numel:] = 0
+            packing.pack(tensors, flat)
+        size = flat.numel() // self._num_ranks
+        sizes = [size] * self._num_ranks
+        pending = start_all_to_all(flat, sizes, sizes, group)
+        yield
+        own = flat[self._position * size : (self._position + 1) * size]
+        mean_of_ranks(pending.wait().view(self._num_ranks, size), self._kernels, out=own)
+        pending = start_all_gather(own, self._num_ranks, group, out=flat)
+        yield
+        pending.wait()
+        if packing is not None:
+            packing.unpack(flat, tensors)
+
+
+def averaging_bytes(tensors: Sequence[Tensor], num_ranks: int, max_workspace_bytes: int | None) -> int:
+    """Return an upper bound of the temporary bytes of averaging; arguments as those of `Averaging`."""
+    numels = [tensor.numel() for tensor in tensors]
+    alone, chunks = _messages(tensors, num_ranks, max_workspace_bytes)
+    # What is received; where tensors travel together, besides the copy that is sent, and stays until they are unpacked.
+    received = [*(numels[number] for number in alone), *(sum(numels[n] for n in chunk) for chunk in chunks)]
+    copied = [0] * len(alone) + received[len(alone) :]
+    width = tensors[0].itemsize if tensors else 0
+    peak = 0
+    for number in range(len(received)):
+        around = sum(copied[max(number - 1, 0) : number]) + sum(
+            a + b for a, b in zip(received[number + 1 : number + 2], copied[number + 1 : number + 2], strict=True)
+        )
+        peak = max(peak, received[number] + copied[number] + around)
+    return peak * width
+
+
+def _messages(
+    tensors: Sequence[Tensor], num_ranks: int, max_workspace_bytes: int | None
+) -> tuple[list[int], list[list[int]]]:
+    """Return which tensors travel alone, and which together."""
+    numels = [tensor.numel() for tensor in tensors]
+    limit = _MOST_TOGETHER
+    if tensors and max_workspace_bytes is not None:
+        # Two neighbours with what is sent and what is received, and a third before it is unpacked.
+        limit = max(1, min(limit, max_workspace_bytes // (5 * tensors[0].itemsize)))
+    alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
+    together = [n for n in range(len(tensors)) if n not in set(alone)]
+    return alone, list(_chunks(together, numels, limit))
+
+
+def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+    chunk: list[int] = []
+    entries = 0
+    for number in numbers:
+        if chunk and entries + numels[number] > limit:
+            yield chunk
+            chunk, entries = [], 0
+        chunk.append(number)
+        entries += numels[number]
+    if entries:
+        yield chunk

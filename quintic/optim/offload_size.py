@@ -1,0 +1,54 @@
+"""How much optimizer state is in host memory, and how much of it on the device at a time. Numbers only."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["OFFLOAD_BYTES", "RING_BUFFERS", "Offloaded", "buffer_bytes", "offloaded_bytes", "offloaded_entries"]
+
+OFFLOAD_BYTES = 128 * 2**20
+"""State that is brought from the host at a time (a single matrix may have more): little beside what offload saves, much
+beside what a copy costs at least."""
+
+RING_BUFFERS = 3
+"""Buffers that this state takes turns in: one is loaded, one used and one stored."""
+
+
+class Offloaded(NamedTuple):
+    """State of a bucket in host memory, in bytes."""
+
+    num_bytes: int
+    """Copied to the device at a step, and back."""
+    directions: int
+    """On the device at a time for the directions; for AdamW for all it does."""
+    weights: int
+    """On the device at a time for the weights: masters."""
+    num_loads: int = 1
+    """How often `directions` bytes are loaded: AdamW's state comes in parts."""
+
+
+def offloaded_bytes(group: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
+    if not group["offload"]:
+        return 0
+    size = (1 if group["algorithm"] == "muon" else 2) * max(dtype.itemsize, 4)
+    return size + ({"fp32": 4, "mantissa": 2}.get(group["master"], 0) if dtype.itemsize < 4 else 0)
+
+
+def offloaded_entries(group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
+    """Return of how many entries a bucket may have the state in host memory; None for any number."""
+    per_entry = offloaded_bytes(group, dtype)
+    if not per_entry:
+        return None
+    budget = group["max_workspace_bytes"]
+    return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
+
+
+def buffer_bytes(found: Sequence[Offloaded]) -> int:
+    """Return the bytes of the buffers on one device that the state of its buckets takes turns in."""
+    total = 0
+    for sizes in ([one.directions for one in found], [one.weights for one in found]):
+        number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)
+        total += min(number, RING_BUFFERS) * max(sizes, default=0)
+    return total

@@ -1,0 +1,286 @@
+"""Copies between host and device beside the computation: queues, the order between them, and buffers taken in turns.
+
+    loads      | load 1 | load 2 | load 3 | ...      host -> device, on a stream of their own
+    computing           | use 1  | use 2  | ...      the current stream
+    stores                       | store 1| ...      device -> host, on another one: buses carry both at once
+
+A load is started before the use of the one before it, into a buffer whose last store is over. Nothing here knows what
+is copied; `offload.py` does. Where there are no streams (CPUs), copies are made at once, in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Copies", "Loan", "Ring", "copies_for"]
+
+# Of tensors in a buffer, in bytes: what every dtype and kernel likes.
+_ALIGNMENT = 256
+
+
+class Copies(Protocol):
+    """A device's queues of copies. Events stand for what was queued before them; None for nothing to wait for."""
+
+    stored: Any
+    """Event after all stores so far; None if they are over."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return (num_bytes,) uint8 on the device, for any of the queues."""
+        ...
+
+    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
+        """Start to copy to the device when the events are over; return the copies' event."""
+        ...
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        """Start to copy to the host when everything computed so far is over; return the copies' event."""
+        ...
+
+    def mark(self) -> Any:
+        """Return the event of everything computed so far."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from now on wait for an event; the host does not wait."""
+        ...
+
+    def finish(self) -> None:
+        """Let the host wait for all stores."""
+        ...
+
+
+class _DirectCopies:
+    """Copies that are over when the call returns."""
+
+    stored: Any = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
+        _copy(targets, sources)
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        _copy(targets, sources)
+
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class _StreamCopies:
+    """Copies on streams of a CUDA device. The host's tensors are pinned, or it waits for every copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._loads, self._stores = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.stored: torch.cuda.Event | None = None
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # It may have been something else's until now, and will be again.
+        self._loads.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in (self._loads, self._stores):
+            memory.record_stream(stream)
+        return memory
+
+    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
+        for event in after:
+            if event is not None:
+                self._loads.wait_event(event)
+        with torch.cuda.stream(self._loads):
+            _copy(targets, sources)
+        return self._loads.record_event()
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        self._stores.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stores):
+            _copy(targets, sources)
+        self.stored = self._stores.record_event()
+        return self.stored
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
+
+
+def copies_for(device: torch.device) -> Copies:
+    """Return new queues of a device."""
+    return _StreamCopies(device) if device.type == "cuda" else _DirectCopies(device)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+class _Span(NamedTuple):
+    """A run of a host tensor's memory, and where it stands in a buffer."""
+
+    host: Tensor
+    offset: int
+
+
+class Loan:
+    """Tensors in host memory that are on the device, as twins in one buffer, while something uses them.
+
+    What is copied are runs of memory: of a tensor with gaps in it the gaps too, which may belong to other loans.
+
+    Args:
+        tensors: on the host, any strides; those that overlap have the same dtype.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._spans: list[_Span] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        """Of each tensor with entries: its span, and the entry of it where the tensor begins."""
+        self.has_gaps = False
+        """Whether entries are copied that are none of the tensors'."""
+        self.size = 0
+        """Bytes in a buffer."""
+        self.num_bytes = 0
+        """Bytes that are copied, in each direction."""
+        self._made: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+        storages: dict[int, list[int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            if tensor.numel():
+                # Not its address: on the meta device all have the same.
+                storages.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+        for numbers in storages.values():
+            self._add_spans(sorted(numbers, key=lambda number: self._tensors[number].storage_offset()))
+
+    def _add_spans(self, numbers: Sequence[int]) -> None:
+        """Add the runs of tensors of one storage, in the order of memory; those that overlap are one run."""
+        runs: list[tuple[int, int, list[int]]] = []
+        for number in numbers:
+            start, stop = _extent(self._tensors[number])
+            if runs and start < runs[-1][1]:
+                first, last, members = runs[-1]
+                runs[-1] = (first, max(last, stop), [*members, number])
+            else:
+                runs.append((start, stop, [number]))
+        for start, stop, members in runs:
+            host = self._tensors[members[0]].as_strided((stop - start,), (1,), start)
+            self.has_gaps |= stop - start > sum(self._tensors[number].numel() for number in members)
+            for number in members:
+                self._places[number] = len(self._spans), int(self._tensors[number].storage_offset()) - start
+            self._spans.append(_Span(host, self.size))
+            self.num_bytes += host.nbytes
+            self.size += -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def hosts(self) -> list[Tensor]:
+        """Return the runs of memory on the host."""
+        return [span.host for span in self._spans]
+
+    def runs(self, buffer: Tensor) -> list[Tensor]:
+        """Return the runs in a buffer, in the order of `hosts`."""
+        return self._in(buffer)[1]
+
+    def twins(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors in a buffer of at least `size` bytes, in their order, with their shapes and strides."""
+        return self._in(buffer)[2]
+
+    def _in(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        # The same buffers come again at every step.
+        address = buffer.data_ptr()
+        if address not in self._made:
+            runs = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in self._spans]
+            twins = []
+            for number, tensor in enumerate(self._tensors):
+                if number not in self._places:
+                    twins.append(torch.empty_like(tensor, device=buffer.device))
+                    continue
+                span, first = self._places[number]
+                run = runs[span]
+                twins.append(run.as_strided(tensor.shape, tensor.stride(), run.storage_offset() + first))
+            self._made[address] = buffer, runs, twins
+        return self._made[address]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the places of a tensor's first entry in its storage, and behind its last."""
+    start = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + last + 1
+
+
+class Ring:
+    """Buffers on a device that loans take turns in.
+
+    Args:
+        copies: of the device.
+        size: bytes of a buffer.
+        number: buffers; `offload_size.RING_BUFFERS` are enough for a load, a use and a store at a time.
+    """
+
+    def __init__(self, copies: Copies, size: int, number: int) -> None:
+        self._copies = copies
+        self._buffers = list(copies.allocate(size * number).split(size)) if size else []
+        self._stored: list[Any] = [None] * number
+        self._number = number
+        self._loans: list[Loan] = []
+        self._places: dict[int, int] = {}
+        self._loaded: list[Any] = []
+        self._used = 0
+
+    def begin(self, loans: Sequence[Loan]) -> None:
+        """Say which loans a step takes, in which order. Nothing is copied yet."""
+        if self._used < len(self._loans):
+            # The last step ended in the middle: a buffer may still be in use.
+            self._stored = [self._copies.mark()] * self._number
+        self._loans, self._loaded, self._used = list(loans), [], 0
+        self._places = {id(loan): place for place, loan in enumerate(loans)}
+
+    def twins(self, loan: Loan) -> list[Tensor]:
+        """Return a loan's tensors on the device; they hold values only while it is in use."""
+        return loan.twins(self._buffer(self._places[id(loan)]))
+
+    @contextmanager
+    def use(self, loan: Loan) -> Iterator[None]:
+        """Have a loan's values in its twins; afterwards they go back to the host. The next loan is loaded meanwhile."""
+        place = self._used
+        assert self._loans[place] is loan, "loans are taken in another order than was said"
+        self._load(place)
+        # What lies between tensors of the next one may be this one's, and not stored yet.
+        if place + 1 < len(self._loans) and self._number > 1 and not self._loans[place + 1].has_gaps:
+            self._load(place + 1)
+        self._copies.wait(self._loaded[place])
+        yield
+        if loan.hosts:
+            self._stored[place % self._number] = self._copies.store(loan.hosts, loan.runs(self._buffer(place)))
+        self._used += 1
+
+    def _load(self, place: int) -> None:
+        if place < len(self._loaded):
+            return
+        loan = self._loans[place]
+        after = [self._stored[place % self._number]]
+        if place == 0 or loan.has_gaps:
+            # Its own memory: of the last step, or of loans between whose tensors it lies.
+            after.append(self._copies.stored)
+        event = self._copies.load(loan.runs(self._buffer(place)), loan.hosts, after) if loan.hosts else None
+        self._loaded.append(event)
+
+    def _buffer(self, place: int) -> Tensor:
+        return self._buffers[place % self._number] if self._buffers else torch.empty(0)

@@ -1,0 +1,245 @@
+"""Clipping where the optimizer averages gradients: the norm of the average, and steps with the bits of one device."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import DEVICE, run
+from models import Awkward, give_gradients, gradient, mean_gradient, rules
+
+import quintic
+
+MAX_NORM = 0.5
+
+# A matrix among others of its shape, stacks, and parameters of AdamW; nobody has a gradient of the last one.
+MISSING = ("stack.2.weight", "experts.up", "embedding.weight", "mlp.0.bias")
+NOWHERE = "attention.qkv.weight"
+
+
+def optimizer_of(model, comms="none", **options):
+    of_tables = {"comms": comms}
+    comms = comms.removesuffix("_sparse")  # matrices have no rows that are zero
+    groups = quintic.param_groups(model, rules=rules(model), adamw=of_tables, muon={"comms": comms})
+    # Cautious decay, so that AdamW is not PyTorch's fused one, which rounds the ends of tensors otherwise.
+    options = {"compute_dtype": torch.float32, "weight_decay": 0.1, "cautious": True, **options}
+    return quintic.Muon(groups, lr=0.05, adamw_lr=0.01, **options)
+
+
+class Twins:
+    """A model on several ranks, and the same on one device; their gradients."""
+
+    def __init__(self, rank, world_size, dtype, comms, **options):
+        self.rank, self.ranks = rank, range(world_size)
+        self.one, self.many = Awkward(extras=True, dtype=dtype), Awkward(extras=True, dtype=dtype)
+        self.optimizers = optimizer_of(self.one), optimizer_of(self.many, comms=comms, **options)
+
+    def give(self, step, gaps=False):
+        last = self.ranks[-1]
+        without = {NOWHERE: self.ranks, **{name: [last] for name in MISSING}} if gaps else {}
+        means, own = {}, {}
+        for name, param in self.one.named_parameters():
+            missing = without.get(name, ())
+            all_miss_it = len(missing) == len(self.ranks)
+            given = name, param.shape, param.dtype, step
+            means[name] = None if all_miss_it else mean_gradient(*given, self.ranks, missing)
+            own[name] = None if self.rank in missing else gradient(*given, self.rank)
+        give_gradients(self.one, means)
+        give_gradients(self.many, own)
+        return own
+
+    def clip(self, **options):
+        norms = [quintic.clip_grad_norm_(optimizer, MAX_NORM, **options) for optimizer in self.optimizers]
+        assert torch.equal(*norms), f"norm {norms[1].item()!r} instead of {norms[0].item()!r}"
+        return norms[0]
+
+    def step(self, averages=False):
+        """Step both; nothing may be averaged again, unless told so."""
+        self.optimizers[0].step()
+        sent = []
+
+        def counting(received, sending, *args, **kwargs):
+            sent.append(sending.numel())
+            return original(received, sending, *args, **kwargs)
+
+        original = dist.all_to_all_single
+        with mock.patch.object(dist, "all_to_all_single", counting):
+            self.optimizers[1].step()
+        assert bool(sent) == averages
+
+    def check(self, where):
+        others = dict(self.many.named_parameters())
+        wrong = [name for name, param in self.one.named_parameters() if not torch.equal(param, others[name])]
+        assert not wrong, f"{where}: {wrong}"
+
+
+def check_steps(rank, world_size, dtype, comms, options):
+    twins = Twins(rank, world_size, dtype, comms, **options)
+    for step, scope in enumerate(["all", "all"]):
+        own = twins.give(step, gaps=step == 1)
+        kept = {name: value if value is None else value.clone() for name, value in own.items()}
+        assert twins.clip(scope=scope) > MAX_NORM
+        for name, param in twins.many.named_parameters():
+            assert (param.grad is None) == (kept[name] is None), name
+            if comms == "sharded" and kept[name] is not None:
+                assert torch.equal(param.grad, kept[name]), name
+        twins.step()
+        twins.check(f"step {step}")
+
+    # The groups of AdamW first, and then all, of which those are averaged already.
+    twins.give(2)
+    twins.clip()
+    twins.clip(scope="all")
+    twins.step()
+    twins.check("twice")
+
+    # Some groups only: the others are averaged in the step. A second step is not clipped.
+    for step in (3, 4):
+        twins.give(step)
+        if step == 3:
+            twins.clip()
+        twins.step(averages=True)
+        twins.check("scope" if step == 3 else "without")
+
+    # Measured alone.
+    twins.give(5)
+    norms = [quintic.clip_grad_norm_(optimizer, float("inf"), scope="all") for optimizer in twins.optimizers]
+    assert torch.equal(*norms)
+    twins.step()
+    twins.check("measured")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "comms", "dtype", "options"),
+    [
+        (2, "replicated", torch.float32, {}),
+        (3, "replicated", torch.bfloat16, {}),
+        (2, "sharded", torch.float32, {}),
+        (3, "sharded", torch.bfloat16, {}),
+        (3, "sharded", torch.float32, {"max_workspace_bytes": 512}),
+        (4, "sharded", torch.float32, {}),
+        (3, "sharded_sparse", torch.float32, {}),
+    ],
+)
+def test_norms_and_steps_are_those_of_one_device(world_size, comms, dtype, options):
+    run(check_steps, world_size, dtype, comms, options, timeout=60)
+
+
+def check_touched(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms)
+    # Another backward pass after all: what was averaged is worthless.
+    twins.give(0)
+    twins.clip(scope="all")
+    twins.give(1)
+    twins.step(averages=True)
+    twins.check("other tensors")
+
+    # Gradients set to zero in place, and made anew; the last rank has none of some.
+    twins.give(2, gaps=True)
+    twins.clip(scope="all")
+    gradients = {param: param.grad for param in twins.many.parameters()}
+    own = twins.give(3, gaps=True)
+    for name, param in twins.many.named_parameters():
+        if own[name] is not None:
+            gradients[param].zero_()
+            gradients[param] += own[name]
+        param.grad = gradients[param]
+    twins.step(averages=True)
+    twins.check("new ones")
+
+    # In place: with sharded parts the gradients are those of the ranks, not clipped; two ranks' averages are exact.
+    twins.give(4)
+    twins.clip(scope="all")
+    for param in twins.many.parameters():
+        param.grad.mul_(2)
+    means = {n: mean_gradient(n, p.shape, p.dtype, 4, twins.ranks) for n, p in twins.one.named_parameters()}
+    clipped = {n: p.grad for n, p in twins.one.named_parameters()}
+    give_gradients(twins.one, {n: 2 * (means if comms == "sharded" else clipped)[n] for n in means})
+    twins.step(averages=True)
+    twins.check("in place")
+
+    # Touched in one group, and then another one is clipped: nothing of the first remains.
+    twins.give(5)
+    twins.clip(scope="all")
+    own = twins.give(6)
+    twins.clip()
+    give_gradients(twins.many, own) if comms == "sharded" else None
+    twins.step(averages=True)
+    if comms != "sharded":
+        twins.check("another scope")
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded"])
+def test_touched_gradients_are_averaged_again(comms):
+    run(check_touched, 2, comms, timeout=60)
+
+
+def check_verify(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms)
+    for step in range(2):
+        twins.give(step, gaps=True)
+        twins.clip(scope="all")
+        report = quintic.verify(twins.many, twins.optimizers[1])
+        assert report.ok, str(report)
+        assert report.is_bitwise, str(report)
+        twins.step()
+        twins.check(f"step {step}")
+    twins.give(2)
+    twins.clip(scope="all")
+    twins.optimizers[0].step()
+    quintic.reference_step(twins.optimizers[1])
+    twins.check("reference")
+    twins.give(3)
+    twins.step(averages=True)
+    twins.check("after the reference")
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded", "sharded_sparse"])
+def test_verify_takes_the_clipped_averages_and_leaves_them(comms):
+    run(check_verify, 3, comms, timeout=60)
+
+
+def check_not_finite(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms, on_nonfinite="raise")
+    before = [param.detach().clone() for param in twins.many.parameters()]
+    twins.give(0)
+    if rank == 1:
+        twins.many.norm.weight.grad[3] = float("inf")
+    with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+        quintic.clip_grad_norm_(twins.optimizers[1], MAX_NORM, error_if_nonfinite=True)
+    assert not quintic.clip_grad_norm_(twins.optimizers[1], MAX_NORM).isfinite()
+    with pytest.raises(FloatingPointError):
+        twins.optimizers[1].step()
+    assert all(torch.equal(p, kept) for p, kept in zip(twins.many.parameters(), before, strict=True))
+    twins.give(1)
+    twins.clip(scope="all")
+    twins.step()
+    twins.check("afterwards")
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded"])
+def test_a_norm_that_is_not_finite(comms):
+    run(check_not_finite, 2, comms, timeout=60)
+
+
+def check_several_groups(rank, world_size):
+    """Some parameters are averaged by the optimizer and others are not; one group waits for its turn."""
+    sizes = {"a": 3, "b": 4, "c": 5, "d": 6}
+    params = {name: torch.nn.Parameter(torch.ones(size, device=DEVICE)) for name, size in sizes.items()}
+    names = dict(zip(params, ("replicated", "sharded", "averaged", "sharded"), strict=True))
+    groups = [
+        {"params": [(name, params[name])], "comms": comms, "step_every": 1 + (name == "d")}
+        for name, comms in names.items()
+    ]
+    optimizer = quintic.Muon([{**group, "algorithm": "adamw"} for group in groups])
+    for name, param in params.items():
+        param.grad = torch.full_like(param, 2.0 if name == "c" else 1.0 + 2 * rank)
+    norm = quintic.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx((4 * (3 + 4 + 5)) ** 0.5)
+    assert params["a"].grad.tolist() == pytest.approx([2 / norm.item()] * 3)
+    assert params["b"].grad.tolist() == [1.0 + 2 * rank] * 4
+    assert params["d"].grad.tolist() == [1.0 + 2 * rank] * 6
+
+
+def test_only_what_is_stepped_next_is_averaged():
+    run(check_several_groups, 2)

@@ -1,0 +1,123 @@
+"""When collectives start and end: as early and late as memory allows, the same for a part of the steps."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import quintic
+from quintic.optim.schedule import one_ahead, overlapping, restricted, run_overlapping
+
+SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8)
+
+
+@st.composite
+def schedules(draw):
+    sizes = draw(SIZES)
+    order = draw(st.permutations(range(len(sizes))))
+    budget = draw(st.none() | st.integers(0, 60))
+    holding, finishing = [a for a, _ in sizes], [b for _, b in sizes]
+    return order, holding, finishing, budget, overlapping(order, holding, finishing, budget)
+
+
+def parts_of(schedule):
+    """Return (number, part) in order."""
+    counts = {}
+    for number in schedule:
+        if number is not None:
+            yield number, counts.get(number, 0)
+            counts[number] = counts.get(number, 0) + 1
+
+
+def check_complete(schedule, count):
+    found = list(parts_of(schedule))
+    assert sorted(found) == [(number, part) for number in range(count) for part in range(3)]
+    assert [number for number, part in found if part == 1] == list(range(count))
+    assert schedule.count(None) == 1
+    assert count == 0 or schedule[0] is not None  # something is under way meanwhile
+
+
+@given(schedules())
+def test_every_step_has_three_parts_in_the_orders_asked_for(found):
+    order, *_, schedule = found
+    check_complete(schedule, len(order))
+    assert [number for number, part in parts_of(schedule) if part == 0] == list(order)
+    assert [number for number, part in parts_of(schedule) if part == 2] == list(range(len(order)))
+
+
+@given(st.integers(0, 6))
+def test_one_ahead_and_one_behind(count):
+    schedule = one_ahead(count)
+    check_complete(schedule, count)
+    positions = {pair: place for place, pair in enumerate(parts_of(schedule))}
+    for number in range(1, count):
+        assert positions[number, 0] < positions[number - 1, 1] < positions[number, 1] < positions[number - 1, 2]
+
+
+@given(schedules())
+def test_more_than_the_budget_is_held_only_for_the_next_step(found):
+    order, holding, finishing, budget, schedule = found
+    if budget is None:
+        assert schedule[: len(order)] == list(order)
+        assert schedule[len(schedule) - len(order) :] == list(range(len(order)))
+        return
+    held, done = 0, 0
+    started, finished = set(), set()
+    for number, part in parts_of(schedule):
+        if part == 0:
+            # Whatever is held besides, it is because the next step waits behind it.
+            needed = done not in started
+            started.add(number)
+            held += holding[number]
+            assert needed or held + finishing[done] <= budget
+        elif part == 1:
+            unfinished = set(range(done)) - finished
+            assert held + finishing[number] <= budget or not unfinished
+            held += finishing[number] - holding[number]
+            done = number + 1
+        else:
+            finished.add(number)
+            held -= finishing[number]
+    assert held == 0
+
+
+@given(schedules(), st.data())
+def test_some_of_the_steps_keep_their_order(found, data):
+    order, *_, schedule = found
+    kept = [step for step in range(len(order)) if data.draw(st.booleans())]
+    part = restricted(schedule, kept)
+    check_complete(part, len(kept))
+    assert [kept[number] for number in part if number is not None] == [step for step in schedule if step in kept]
+
+
+def test_steps_run_as_scheduled():
+    events = []
+
+    def step(name):
+        for part in ("start", "work", "finish"):
+            events.append(part + name)
+            if part != "finish":
+                yield
+
+    run_overlapping([step("A"), step("B")], [1, None, 0, 0, 1, 0, 1], lambda: events.append("local"))
+    assert events == ["startB", "local", "startA", "workA", "workB", "finishA", "finishB"]
+    events.clear()
+    run_overlapping([step("A"), step("B"), step("C")])
+    assert events == [
+        *("startA", "startB", "workA", "startC", "workB", "finishA", "workC", "finishB", "finishC"),
+    ]
+    events.clear()
+    run_overlapping([], None, lambda: events.append("local"))
+    assert events == ["local"]
+
+
+def test_names_of_an_order_are_checked():
+    params = [("a", nn.Parameter(torch.randn(3, 4)))]
+    with pytest.raises(TypeError, match="launch_order='a': give a list"):
+        quintic.Muon(params, launch_order="a")
+    with pytest.raises(ValueError, match="work_order names a parameter twice"):
+        quintic.Muon(params, work_order=["a", "a"])
+    with pytest.raises(ValueError, match="no parameter is called 'b'"):
+        quintic.Muon(params, work_order=["b"]).plan()
+    assert len(quintic.Muon(params, work_order=["a"]).plan().buckets) == 1

@@ -1,0 +1,81 @@
+"""Loans and the buffers they take turns in: what is copied when, and that nothing comes too early or too late."""
+
+import random
+
+import torch
+from delayed_copies import DelayedCopies
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintic.optim import transfers
+
+
+def sized_ring(sizes, number, copies):
+    states = [torch.arange(size, dtype=torch.float32) + 1000 * place for place, size in enumerate(sizes)]
+    loans = [transfers.Loan([state]) for state in states]
+    return states, loans, transfers.Ring(copies, max(loan.size for loan in loans), number)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    number=st.integers(1, 4),
+    steps=st.integers(1, 3),
+    policy=st.one_of(st.sampled_from(["late", "early"]), st.integers(0, 10**6)),
+)
+def test_loads_are_ahead_and_stores_behind(sizes, number, steps, policy):
+    copies = DelayedCopies(random.Random(policy) if isinstance(policy, int) else policy)
+    states, loans, ring = sized_ring(sizes, number, copies)
+    expected = [state.clone() for state in states]
+    for _ in range(steps):
+        ring.begin(loans)
+        log, places = copies.log, []
+        for place, loan in enumerate(loans):
+            (twin,) = ring.twins(loan)
+            places.append(twin.data_ptr())
+            with ring.use(loan):
+                log.append(("use", place))
+                twin.add_(1)
+            expected[place] += 1
+        for place, address in enumerate(places):
+            use = log.index(("use", place))
+            assert log[use + 1] == ("store", address)
+            ahead = min(place + 1, len(places) - 1)
+            if number > 1:
+                # Of the next one, too.
+                assert log[:use].count(("load", places[ahead])) == places[: ahead + 1].count(places[ahead])
+        log.clear()
+    copies.finish()
+    for state, value in zip(states, expected, strict=True):
+        assert torch.equal(state, value)
+    assert copies.allocated == number * max(loan.size for loan in loans)
+
+
+@given(data=st.data())
+def test_tensors_that_lie_between_each_other(data):
+    """Loans with gaps whose gaps are entries of other loans, several tensors of one storage in a loan."""
+    base = torch.arange(240.0).view(6, 40)
+    cuts = data.draw(st.lists(st.sampled_from([base[:, i * 5 : i * 5 + 5] for i in range(8)]), unique_by=id))
+    rows = torch.arange(100.0)
+    tensors = [*cuts, rows[:30], rows[30:31], rows[60:].view(5, 8).mT]
+    order = data.draw(st.permutations(range(len(tensors))))
+    parts = data.draw(st.integers(1, len(tensors)))
+    loans = [transfers.Loan([tensors[n] for n in order[first::parts]]) for first in range(parts)]
+    expected = [tensor.clone() for tensor in tensors]
+    copies = DelayedCopies(random.Random(data.draw(st.integers(0, 10**6))))
+    ring = transfers.Ring(copies, max(loan.size for loan in loans), 3)
+    untouched = base.clone()
+    for _ in range(2):
+        ring.begin(loans)
+        for first, loan in enumerate(loans):
+            with ring.use(loan):
+                for number, twin in zip(order[first::parts], ring.twins(loan), strict=True):
+                    assert twin.shape == tensors[number].shape
+                    assert twin.stride() == tensors[number].stride()
+                    twin.mul_(number + 2)
+                    expected[number] *= number + 2
+    copies.finish()
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, value)
+    for place in range(8):
+        if not any(cut.storage_offset() == place * 5 for cut in cuts):
+            assert torch.equal(base[:, place * 5 : place * 5 + 5], untouched[:, place * 5 : place * 5 + 5])
