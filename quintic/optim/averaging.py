@@ -54,7 +54,8 @@ def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
     for tensor in tensors:
         total += tensor
         count += 1
-    return out.copy_(total.div_(count))
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    return out.copy_(total.div_(torch.full((), count, dtype=total.dtype, device=total.device)))
 
 
 class Averaging:

@@ -65,6 +65,8 @@ class BucketMemory:
 
     def __init__(self) -> None:
         self.everything: Operands | None = None
+        self.local: Operands | None = None
+        """The parameters themselves, where state is divided."""
         self.owners: list[Tensor] = []
         """The parameter of each member."""
         self._selection_key: object = None
@@ -128,10 +130,10 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
     Raises:
         ValueError: a gradient is sparse; the message names the parameter.
     """
-    everything = memory.everything
     if bucket.sharding is not None:
-        assert everything is not None
-        return _local_operands(everything)
+        assert memory.local is not None
+        return _local_operands(memory.local)
+    everything = memory.everything
     if everything is None:
         owners = [group["params"][member.index] for member in bucket.members]
         params = [local_tensor(owner) for owner in owners]
@@ -159,17 +161,17 @@ def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "Bu
     )
 
 
-def _local_operands(everything: Operands) -> Operands:
+def _local_operands(local: Operands) -> Operands:
     """Return the parameters of a bucket with divided state that have a gradient here, not averaged yet."""
     rows = [
         (member, param, dense_gradient(param, param.grad, member.name))
-        for member, param in zip(everything.members, everything.params, strict=True)
+        for member, param in zip(local.members, local.params, strict=True)
         if param.grad is not None
     ]
-    if len(rows) == len(everything.members):
-        return everything._replace(gradients=[gradient for _, _, gradient in rows])
+    if len(rows) == len(local.members):
+        return local._replace(gradients=[gradient for _, _, gradient in rows])
     members, params = tuple(member for member, _, _ in rows), [param for _, param, _ in rows]
-    return everything._replace(members=members, params=params, gradients=[gradient for _, _, gradient in rows])
+    return local._replace(members=members, params=params, gradients=[gradient for _, _, gradient in rows])
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

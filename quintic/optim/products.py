@@ -16,6 +16,9 @@ __all__ = ["Multiply", "multiply", "nothing_ambient"]
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
 _SMALL_PRODUCT = 16**3
 
+# Bytes that new tensors' addresses are multiples of, at least; kernels are chosen by it, too.
+_ALIGNMENT = 64
+
 # torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
 _REDUCTIONS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
@@ -88,6 +91,16 @@ def multiply(
 ) -> Tensor:
     """`Multiply` in plain PyTorch: the twin of the kernels. On GPUs the diagonal of 16-bit results is rounded twice."""
     dtype = dtype or a.dtype
+    if a.shape[0] > 1 and not (a.is_cuda and a.itemsize == 2):
+        # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last
+        # bit would follow. On GPUs those of 16 bits do not.
+        rows = [(_alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]) for i in range(a.shape[0])]
+        return torch.cat(
+            [
+                multiply(x, y, symmetric=symmetric, alpha=alpha, c=z, beta=beta, diagonal=diagonal, dtype=dtype)
+                for x, y, z in rows
+            ]
+        )
     if _needs_float32(a, b, alpha):
         a, b, c = a.float(), b.float(), None if c is None else c.float()
     if c is None and alpha == 1:
@@ -103,6 +116,12 @@ def multiply(
     elif diagonal:
         out = _add_to_diagonal(out, diagonal)
     return out.to(dtype)
+
+
+def _alone(a: Tensor, i: int) -> Tensor:
+    """Return a matrix of a batch as a batch of one, placed in memory as a tensor of its own would be."""
+    found = a[i : i + 1]
+    return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
 
 
 def _add_to_diagonal(a: Tensor, value: float) -> Tensor:

@@ -6,7 +6,7 @@ is used: neither buckets nor exchanges nor kernels. What both share is the updat
 of divided state is whose (`comms="sharded"`), and where directions and averages are rounded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ _FUNCTION_ROUNDING = 2.0**-8
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What the rounding of its products did to one matrix: differences from the same polynomial in a wider dtype."""
+    """What rounding did to one matrix: how far the same polynomial in a wider dtype, and of a nearby direction, is."""
 
     update: float
     """Largest of the change of a weight."""
@@ -260,7 +260,9 @@ def _gradient_of(found: Parameter) -> Tensor:
     total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
     for one in everyone:
         total += one
-    return (total / len(everyone)).to(gradient.dtype).view(gradient.shape)
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    count = torch.full((), len(everyone), dtype=total.dtype, device=total.device)
+    return (total / count).to(gradient.dtype).view(gradient.shape)
 
 
 def _step_parameter(found: Parameter, state: Mapping[str, Tensor], observer: Observer | None) -> None:
@@ -377,14 +379,39 @@ def _step_matrix(
     if form is None:
         second = 0.0 if before is None else _largest(matrix["second_moment"])
         return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
-    wide = torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64
-    exact = apply_form(direction, replace(form, compute_dtype=wide), "torch")
-    if before is None:
-        return Rounding(_largest(change - scale * exact * float(group["lr"])), 0.0)
-    exact_factor = scale * neuron_factors_(exact, before, beta=float(group["normalize_beta"]))
-    return Rounding(
-        _largest(change - exact_factor * exact * float(group["lr"])), _largest(matrix["second_moment"] - before)
-    )
+    wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
+    # Kernels round sums otherwise than the reference, and now and then the direction with them.
+    directions = [direction, shaken(direction)] if direction.is_cuda else [direction]
+    lr = float(group["lr"])
+    changes, moments = [], []
+    for found in directions:
+        exact = apply_form(found, wide, "torch")
+        moment = None if before is None else before.clone()
+        exact_factor = scale
+        if moment is not None:
+            exact_factor = scale * neuron_factors_(exact, moment, beta=float(group["normalize_beta"]))
+            moments.append(moment)
+        changes.append(exact_factor * exact * lr)
+    if moments:
+        moments.append(matrix["second_moment"])
+    return Rounding(_spread([*changes, change]), _spread(moments))
+
+
+def shaken(direction: Tensor) -> Tensor:
+    """Return a direction as it may come out where sums are rounded in another order.
+
+    Of 16-bit entries one in 61 is another neighbour of the exact value, of wider ones each is.
+    """
+    eps = torch.finfo(direction.dtype).eps
+    numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
+    signs = 1 - 2 * (numbers // 61 % 2)
+    moved = numbers % 61 == 0 if direction.itemsize == 2 else torch.ones_like(numbers, dtype=torch.bool)
+    return torch.where(moved, (direction.double() * (1 + eps * signs)).to(direction.dtype), direction)
+
+
+def _spread(tensors: Sequence[Tensor]) -> float:
+    """Return how far tensors are from the first of them, at most; 0 for none."""
+    return max((_largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
 
 
 def _largest(tensor: Tensor) -> float:

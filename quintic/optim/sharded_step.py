@@ -38,7 +38,7 @@ class ShardedMemory(TravelMemory):
         """The parameters that have parts in the bucket."""
         self.names = list(dict.fromkeys(part.name for part in sharding.parts))
         members = tuple(Member(name=name, index=index) for name, index in zip(self.names, indices, strict=True))
-        self.everything = Operands(members, self.params, [], [], bucket.num_matrices)
+        self.local = Operands(members, self.params, [], [], bucket.num_matrices)
 
         def packing(owners: Iterable[int], width: int | None) -> Packing:
             """Pack the parts of some owners, without gaps or so many entries for each owner."""

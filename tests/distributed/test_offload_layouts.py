@@ -198,7 +198,8 @@ def check_ways_to_save(rank, world_size, folder):
             }
             for name, options in ways.items():
                 state = get_optimizer_state_dict(saved.model, saved.optimizer, options=options)
-                loaded = Run(rank, world_size, SAVED, not from_host)
+                # Rank 0's state is for all, and PyTorch wants theirs on one device.
+                loaded = Run(rank, world_size, SAVED, not from_host and name != "whole_on_cpu")
                 loaded.step(0, 1)
                 if name == "parts":
                     path = Path(folder) / f"{name}{from_host}"
@@ -210,7 +211,6 @@ def check_ways_to_save(rank, world_size, folder):
                 else:
                     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
                     given = state if rank == 0 else {}
-                    loaded.optimizer.offload(False)  # here PyTorch wants all state on one device
                     set_optimizer_state_dict(loaded.model, loaded.optimizer, given, options=options)
                     loaded.optimizer.offload(not from_host)
                 loaded.take_weights(saved)
