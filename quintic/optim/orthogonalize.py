@@ -187,8 +187,9 @@ def _normalized(
 def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
     """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
     norm = _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
-    # In the order of memory, so that products read and write rows.
-    transposed = not x.is_contiguous() and x.mT.is_contiguous()
+    # In the order of memory, so that products read and write rows. But libraries' products of wide dtypes come out
+    # otherwise then, in the last bit, and a matrix that travelled is in another order than one that did not.
+    transposed = form.compute_dtype.itemsize == 2 and not x.is_contiguous() and x.mT.is_contiguous()
     x = x.mT if transposed else x.contiguous()
     program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
     kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device else None

@@ -400,12 +400,13 @@ def _step_matrix(
 def shaken(direction: Tensor) -> Tensor:
     """Return a direction as it may come out where sums are rounded in another order.
 
-    Of 16-bit entries one in 61 is another neighbour of the exact value, of wider ones each is.
+    Of 16-bit entries one in 31 is another neighbour of the exact value, of wider ones each is.
     """
     eps = torch.finfo(direction.dtype).eps
     numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
-    signs = 1 - 2 * (numbers // 61 % 2)
-    moved = numbers % 61 == 0 if direction.itemsize == 2 else torch.ones_like(numbers, dtype=torch.bool)
+    # Without a pattern: all entries of a row or a matrix times one number would be the same direction.
+    signs = 1 - 2 * ((numbers * 2654435761 >> 13) & 1)
+    moved = numbers % 31 == 0 if direction.itemsize == 2 else torch.ones_like(numbers, dtype=torch.bool)
     return torch.where(moved, (direction.double() * (1 + eps * signs)).to(direction.dtype), direction)
 
 

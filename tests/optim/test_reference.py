@@ -15,5 +15,8 @@ def test_a_shaken_direction_is_a_neighbour(dtype):
     assert relative.max() <= 1.5 * torch.finfo(dtype).eps
     share = float((found != direction).double().mean())
     assert share == pytest.approx(
-        1 / 61 if dtype == torch.bfloat16 else 1, abs=0.01 if dtype == torch.bfloat16 else 0.4
+        1 / 31 if dtype == torch.bfloat16 else 1, abs=0.01 if dtype == torch.bfloat16 else 0.4
     )
+    # In rows, columns and all of small matrices entries are moved both ways.
+    moves = (shaken(torch.ones(1, 8, 6)) - 1).sign()[0]
+    assert all(1 <= int((line > 0).sum()) < len(line) for line in (*moves, *moves.T))
