@@ -17,6 +17,7 @@ __all__ = [
     "Cost",
     "Orders",
     "Schedule",
+    "StepMemory",
     "arranged",
     "one_ahead",
     "orders_of",
@@ -67,6 +68,17 @@ def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | No
     return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
 
 
+class StepMemory(NamedTuple):
+    """Bytes that a step holds."""
+
+    gathering: int
+    """From its start until it is worked on."""
+    working: int
+    """While it is worked on, at most."""
+    scattering: int
+    """From then until it is finished."""
+
+
 def run_overlapping(
     steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
 ) -> None:
@@ -95,9 +107,7 @@ def one_ahead(count: int) -> list[int | None]:
     return [*schedule, *range(max(count - 1, 0), count)]
 
 
-def overlapping(
-    launch_order: Sequence[int], holding: Sequence[int], finishing: Sequence[int], budget: int | None
-) -> list[int | None]:
+def overlapping(launch_order: Sequence[int], memory: Sequence["StepMemory"], budget: int | None) -> list[int | None]:
     """Return a schedule that starts steps as early, and finishes them as late, as memory allows.
 
     What waits for a collective keeps the device from other work: so that is put off until the next step has been worked
@@ -105,31 +115,39 @@ def overlapping(
 
     Args:
         launch_order: the steps, which are worked on in the order of their numbers, in the order in which they start.
-        holding: bytes that each holds, at most, from its start until it has been worked on.
-        finishing: bytes that each holds from then until it is finished.
+        memory: of each step.
         budget: bytes that may be held at a time, exceeded only for the step that is worked on next; None for no bound.
     """
     schedule: list[int | None] = []
     waiting = list(launch_order)
     unfinished: list[int] = []
     held = 0
+    # What starts ahead leaves room for the results of the step before, which shall not be waited for.
+    largest = max((one.scattering for one in memory), default=0)
+
+    def held_at_work(number: int) -> int:
+        """Return what will be held while a step is worked on."""
+        return held + memory[number].working - (0 if number in waiting else memory[number].gathering)
 
     def finish() -> None:
         nonlocal held
-        held -= finishing[unfinished[0]]
+        held -= memory[unfinished[0]].scattering
         schedule.append(unfinished.pop(0))
 
     def start(needed: int) -> None:
-        """Start what fits beside the results of the step that is worked on next, and that step in any case."""
+        """Start what fits beside the work on the step that is next, and that step in any case."""
         nonlocal held
         while waiting:
             step = waiting[0]
-            fits = budget is None or held + holding[step] + finishing[needed] <= budget
+            more = 0
+            if step != needed:
+                more = memory[step].gathering + max(0, largest - sum(memory[one].scattering for one in unfinished))
+            fits = budget is None or held_at_work(needed) + more <= budget
             if not fits and unfinished and (needed in waiting or unfinished[0] < needed - 1):
                 finish()
             elif fits or needed in waiting:
                 schedule.append(waiting.pop(0))
-                held += holding[step]
+                held += memory[step].gathering
             else:
                 return
 
@@ -138,11 +156,11 @@ def overlapping(
     schedule.append(None)
     for number in range(len(launch_order)):
         start(number)
-        while unfinished and budget is not None and held + finishing[number] > budget:
+        while unfinished and budget is not None and held_at_work(number) > budget:
             finish()
         schedule.append(number)
         unfinished.append(number)
-        held += finishing[number] - holding[number]
+        held += memory[number].scattering - memory[number].gathering
     return schedule + unfinished
 
 
@@ -192,14 +210,15 @@ def _overlapping(
     if names is None and any(groups[bucket.group]["offload"] and bucket.sharding is None for bucket in buckets):
         # Their state comes from the host before they start: of many at once the device would wait for it.
         return one_ahead(len(buckets))
-    stages = [bucket.shared_stages for bucket in buckets]
-    holding = [0 if stage is None else max(stage.gathering, stage.computing) for stage in stages]
-    finishing = [0 if stage is None else stage.updates + stage.scattering for stage in stages]
+    memory = []
+    for bucket in buckets:
+        assert bucket.shared_stages is not None
+        gathering, computing, updates, scattering = bucket.shared_stages
+        memory.append(StepMemory(gathering, max(gathering, computing, updates + scattering), scattering))
     budgets = [groups[bucket.group]["max_workspace_bytes"] for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-    launched = [numbers[id(bucket)] for bucket in _by_names(buckets, names)]
-    return overlapping(launched, holding, finishing, budget)
+    return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
 
 
 class Cost(NamedTuple):

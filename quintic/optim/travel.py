@@ -420,7 +420,6 @@ def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
     work = exchange.num_owned * sum(
         matrix_workspace_bytes(*kind.shape, key.dtype, key.device, kind.form, key.kernels) for kind in kinds
     )
-    work -= owned * direction if shares else 0
     if exchange.is_local or exchange.is_replicated:
         # The units are a part of the pieces, which they keep alive.
         gathering = pieces * direction
@@ -429,7 +428,7 @@ def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
         gathering = (pieces + (0 if sent == pieces else sent) + received) * direction
         # What was sent is given back once it has arrived, what was received once it is assembled.
         computing = max(received + owned, pieces + received) * direction
-        computing = max(computing, owned * direction + work)
+        computing = max(computing, work if shares else owned * direction + work)
     if exchange.is_local:
         scattering = 0
     elif exchange.is_replicated:

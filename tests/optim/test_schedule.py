@@ -7,18 +7,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim.schedule import one_ahead, overlapping, restricted, run_overlapping
+from quintic.optim.schedule import StepMemory, one_ahead, overlapping, restricted, run_overlapping
 
-SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8)
+SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
 
 
 @st.composite
 def schedules(draw):
-    sizes = draw(SIZES)
-    order = draw(st.permutations(range(len(sizes))))
+    memory = [StepMemory(a, max(a, b, c), c) for a, b, c in draw(SIZES)]
+    order = draw(st.permutations(range(len(memory))))
     budget = draw(st.none() | st.integers(0, 60))
-    holding, finishing = [a for a, _ in sizes], [b for _, b in sizes]
-    return order, holding, finishing, budget, overlapping(order, holding, finishing, budget)
+    return order, memory, budget, overlapping(order, memory, budget)
 
 
 def parts_of(schedule):
@@ -57,29 +56,40 @@ def test_one_ahead_and_one_behind(count):
 
 @given(schedules())
 def test_more_than_the_budget_is_held_only_for_the_next_step(found):
-    order, holding, finishing, budget, schedule = found
+    order, memory, budget, schedule = found
     if budget is None:
         assert schedule[: len(order)] == list(order)
         assert schedule[len(schedule) - len(order) :] == list(range(len(order)))
         return
-    held, done = 0, 0
+    held, next_work = 0, 0
     started, finished = set(), set()
     for number, part in parts_of(schedule):
         if part == 0:
             # Whatever is held besides, it is because the next step waits behind it.
-            needed = done not in started
+            needed = next_work not in started
             started.add(number)
-            held += holding[number]
-            assert needed or held + finishing[done] <= budget
+            held += memory[number].gathering
+            at_work = held + memory[next_work].working - memory[next_work].gathering * (next_work in started)
+            assert needed or at_work <= budget
         elif part == 1:
-            unfinished = set(range(done)) - finished
-            assert held + finishing[number] <= budget or not unfinished
-            held += finishing[number] - holding[number]
-            done = number + 1
+            unfinished = set(range(next_work)) - finished
+            assert held - memory[number].gathering + memory[number].working <= budget or not unfinished
+            held += memory[number].scattering - memory[number].gathering
+            next_work = number + 1
         else:
             finished.add(number)
-            held -= finishing[number]
+            held -= memory[number].scattering
     assert held == 0
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(2, 9))
+def test_room_for_two_neighbours_lets_everything_overlap(gathering, working, scattering, count):
+    memory = [StepMemory(gathering, max(gathering, working, scattering), scattering)] * count
+    schedule = overlapping(range(count), memory, gathering + memory[0].working + scattering)
+    places = {pair: place for place, pair in enumerate(parts_of(schedule))}
+    for number in range(count - 1):
+        assert places[number + 1, 0] < places[number, 1]  # the next one is under way when one is worked on
+        assert places[number, 2] > places[number + 1, 1]  # and nobody waits for what was just sent
 
 
 @given(schedules(), st.data())
