@@ -91,22 +91,9 @@ def multiply(
 ) -> Tensor:
     """`Multiply` in plain PyTorch: the twin of the kernels. On GPUs the diagonal of 16-bit results is rounded twice."""
     dtype = dtype or a.dtype
-    if a.shape[0] > 1 and not (a.is_cuda and a.itemsize == 2):
-        # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last
-        # bit would follow. On GPUs those of 16 bits do not.
-        rows = [(_alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]) for i in range(a.shape[0])]
-        return torch.cat(
-            [
-                multiply(x, y, symmetric=symmetric, alpha=alpha, c=z, beta=beta, diagonal=diagonal, dtype=dtype)
-                for x, y, z in rows
-            ]
-        )
     if _needs_float32(a, b, alpha):
         a, b, c = a.float(), b.float(), None if c is None else c.float()
-    if c is None and alpha == 1:
-        out = torch.bmm(a, b)
-    else:
-        out = torch.baddbmm(a.new_zeros(()) if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha)
+    out = _products(a, b, alpha, c, beta)
     if diagonal and out.itemsize == 2 and out.device.type == "cpu":
         # Computed apart, and rounded once: twice costs bfloat16 half as much error again.
         exact = alpha * (a.float() * b.mT.float()).sum(-1) + diagonal
@@ -118,10 +105,40 @@ def multiply(
     return out.to(dtype)
 
 
+def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float) -> Tensor:
+    """Return alpha a @ b + beta c, a new tensor, each matrix as if it were alone."""
+    batch = a.shape[0]
+    if batch <= 1 or (a.is_cuda and a.itemsize == 2):
+        return _batched(a, b, alpha, c, beta)
+    # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last bit
+    # would follow. On GPUs those of 16 bits do not.
+    rows = [(_alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]) for i in range(batch)]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, c)):
+        return torch.cat([_batched(left, right, alpha, addend, beta) for left, right, addend in rows])
+    out = a.new_empty((batch, a.shape[1], b.shape[2]))
+    for target, (left, right, addend) in zip(out.split(1), rows, strict=True):
+        if _is_aligned(target):
+            _batched(left, right, alpha, addend, beta, out=target)
+        else:
+            target.copy_(_batched(left, right, alpha, addend, beta))
+    return out
+
+
+def _batched(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float, out: Tensor | None = None) -> Tensor:
+    if c is None and alpha == 1:
+        return torch.bmm(a, b, out=out)
+    addend = a.new_zeros(()) if c is None else c
+    return torch.baddbmm(addend, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
+
+
 def _alone(a: Tensor, i: int) -> Tensor:
     """Return a matrix of a batch as a batch of one, placed in memory as a tensor of its own would be."""
     found = a[i : i + 1]
-    return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
+    return found if _is_aligned(found) else found.clone()
+
+
+def _is_aligned(a: Tensor) -> bool:
+    return a.data_ptr() % _ALIGNMENT == 0
 
 
 def _add_to_diagonal(a: Tensor, value: float) -> Tensor:
