@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -77,6 +77,7 @@ def test_owners_receive_touched_rows_and_find_them(found, data):
 
 
 @settings(max_examples=300, deadline=None)
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     st.integers(1, 3000),
     st.sampled_from([1, 7, 16, 33, 257, 320, 768, 4096, 1_000_003]),
