@@ -4,6 +4,7 @@ Every rank steps two copies of the same parameters, one with each `comms`, and c
 """
 
 import copy
+import functools
 import time
 import zlib
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import DEVICE, ON_GPUS, run
 from torch import nn
 
 import quintic
@@ -22,8 +23,17 @@ from quintic.optim import row_division, sharded_step, sparse_rows
 
 NUM_STEPS = 5
 
-# Smaller tables would always travel whole.
-of_any_size = mock.patch.object(row_division, "_LEAST_BYTES", 0)
+
+def on_rank(function):
+    """Decorate what a rank runs: its tensors are on its device, and tables travel by rows however small they are."""
+
+    @functools.wraps(function)
+    def on_its_device(*args):
+        with torch.device(DEVICE), mock.patch.object(row_division, "_LEAST_BYTES", 0):
+            return function(*args)
+
+    return on_its_device
+
 
 SHAPES = {
     "even": (128, 64),
@@ -78,7 +88,7 @@ CASES = {
 
 
 def generator(*label):
-    return torch.Generator().manual_seed(zlib.crc32(repr(label).encode()))
+    return torch.Generator(torch.get_default_device()).manual_seed(zlib.crc32(repr(label).encode()))
 
 
 def make(dtype):
@@ -186,7 +196,7 @@ class Watch(ExitStack):
         return super().__enter__()
 
 
-@of_any_size
+@on_rank
 def trajectory(rank, world_size, case):
     params, expected = make(case.dtype), make(case.dtype)
     optimizer = optimizer_of(params, "sharded_sparse", **case.options)
@@ -236,7 +246,7 @@ def test_the_bits_are_those_of_sharded(name, world_size):
         assert everything == []
 
 
-@of_any_size
+@on_rank
 def send_few(rank, world_size):
     params = {"table": nn.Parameter(torch.randn(2000, 32, generator=generator(0)))}
     optimizer = optimizer_of(params, "sharded_sparse")
@@ -261,7 +271,15 @@ def test_only_touched_rows_travel_and_from_half_of_all_on_the_whole_table():
     assert "adamw, sparse" in printed
 
 
-@of_any_size
+def step_and_look(optimizer):
+    """Step, and let the host learn what the device found."""
+    optimizer.step()
+    if ON_GPUS:
+        torch.cuda.synchronize()
+        optimizer.state_dict()
+
+
+@on_rank
 def fails_softly(rank, world_size):
     """Leave a row out of an announcement; return what the error says, and what became of the step."""
     params = {name: nn.Parameter(torch.randn(600, 64, generator=generator(name))) for name in ("first", "second")}
@@ -274,7 +292,7 @@ def fails_softly(rank, world_size):
         param.grad[[3, 599]] = 1.0
         optimizer.announce_rows(param, torch.tensor([599, 3]) if rank or param is params["second"] else torch.tensor(3))
     with pytest.raises(RuntimeError, match=r"first: rank 0 has a gradient in rows that it had not announced"):
-        optimizer.step()
+        step_and_look(optimizer)
     assert torch.equal(params["first"], before["first"])
     assert not torch.equal(params["second"], before["second"])
     for key, value in optimizer.state[params["first"]].items():
@@ -292,7 +310,7 @@ def test_a_row_that_was_not_announced_is_an_error_and_not_a_wrong_step():
     run(fails_softly, 3)
 
 
-@of_any_size
+@on_rank
 def fails_later(rank, world_size):
     """As on a device that the host does not wait for: whoever looks first finds the error, once."""
     params = {"table": nn.Parameter(torch.ones(600, 64))}
@@ -320,7 +338,7 @@ def test_devices_tell_later_that_rows_were_not_announced():
     run(fails_later, 2)
 
 
-@of_any_size
+@on_rank
 def capture(rank, world_size):
     optimizer = optimizer_of({"table": nn.Parameter(torch.ones(600, 64))}, "sharded_sparse")
     optimizer.step()
@@ -334,7 +352,7 @@ def test_graphs_cannot_capture_messages_that_vary():
     run(capture, 2)
 
 
-@of_any_size
+@on_rank
 def switch(rank, world_size):
     """The state of both is divided alike: groups change between them at any time."""
     params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
@@ -356,7 +374,7 @@ def test_groups_change_their_comms():
     run(switch, 2)
 
 
-@of_any_size
+@on_rank
 def announces_wrongly(rank, world_size):
     params = make(torch.float32)
     optimizer = optimizer_of(params, "sharded_sparse")
@@ -409,7 +427,7 @@ def test_without_ranks_announcements_change_nothing():
     assert not differences(params, optimizer, expected, dense)
 
 
-@of_any_size
+@on_rank
 def leave_steps_out(rank, world_size):
     """Announce, leave the step out, and go on with other rows; the last rank never announces."""
     params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
@@ -432,7 +450,7 @@ def test_a_step_that_is_left_out():
     run(leave_steps_out, 3)
 
 
-@of_any_size
+@on_rank
 def step_with_nan(rank, world_size, on_nonfinite):
     params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
     optimizer = optimizer_of(params, "sharded_sparse", on_nonfinite=on_nonfinite)
@@ -461,7 +479,7 @@ def test_what_is_not_finite(on_nonfinite):
     run(step_with_nan, 2, on_nonfinite)
 
 
-@of_any_size
+@on_rank
 def announce_beside_others(rank, world_size):
     """Ranks announce at different times, or not at all, between collectives of the user in the same process group."""
     params, expected = make(torch.float32), make(torch.float32)
@@ -485,7 +503,7 @@ def test_ranks_announce_when_they_please():
     run(announce_beside_others, 4)
 
 
-@of_any_size
+@on_rank
 def announce_and_wait(rank, world_size):
     """Return how long announcing takes while another rank has not come so far, and how many messages it starts."""
     params = {"table": nn.Parameter(torch.ones(600, 64))}
@@ -508,7 +526,7 @@ def test_announcing_sends_marks_and_does_not_wait_for_other_ranks():
     assert count == 1
 
 
-@of_any_size
+@on_rank
 def copy_and_go_on(rank, world_size):
     params = {"table": nn.Parameter(torch.ones(600, 64)), "late": nn.Parameter(torch.ones(600, 64))}
     optimizer = optimizer_of({"table": params["table"]}, "sharded_sparse")
@@ -548,9 +566,9 @@ def test_groups_added_and_copies():
     run(copy_and_go_on, 2)
 
 
-@of_any_size
+@on_rank
 def load(rank, world_size, comms, weights, state_dict):
-    params = {"table": nn.Parameter(weights.clone()), "vector": nn.Parameter(torch.ones(4096))}
+    params = {"table": nn.Parameter(weights.to(DEVICE, copy=True)), "vector": nn.Parameter(torch.ones(4096))}
     optimizer = optimizer_of(params, comms)
     optimizer.load_state_dict(state_dict)
     for param in params.values():
@@ -560,7 +578,7 @@ def load(rank, world_size, comms, weights, state_dict):
     return params["table"].detach()
 
 
-@of_any_size
+@on_rank
 def save(rank, world_size):
     params = {"table": nn.Parameter(torch.ones(600, 64)), "vector": nn.Parameter(torch.ones(4096))}
     optimizer = optimizer_of(params, "sharded_sparse")
