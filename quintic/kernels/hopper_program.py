@@ -489,7 +489,7 @@ def steps_table(steps: Sequence[Step], m: int, n: int) -> tuple[Tensor, Tensor]:
         rows.append((step.kind, left, right, -1 if step.c is None else step.c, step.out, finished))
         finished += long if step.kind == APPLY.value else short
     scalars = [(step.alpha, step.beta, step.diagonal) for step in steps]
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(scalars, dtype=torch.float32)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu"), torch.tensor(scalars, device="cpu")
 
 
 def run_program(x: Tensor, squares: Tensor, result: Tensor, table: Tensor, scalars: Tensor) -> None:

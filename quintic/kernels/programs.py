@@ -43,10 +43,10 @@ def divide_tiles(numels: Sequence[int], block: int) -> TilePrograms:
     """
     tiles = [-(-numel // block) for numel in numels]
     alone = tuple((number, count) for number, count in enumerate(tiles) if count > _ALONE_PROGRAMS)
-    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(tiles)), small)
+    small = torch.tensor([0 if count > _ALONE_PROGRAMS else count for count in tiles], dtype=torch.int64, device="cpu")
+    tensors = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), small)
     first_program = (small.cumsum(0) - small)[tensors]
-    return TilePrograms(alone, tensors.int(), (torch.arange(len(tensors)) - first_program).int())
+    return TilePrograms(alone, tensors.int(), (torch.arange(len(tensors), device="cpu") - first_program).int())
 
 
 @triton.jit

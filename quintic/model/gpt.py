@@ -182,10 +182,10 @@ class GPT(nn.Module):
             param.copy_(draw.to(param.dtype))
 
         def normal(param: Tensor, std: float) -> None:
-            fill(param, torch.randn(param.shape, generator=generator) * std)
+            fill(param, torch.randn(param.shape, generator=generator, device="cpu") * std)
 
         def uniform(param: Tensor, std: float) -> None:
-            fill(param, (torch.rand(param.shape, generator=generator) * 2 - 1) * (3**0.5 * std))
+            fill(param, (torch.rand(param.shape, generator=generator, device="cpu") * 2 - 1) * (3**0.5 * std))
 
         std = self.config.width**-0.5
         normal(self.embedding.weight, 1.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import AVERAGING, ProcessGroup, dividing_ranks, group_ranks, layouts_of, start_all_gather
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
@@ -246,7 +246,7 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any]) -> Te
         elif not any(is_copy):
             squares = found.sum(dim=0)
         else:
-            squares = torch.where(upload(torch.tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
+            squares = torch.where(upload(host_tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
     return squares
 
 

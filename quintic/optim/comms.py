@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.layouts import Layout, layout_of, replicated_layout
 
 __all__ = [
@@ -352,7 +352,7 @@ class Agreements:
             places = [place for place, _ in found]
             device = groups[places[0][0]]["params"][places[0][1]].device
             needed = [1 if groups[group]["comms"] in AVERAGING else len(ranks) for group, _ in places]
-            self._counted[ranks] = _Counted(tuple(places), upload(torch.tensor(needed, dtype=torch.int32), device))
+            self._counted[ranks] = _Counted(tuple(places), upload(host_tensor(needed, torch.int32), device))
             self._ranks |= dict.fromkeys(places, ranks)
 
     def start(self) -> None:
@@ -360,7 +360,7 @@ class Agreements:
         for ranks, counted in self._counted.items():
             present = [self._groups[group]["params"][index].grad is not None for group, index in counted.places]
             if present != counted.present:
-                counted.flags = upload(torch.tensor(present, dtype=torch.int32), counted.needed.device)
+                counted.flags = upload(host_tensor(present, torch.int32), counted.needed.device)
                 counted.present = present
             counts = counted.flags.clone()
             counted.pending = Pending(dist.all_reduce(counts, group=self._communicators[ranks], async_op=True), counts)
@@ -379,7 +379,7 @@ class Agreements:
         if not found:
             return None
         parts = tuple(
-            (ranks, upload(torch.tensor(positions), device), upload(torch.tensor(numbers), device))
+            (ranks, upload(host_tensor(positions), device), upload(host_tensor(numbers), device))
             for ranks, (positions, numbers) in found.items()
         )
         return Selection(size, parts)

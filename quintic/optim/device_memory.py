@@ -4,13 +4,13 @@ Nothing here waits for the device: what the host writes goes through pinned memo
 nothing is uploaded at all that a replay must not repeat.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "is_capturing", "upload"]
+__all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 """Order of the values in device memory; betas stand as two."""
@@ -19,6 +19,11 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def host_tensor(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on the CPU, whatever `torch.set_default_device` says."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
@@ -78,7 +83,7 @@ class DeviceHyperparameters:
                     "hyperparameters changed since the last step, and a CUDA graph is being captured: make one step, "
                     "or call optimizer.upload_hyperparameters(), before the capture"
                 )
-            self.values.copy_(upload(torch.tensor(numbers, dtype=torch.float64), self.values.device))
+            self.values.copy_(upload(host_tensor(numbers, torch.float64), self.values.device))
             self._uploaded = numbers
         for index, (value, is_live) in enumerate(zip(found, live, strict=True)):
             if is_live:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, is_capturing, upload
+from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, is_capturing, upload
 from quintic.optim.pipeline import BucketMemory, Operands
 from quintic.optim.plan import Bucket, block_of, direction_dtype
 from quintic.optim.state import master_of
@@ -87,7 +87,7 @@ class DeviceMemory(BucketMemory):
 
         if self._programs is None or active.members != self._programs_key:
             numels = [param.numel() for param in active.params]
-            self._programs = upload(torch.tensor(numels), device), upload_programs(adamw_programs(numels), device)
+            self._programs = upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
             self._programs_key = active.members
         return self._programs
 
@@ -113,7 +113,7 @@ class DeviceMemory(BucketMemory):
             _check_moments(names, moments, bucket.device)
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
-            return torch.tensor(each, dtype=torch.int64)
+            return host_tensor(each, torch.int64)
 
         counts = tuple(map(len, moments))
         return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
@@ -163,7 +163,7 @@ class DevicePasses:
         def addresses() -> Tensor:
             _check_state(active, {"momentum_buffer": torch.float32})
             owners, offsets = _matrix_places(group["view"], active)
-            return torch.tensor(bases).view(4, -1)[:, owners] + offsets * torch.tensor(sizes).view(4, 1)
+            return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
         self._table = memory.table.get((bases, active.members), addresses, bucket.device)
 
@@ -254,7 +254,7 @@ def step_adamw_on_device(
 
     def addresses() -> Tensor:
         _check_state(active, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
-        return torch.tensor(bases).view(5, -1)
+        return host_tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)
     steps = [state["step"] for state in active.states]
@@ -336,7 +336,7 @@ def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
     for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
         block = block_of(param, member, view)
         start = int(block.storage_offset()) - int(param.storage_offset())
-        offsets.append(torch.arange(block.shape[0]) * int(block.stride(0)) + start)
+        offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
         owners.append(torch.full_like(offsets[-1], number))
     return torch.cat(owners), torch.cat(offsets)
 

@@ -327,7 +327,7 @@ def _second_moment_copies(name: str, own: _Owned, saved: Tensor, mode: SecondMom
 @cache
 def _neurons_span(dim: int, shape: torch.Size, view: View) -> bool:
     """Return whether every neuron of the view has entries from all of a dimension of the parameter."""
-    places = torch.arange(shape[dim]).view([-1 if other == dim else 1 for other in range(len(shape))])
+    places = torch.arange(shape[dim], device="cpu").view([-1 if other == dim else 1 for other in range(len(shape))])
     extents = [neurons.amax(-1) - neurons.amin(-1) for neurons in _neurons(places, shape, view)]
     return all(bool((extent == shape[dim] - 1).all()) for extent in extents)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import ALIGNMENT, AddressTable, upload_programs
 
 __all__ = ["Packing", "Run", "in_memory_order"]
@@ -46,8 +46,8 @@ class Packing:
             from quintic.kernels.runs import run_programs
 
             numels = [run.numel for run in self._runs]
-            self._places = upload(torch.tensor([run.place for run in self._runs]), device)
-            self._numels = upload(torch.tensor(numels), device)
+            self._places = upload(host_tensor([run.place for run in self._runs]), device)
+            self._numels = upload(host_tensor(numels), device)
             self._programs = upload_programs(run_programs(numels), device)
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
@@ -88,7 +88,7 @@ class Packing:
 
         def addresses() -> Tensor:
             rows = ((bases[run.tensor], run.start) for run in self._runs)
-            return torch.tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
+            return host_tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
 
         table = self._table.get((bases, dtype), addresses, self._device)
         copy_runs_(

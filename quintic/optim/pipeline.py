@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.comms import Agreements, Place, Selection
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.forms import Form
 from quintic.optim.layouts import local_gradient, local_tensor
 from quintic.optim.orthogonalize import apply_form
@@ -92,11 +92,11 @@ class BucketMemory:
         key = (scale, multipliers, count if multipliers is None else active.members)
         if key != self._factors_key:
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            values = torch.full((count, 1, 1), scale, dtype=dtype)
+            values = torch.full((count, 1, 1), scale, dtype=dtype, device="cpu")
             if multipliers is not None:
                 ranges = [(member.first_matrix, member.num_matrices) for member in active.members]
                 each = [multiplier for first, number in ranges for multiplier in multipliers[first : first + number]]
-                values *= torch.tensor(each, dtype=dtype).view(-1, 1, 1)
+                values *= host_tensor(each, dtype).view(-1, 1, 1)
             self._factors, self._factors_key = upload(values, bucket.device), key
         return self._factors
 

@@ -358,7 +358,7 @@ def _step_matrix(
     # In the dtype of the step, so that on CPUs not even the last bit differs.
     factor = torch.full((1, 1, 1), lr_scale_factor(group["lr_scale"], m, n), dtype=momentum.dtype, device=weight.device)
     if group["lr_multipliers"] is not None:
-        factor = factor * torch.tensor(group["lr_multipliers"][number], dtype=factor.dtype)
+        factor = factor * torch.tensor(group["lr_multipliers"][number], dtype=factor.dtype, device=factor.device)
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None
     scale = factor
     if before is not None:

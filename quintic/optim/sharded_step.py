@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quintic.optim.averaging import mean_of_ranks
 from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.packing import Packing, Run, in_memory_order
 from quintic.optim.pipeline import Observer, Operands, Passes, State, dense_gradient
 from quintic.optim.plan import Bucket, Member
@@ -203,7 +203,7 @@ def _count_elsewhere(
         # A parameter's parts may be in several buckets: it is counted with its first one.
         rows = [(number, state[params[part.index]]) for number, part in enumerate(sharding.parts) if part.start == 0]
         others = [(number, found["step"]) for number, found in rows if not found["exp_avg"].numel()]
-        numbers = upload(torch.tensor([number for number, _ in others], dtype=torch.int64), bucket.device)
+        numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
         memory.elsewhere = [step for _, step in others], numbers
     steps, numbers = memory.elsewhere
     if steps:

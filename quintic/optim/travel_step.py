@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import ProcessGroup
-from quintic.optim.device_memory import upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import DeviceMemory
 from quintic.optim.pipeline import Observer, Passes, State, advance_neurons_, orthogonalized
 from quintic.optim.plan import Bucket, Kind, Member, direction_dtype, update_dtype
@@ -49,14 +49,12 @@ class TravelMemory(DeviceMemory):
         key = (group["lr_scale"], group["lr_multipliers"])
         if key != self._scales_key:
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = torch.tensor(
-                [lr_scale_factor(group["lr_scale"], *kind.shape) for kind in travel.kinds], dtype=dtype
-            )
+            scales = host_tensor([lr_scale_factor(group["lr_scale"], *kind.shape) for kind in travel.kinds], dtype)
             scales = scales.expand(len(travel.units), -1).clone()
             multipliers = group["lr_multipliers"]
             if multipliers is not None:
                 each = [[multipliers[matrix] for matrix in unit.first_matrices] for unit in travel.units]
-                scales *= torch.tensor(each, dtype=dtype)
+                scales *= host_tensor(each, dtype)
             self._scales, self._scales_key = upload(scales, bucket.device), key
         return self._scales
 

@@ -153,7 +153,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
         generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
         found.param.grad = torch.zeros_like(found.param)
         local = local_tensor(found.param.grad)
-        local.copy_(torch.randn(local.shape, generator=generator))
+        local.copy_(torch.randn(local.shape, generator=generator, device="cpu"))
         given.append(found.param)
     return given
 
