@@ -35,6 +35,9 @@ _UNCUT = ("step", "second_momentum_buffer")
 # What is taken for the rounding of a user's function, relative to its result: nobody knows how it computes.
 _FUNCTION_ROUNDING = 2.0**-8
 
+# In how many ways directions are moved to see what comes of it.
+_PATTERNS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
@@ -380,8 +383,10 @@ def _step_matrix(
         second = 0.0 if before is None else _largest(matrix["second_moment"])
         return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
-    # Kernels round sums otherwise than the reference, and now and then the direction with them.
-    directions = [direction, shaken(direction)] if direction.is_cuda else [direction]
+    directions = [direction]
+    if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
+        terms = matrix["gradient"].abs().to(momentum.dtype) + momentum.abs()
+        directions += [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
     lr = float(group["lr"])
     changes, moments = [], []
     for found in directions:
@@ -397,17 +402,25 @@ def _step_matrix(
     return Rounding(_spread([*changes, change]), _spread(moments))
 
 
-def shaken(direction: Tensor) -> Tensor:
+def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
     """Return a direction as it may come out where sums are rounded in another order.
 
-    Of 16-bit entries one in 31 is another neighbour of the exact value, of wider ones each is.
+    Of 16-bit entries one in 31 is another neighbour of the exact value. Wider ones all move, by a rounding of what was
+    added: where that cancels, it is more than a rounding of the sum.
+
+    Args:
+        direction: any shape.
+        terms: sums of the absolute values that were added, of the same shape.
+        pattern: which of many ways to move the entries.
     """
     eps = torch.finfo(direction.dtype).eps
     numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
-    # Without a pattern: all entries of a row or a matrix times one number would be the same direction.
-    signs = 1 - 2 * ((numbers * 2654435761 >> 13) & 1)
-    moved = numbers % 31 == 0 if direction.itemsize == 2 else torch.ones_like(numbers, dtype=torch.bool)
-    return torch.where(moved, (direction.double() * (1 + eps * signs)).to(direction.dtype), direction)
+    # Without a regularity: all entries of a row or a matrix times one number would be the same direction.
+    signs = 1 - 2 * (((numbers + 1000003 * pattern) * 2654435761 >> 13) & 1)
+    if direction.itemsize == 2:
+        neighbours = (direction.double() * (1 + eps * signs)).to(direction.dtype)
+        return torch.where(numbers % 31 == pattern, neighbours, direction)
+    return (direction.double() + eps * signs * terms.double()).to(direction.dtype)
 
 
 def _spread(tensors: Sequence[Tensor]) -> float:
