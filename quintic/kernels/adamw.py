@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.configurations import ADAMW
+from quintic.kernels.launch import launch
 from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
     load_full_precision,
-    on_device_of,
     pointers_at,
     stepped_weight,
     store_weight,
@@ -136,32 +136,33 @@ def adamw_tensors_(
     """
     lr, weight_decay, beta1, beta2, eps = indices
     num_warps = ADAMW.on(addresses.device).num_warps
-    with on_device_of(addresses):
-        for tensor, count in programs.launches():
-            _adamw_kernel[(count,)](
-                addresses,
-                numels,
-                programs.tensor_of_program,
-                programs.tile_of_program,
-                corrections,
-                hyperparameters,
-                hyperparameters if go is None else go,
-                0 if go is None or go.ndim == 0 else 1,
-                addresses.shape[1],
-                tensor,
-                ALONE=tensor >= 0,
-                LR=lr,
-                WEIGHT_DECAY=weight_decay,
-                BETA1=beta1,
-                BETA2=beta2,
-                EPS=eps,
-                WEIGHT=TRITON_DTYPE[weight_dtype],
-                GRADIENT=TRITON_DTYPE[gradient_dtype],
-                MASTER=MASTER[master_dtype],
-                CAUTIOUS=cautious,
-                SQUARED=squared_lr_decay,
-                GUARDED=go is not None,
-                ALIGNED=aligned,
-                BLOCK=_BLOCK,
-                num_warps=num_warps,
-            )
+    for tensor, count in programs.launches():
+        launch(
+            _adamw_kernel,
+            (count,),
+            addresses,
+            numels,
+            programs.tensor_of_program,
+            programs.tile_of_program,
+            corrections,
+            hyperparameters,
+            hyperparameters if go is None else go,
+            0 if go is None or go.ndim == 0 else 1,
+            addresses.shape[1],
+            tensor,
+            ALONE=tensor >= 0,
+            LR=lr,
+            WEIGHT_DECAY=weight_decay,
+            BETA1=beta1,
+            BETA2=beta2,
+            EPS=eps,
+            WEIGHT=TRITON_DTYPE[weight_dtype],
+            GRADIENT=TRITON_DTYPE[gradient_dtype],
+            MASTER=MASTER[master_dtype],
+            CAUTIOUS=cautious,
+            SQUARED=squared_lr_decay,
+            GUARDED=go is not None,
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            num_warps=num_warps,
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, KernelsOption, decide, obstacle_to_triton, triton_is_interpreted
 from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.launch import launch
 
 __all__ = ["obstacle_to_fp8", "quantize_fp8", "quantize_fp8_both"]
 
@@ -333,7 +334,6 @@ _ROWS_BLOCK = (1, 4096)
 def _launch_quantize(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from quintic.kernels.weights import on_device_of
 
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
     if amax:
@@ -342,26 +342,27 @@ def _launch_quantize(
     if m and n:
         block_rows, block_columns = _BOTH_BLOCK if m > 1 or columns else _ROWS_BLOCK
         padded_rows = next_multiple(m) if columns else m
-        with on_device_of(x):
-            _quantize_kernel[(triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),)](
-                x,
-                scale,
-                by_rows if rows else by_columns,
-                by_columns,
-                peak.view(torch.int32),
-                m,
-                n,
-                padded_rows,
-                x.stride(0),
-                x.stride(1),
-                LARGEST=LARGEST[dtype],
-                ROWS=rows,
-                COLUMNS=columns,
-                AMAX=amax,
-                NATIVE=not triton_is_interpreted(),
-                WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),
-                BLOCK_ROWS=block_rows,
-                BLOCK_COLUMNS=block_columns,
-                num_warps=8,
-            )
+        launch(
+            _quantize_kernel,
+            (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
+            x,
+            scale,
+            by_rows if rows else by_columns,
+            by_columns,
+            peak.view(torch.int32),
+            m,
+            n,
+            padded_rows,
+            x.stride(0),
+            x.stride(1),
+            LARGEST=LARGEST[dtype],
+            ROWS=rows,
+            COLUMNS=columns,
+            AMAX=amax,
+            NATIVE=not triton_is_interpreted(),
+            WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            num_warps=8,
+        )
     return by_rows, by_columns, peak

@@ -14,6 +14,7 @@ and in any batch. The plain twin is `torch.bmm`; `products.py` of the optimizer 
 Import this module only where Triton is installed, and call it on devices of compute capability 9.0.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quintic.kernels.weights import on_device_of
+from quintic.kernels.launch import launch
 
 __all__ = [
     "BLOCK_K",
@@ -372,42 +373,49 @@ def hopper_multiply(
     halves = 2 if total <= grid else 1
     height = TILE.value // halves
     result = blocks_of(out, height, TILE.value)
-    with on_device_of(a):
-        _product_kernel[(grid,)](
-            blocks_of(left.stored, *((BLOCK_K.value, height) if left.transposed else (height, BLOCK_K.value))),
-            blocks_of(
-                right.stored, *((TILE.value, BLOCK_K.value) if right.transposed else (BLOCK_K.value, TILE.value))
-            ),
-            result if c is None else blocks_of(c, height, TILE.value),
-            result,
-            blocks_of(out, TILE.value, height) if symmetric else result,
-            total,
-            per_matrix,
-            rows,
-            columns,
-            triton.cdiv(k, BLOCK_K.value),
-            int(c is not None),
-            alpha,
-            beta,
-            diagonal,
-            SYMMETRIC=symmetric,
-            A_TRANSPOSED=left.transposed,
-            B_TRANSPOSED=right.transposed,
-            HALVES=halves,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _product_kernel,
+        (grid,),
+        blocks_of(left.stored, *((BLOCK_K.value, height) if left.transposed else (height, BLOCK_K.value))),
+        blocks_of(right.stored, *((TILE.value, BLOCK_K.value) if right.transposed else (BLOCK_K.value, TILE.value))),
+        result if c is None else blocks_of(c, height, TILE.value),
+        result,
+        blocks_of(out, TILE.value, height) if symmetric else result,
+        total,
+        per_matrix,
+        rows,
+        columns,
+        triton.cdiv(k, BLOCK_K.value),
+        int(c is not None),
+        alpha,
+        beta,
+        diagonal,
+        SYMMETRIC=symmetric,
+        A_TRANSPOSED=left.transposed,
+        B_TRANSPOSED=right.transposed,
+        HALVES=halves,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out if dtype is None else out.to(dtype)
 
 
 def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return (batch, m, n) matrices, rows contiguous, as the copy engine sees them: a block of one at a time."""
-    _, row, column = tensor.stride()
-    # The stride of a single matrix to the next may be any number; the copy engine wants multiples of 16 bytes.
-    matrix = tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row
-    return TensorDescriptor(tensor, tensor.shape, (matrix, row, column), [1, rows, columns], LAYOUT)
+    """Return (batch, m, n) matrices, rows contiguous, as the copy engine sees them: a block of one at a time.
+
+    It checks nothing, which would take the host longer than everything else about a launch; `launch` lets it be checked
+    when a kernel is compiled for it.
+    """
+    shape, (matrix, row, column) = tensor.shape, tensor.stride()
+    if shape[0] == 1:  # may be any number then; the copy engine wants multiples of 16 bytes
+        matrix = shape[1] * row
+    found = TensorDescriptor.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides = tensor, shape, (matrix, row, column)
+    found.block_shape, found.layout = [1, rows, columns], LAYOUT
+    return found
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of these kernels run at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -43,7 +43,7 @@ from quintic.kernels.hopper import (
     triangle,
 )
 from quintic.kernels.hopper_order import await_count, await_stores, count_up, let_copies_see
-from quintic.kernels.weights import on_device_of
+from quintic.kernels.launch import launch
 
 __all__ = ["APPLY", "GRAM", "SQUARE", "Step", "run_program", "steps_table"]
 
@@ -520,30 +520,31 @@ def run_program(x: Tensor, squares: Tensor, result: Tensor, table: Tensor, scala
     else:
         gram_left, gram_right = blocks_of(rows, BLOCK_K.value, height), blocks_of(rows, BLOCK_K.value, TILE.value)
         apply_left, apply_right = blocks_of(rows, height, BLOCK_K.value), square_right
-    with on_device_of(x):
-        _program_kernel[(grid,)](
-            gram_left,
-            gram_right,
-            square_left,
-            square_right,
-            apply_left,
-            apply_right,
-            blocks_of(rows, height, TILE.value),
-            blocks_of(result, height, TILE.value),
-            blocks_of(small, height, TILE.value),
-            blocks_of(small, TILE.value, height),
-            table,
-            scalars,
-            table.shape[0],
-            counters,
-            batch,
-            short,
-            long,
-            triton.cdiv(side, BLOCK_K.value),
-            triton.cdiv(length, BLOCK_K.value),
-            WIDE=wide,
-            HALVES=halves,
-            num_warps=4,
-            enable_fp_fusion=False,
-            launch_cooperative_grid=True,
-        )
+    launch(
+        _program_kernel,
+        (grid,),
+        gram_left,
+        gram_right,
+        square_left,
+        square_right,
+        apply_left,
+        apply_right,
+        blocks_of(rows, height, TILE.value),
+        blocks_of(result, height, TILE.value),
+        blocks_of(small, height, TILE.value),
+        blocks_of(small, TILE.value, height),
+        table,
+        scalars,
+        table.shape[0],
+        counters,
+        batch,
+        short,
+        long,
+        triton.cdiv(side, BLOCK_K.value),
+        triton.cdiv(length, BLOCK_K.value),
+        WIDE=wide,
+        HALVES=halves,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_cooperative_grid=True,
+    )

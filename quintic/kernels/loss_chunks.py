@@ -172,22 +172,19 @@ _TOKEN_MULTIPLE = 128
 
 def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `loss_twin` does, by the kernels."""
-    from quintic.kernels.weights import on_device_of
-
     x, vocab = problem.x, problem.vocab_size
     stored = problem.weight.shape[1 if problem.transposed else 0]
     padded = -(-vocab // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
     columns = padded if padded <= stored else vocab
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     empty = losses.new_empty(0)
-    with on_device_of(x):
-        if problem.fp8 is not None:
-            return losses, *_in_8_bits(problem, problem.fp8, wanted, columns, losses)
-        if wanted is not None:
-            return losses, *_in_chunks(problem, wanted, columns, losses)
-        head = _low_head(problem, columns)
-        for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES):
-            launch_rows(problem, rows, F.linear(x[rows], head), columns, losses, None)
+    if problem.fp8 is not None:
+        return losses, *_in_8_bits(problem, problem.fp8, wanted, columns, losses)
+    if wanted is not None:
+        return losses, *_in_chunks(problem, wanted, columns, losses)
+    head = _low_head(problem, columns)
+    for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES):
+        launch_rows(problem, rows, F.linear(x[rows], head), columns, losses, None)
     return losses, empty, empty
 
 

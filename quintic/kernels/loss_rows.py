@@ -12,6 +12,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.fp8_quantize import LARGEST, quantized_value, store_quantized
 from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.launch import launch
 
 if TYPE_CHECKING:
     from quintic.kernels.loss_chunks import Problem, Wanted
@@ -320,7 +321,9 @@ def launch_rows(
     """
     targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
     scale = losses if wanted is None else wanted.scale
-    _row_kernel[(logits.shape[0],)](
+    launch(
+        _row_kernel,
+        (logits.shape[0],),
         logits,
         targets[rows],
         losses if weights is None else weights[rows],
@@ -364,7 +367,9 @@ def launch_fp8(
     block_rows, block_columns = _FP8_BLOCK
     stop = grad_turned.shape[1] if within.stop == grad.shape[0] else within.stop
     written = stop - within.start
-    _fp8_gradient_kernel[(triton.cdiv(written, block_rows) * triton.cdiv(columns, block_columns),)](
+    launch(
+        _fp8_gradient_kernel,
+        (triton.cdiv(written, block_rows) * triton.cdiv(columns, block_columns),),
         logits,
         targets[rows],
         lse if weights is None else weights[rows],
@@ -399,7 +404,9 @@ def launch_fp8(
 def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
     """Write x (m, n) times one factor per row into a contiguous tensor."""
     (m, n), (block_rows, block_columns) = x.shape, _SCALE_BLOCK
-    _scale_rows_kernel[(triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),)](
+    launch(
+        _scale_rows_kernel,
+        (triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),),
         x,
         factors,
         out,

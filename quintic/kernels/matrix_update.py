@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.configurations import MOMENTUM, WEIGHTS
+from quintic.kernels.launch import launch
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
     load_full_precision,
-    on_device_of,
     pointers_at,
     stepped_weight,
     store_weight,
@@ -241,26 +241,27 @@ def momentum_directions_(
     count = addresses.shape[1]
     _, *geometry = layout.physical()
     configuration = MOMENTUM.on(directions.device)
-    with on_device_of(directions):
-        _momentum_kernel[(count * _tiles(layout, configuration.block),)](
-            addresses,
-            directions,
-            hyperparameters,
-            hyperparameters if go is None else go,
-            0 if go is None or go.ndim == 0 else 1,
-            count,
-            layout.numel,
-            *geometry,
-            MU=mu_index,
-            GRADIENT=TRITON_DTYPE[gradient_dtype],
-            NESTEROV=nesterov,
-            GUARDED=go is not None,
-            CONTIGUOUS=layout.contiguous,
-            GROUPED=layout.groups > 1,
-            ALIGNED=aligned and layout.contiguous,
-            BLOCK=configuration.block,
-            num_warps=configuration.num_warps,
-        )
+    launch(
+        _momentum_kernel,
+        (count * _tiles(layout, configuration.block),),
+        addresses,
+        directions,
+        hyperparameters,
+        hyperparameters if go is None else go,
+        0 if go is None or go.ndim == 0 else 1,
+        count,
+        layout.numel,
+        *geometry,
+        MU=mu_index,
+        GRADIENT=TRITON_DTYPE[gradient_dtype],
+        NESTEROV=nesterov,
+        GUARDED=go is not None,
+        CONTIGUOUS=layout.contiguous,
+        GROUPED=layout.groups > 1,
+        ALIGNED=aligned and layout.contiguous,
+        BLOCK=configuration.block,
+        num_warps=configuration.num_warps,
+    )
 
 
 def apply_updates_(
@@ -304,35 +305,36 @@ def apply_updates_(
     factor_strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
     contiguous = layout.contiguous
     configuration = WEIGHTS.on(updates.device)
-    with on_device_of(updates):
-        _apply_kernel[(count * _tiles(layout, configuration.block),)](
-            addresses,
-            updates,
-            factors,
-            hyperparameters,
-            hyperparameters if go is None else go,
-            0 if go is None or go.ndim == 0 else 1,
-            count,
-            layout.numel,
-            columns,
-            *geometry,
-            *update.stride(),
-            *factor_strides,
-            LR=lr_index,
-            WEIGHT_DECAY=weight_decay_index,
-            WEIGHT=TRITON_DTYPE[weight_dtype],
-            MASTER=MASTER[master_dtype],
-            CAUTIOUS=cautious,
-            SQUARED=squared_lr_decay,
-            GUARDED=go is not None,
-            CONTIGUOUS=contiguous,
-            UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
-            PER_MATRIX=factors.shape[1:] == (1, 1),
-            GROUPED=layout.groups > 1,
-            ALIGNED=aligned and contiguous,
-            BLOCK=configuration.block,
-            num_warps=configuration.num_warps,
-        )
+    launch(
+        _apply_kernel,
+        (count * _tiles(layout, configuration.block),),
+        addresses,
+        updates,
+        factors,
+        hyperparameters,
+        hyperparameters if go is None else go,
+        0 if go is None or go.ndim == 0 else 1,
+        count,
+        layout.numel,
+        columns,
+        *geometry,
+        *update.stride(),
+        *factor_strides,
+        LR=lr_index,
+        WEIGHT_DECAY=weight_decay_index,
+        WEIGHT=TRITON_DTYPE[weight_dtype],
+        MASTER=MASTER[master_dtype],
+        CAUTIOUS=cautious,
+        SQUARED=squared_lr_decay,
+        GUARDED=go is not None,
+        CONTIGUOUS=contiguous,
+        UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
+        PER_MATRIX=factors.shape[1:] == (1, 1),
+        GROUPED=layout.groups > 1,
+        ALIGNED=aligned and contiguous,
+        BLOCK=configuration.block,
+        num_warps=configuration.num_warps,
+    )
 
 
 def _tiles(layout: MatrixLayout, block: int) -> int:

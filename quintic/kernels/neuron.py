@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.weights import on_device_of, pointers_at
+from quintic.kernels.launch import launch
+from quintic.kernels.weights import pointers_at
 
 __all__ = ["advance_neuron_factors_"]
 
@@ -192,37 +193,40 @@ def advance_neuron_factors_(
     segments = triton.cdiv(entries, segment)
     sums = torch.empty((count, segments, neurons), dtype=torch.float32, device=update.device)
     factor_block = min(max(triton.next_power_of_2(neurons), _MIN_FACTOR_BLOCK), _MAX_FACTOR_BLOCK)
-    with on_device_of(update):
-        _sum_kernel[(count * segments * triton.cdiv(neurons, _SUM_BLOCK),)](
-            by_neuron,
-            sums,
-            neurons,
-            entries,
-            segment,
-            *by_neuron.stride(),
-            ENTRIES_FIRST=by_neuron.stride(2) == 1,
-            LOG_LANES=_LOG_LANES,
-            BLOCK=_SUM_BLOCK,
-            num_warps=_SUM_WARPS,
-        )
-        _factor_kernel[(count,)](
-            sums,
-            moments,
-            scale,
-            factors,
-            moments if go is None else go,
-            scale.stride(0),
-            0 if go is None or go.ndim == 0 else go.stride(0),
-            neurons,
-            segments,
-            float(entries),
-            1.0 - beta,
-            _EPS,
-            GUARDED=go is not None,
-            LOG_SEGMENTS=_LOG_SEGMENTS,
-            LOG_BLOCK=factor_block.bit_length() - 1,
-            num_warps=factor_block // _NEURONS_PER_WARP,
-        )
+    launch(
+        _sum_kernel,
+        (count * segments * triton.cdiv(neurons, _SUM_BLOCK),),
+        by_neuron,
+        sums,
+        neurons,
+        entries,
+        segment,
+        *by_neuron.stride(),
+        ENTRIES_FIRST=by_neuron.stride(2) == 1,
+        LOG_LANES=_LOG_LANES,
+        BLOCK=_SUM_BLOCK,
+        num_warps=_SUM_WARPS,
+    )
+    launch(
+        _factor_kernel,
+        (count,),
+        sums,
+        moments,
+        scale,
+        factors,
+        moments if go is None else go,
+        scale.stride(0),
+        0 if go is None or go.ndim == 0 else go.stride(0),
+        neurons,
+        segments,
+        float(entries),
+        1.0 - beta,
+        _EPS,
+        GUARDED=go is not None,
+        LOG_SEGMENTS=_LOG_SEGMENTS,
+        LOG_BLOCK=factor_block.bit_length() - 1,
+        num_warps=factor_block // _NEURONS_PER_WARP,
+    )
     return factors
 
 

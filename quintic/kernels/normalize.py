@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.weights import on_device_of
+from quintic.kernels.launch import launch
 
 __all__ = ["can_normalize", "normalize_matrices"]
 
@@ -133,21 +133,22 @@ def normalize_matrices(x: Tensor, norm: float, dtype: torch.dtype, out: Tensor |
     factors = torch.empty((count, 2), dtype=torch.float32, device=x.device) if combined else sums
     out = torch.empty_like(x, dtype=dtype) if out is None else out
     grid = (count * tiles,)
-    with on_device_of(x):
-        _tile_kernel[grid](x, exponents, sums, numel, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
-        if combined:
-            _combine_kernel[(count,)](exponents, sums, factors, tiles, norm, BLOCK=_COMBINE_BLOCK, num_warps=4)
-        _scale_kernel[grid](
-            x,
-            out,
-            exponents,
-            sums,
-            factors,
-            numel,
-            norm,
-            COMBINED=combined,
-            BLOCK=_BLOCK,
-            COMBINE=_COMBINE_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+    launch(_tile_kernel, grid, x, exponents, sums, numel, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    if combined:
+        launch(_combine_kernel, (count,), exponents, sums, factors, tiles, norm, BLOCK=_COMBINE_BLOCK, num_warps=4)
+    launch(
+        _scale_kernel,
+        grid,
+        x,
+        out,
+        exponents,
+        sums,
+        factors,
+        numel,
+        norm,
+        COMBINED=combined,
+        BLOCK=_BLOCK,
+        COMBINE=_COMBINE_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
     return out

@@ -25,6 +25,7 @@ from quintic.kernels.fp8_quantize import (
     tile_offsets,
 )
 from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.launch import launch
 
 __all__ = ["device_limits", "product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
 
@@ -225,8 +226,6 @@ def product_relu2(
         activation: (m, n) contiguous, or None.
         scales: () float32 factors of `a` and `b`, for 8-bit operands.
     """
-    from quintic.kernels.weights import on_device_of
-
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
     out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):
@@ -252,27 +251,28 @@ def product_relu2(
         b_block = [block_k, block_n] if transposed else [block_n, block_k]
         blocks = [[block_m, block_k], b_block, [block_m, block_n // 2], [block_m, block_n // 2]]
         operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
-    with on_device_of(a):
-        _product_kernel[(min(programs, tiles) if descriptors else tiles,)](
-            *operands,
-            *((out, out) if scales is None else scales),
-            m,
-            n,
-            k,
-            *a.stride(),
-            *b.stride(),
-            BACKWARD=activation is not None,
-            TRANSPOSED=transposed,
-            SCALED=scales is not None,
-            DESCRIPTORS=descriptors,
-            WIDE=needs_wide_offsets(n, *a.stride(), *b.stride()),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            GROUP=configuration.group,
-            num_warps=configuration.num_warps,
-            num_stages=configuration.num_stages,
-        )
+    launch(
+        _product_kernel,
+        (min(programs, tiles) if descriptors else tiles,),
+        *operands,
+        *((out, out) if scales is None else scales),
+        m,
+        n,
+        k,
+        *a.stride(),
+        *b.stride(),
+        BACKWARD=activation is not None,
+        TRANSPOSED=transposed,
+        SCALED=scales is not None,
+        DESCRIPTORS=descriptors,
+        WIDE=needs_wide_offsets(n, *a.stride(), *b.stride()),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=configuration.group,
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+    )
     return out
 
 
@@ -290,15 +290,20 @@ def relu2_backward(grad: Tensor, activation: Tensor, chosen: Kernels) -> Tensor:
     """Return 2 sqrt(activation) grad, contiguous in the gradient's dtype."""
     if chosen == "torch":
         return relu2_backward_twin(grad, activation).to(grad.dtype)
-    from quintic.kernels.weights import on_device_of
 
     grad, activation = grad.contiguous(), activation.contiguous()
     out = torch.empty_like(grad)
     if grad.numel():
-        with on_device_of(grad):
-            _relu2_backward_kernel[(triton.cdiv(grad.numel(), _BACKWARD_BLOCK),)](
-                grad, activation, out, grad.numel(), BLOCK=_BACKWARD_BLOCK, num_warps=8
-            )
+        launch(
+            _relu2_backward_kernel,
+            (triton.cdiv(grad.numel(), _BACKWARD_BLOCK),),
+            grad,
+            activation,
+            out,
+            grad.numel(),
+            BLOCK=_BACKWARD_BLOCK,
+            num_warps=8,
+        )
     return out
 
 
@@ -316,7 +321,6 @@ def relu2_backward_fp8(
     dtype = torch.float8_e5m2
     if not takes_tiles(grad.shape[1], chosen):
         return quantized_layouts(relu2_backward_twin(grad, activation), scale, dtype, True, True, True, chosen)
-    from quintic.kernels.weights import on_device_of
 
     grad, activation = grad.contiguous(), activation.contiguous()
     by_rows, by_columns, amax = empty_quantized(grad, dtype, True, True, True)
@@ -325,22 +329,23 @@ def relu2_backward_fp8(
     if m and n:
         block_rows, block_columns = _BACKWARD_FP8_BLOCK
         padded_rows = next_multiple(m)
-        with on_device_of(grad):
-            _relu2_backward_fp8_kernel[(triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),)](
-                grad,
-                activation,
-                scale,
-                by_rows,
-                by_columns,
-                amax.view(torch.int32),
-                m,
-                n,
-                padded_rows,
-                LARGEST=LARGEST[dtype],
-                NATIVE=not triton_is_interpreted(),
-                WIDE=needs_wide_offsets(n, padded_rows),
-                BLOCK_ROWS=block_rows,
-                BLOCK_COLUMNS=block_columns,
-                num_warps=8,
-            )
+        launch(
+            _relu2_backward_fp8_kernel,
+            (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
+            grad,
+            activation,
+            scale,
+            by_rows,
+            by_columns,
+            amax.view(torch.int32),
+            m,
+            n,
+            padded_rows,
+            LARGEST=LARGEST[dtype],
+            NATIVE=not triton_is_interpreted(),
+            WIDE=needs_wide_offsets(n, padded_rows),
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            num_warps=8,
+        )
     return by_rows, by_columns, amax

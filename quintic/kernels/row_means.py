@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.weights import on_device_of
+from quintic.kernels.launch import launch
 
 __all__ = ["mean_of_rows_"]
 
@@ -57,16 +57,17 @@ def mean_of_rows_(received: Tensor, places: Tensor, mean: Tensor) -> Tensor:
         columns = min(triton.next_power_of_2(row_size), _MOST_COLUMNS)
         rows = _BLOCK // columns
         grid = (triton.cdiv(num_rows, rows), triton.cdiv(row_size, columns))
-        with on_device_of(mean):
-            _rows_kernel[grid](
-                received,
-                places,
-                mean,
-                num_rows,
-                row_size,
-                RANKS=places.shape[0],
-                ROWS=rows,
-                COLUMNS=columns,
-                num_warps=4,
-            )
+        launch(
+            _rows_kernel,
+            grid,
+            received,
+            places,
+            mean,
+            num_rows,
+            row_size,
+            RANKS=places.shape[0],
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
     return mean

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quintic.kernels.launch import launch
 from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
-from quintic.kernels.weights import TRITON_DTYPE, on_device_of, pointers_at
+from quintic.kernels.weights import TRITON_DTYPE, pointers_at
 
 __all__ = ["copy_runs_", "mean_of_ranks_", "run_programs"]
 
@@ -86,23 +87,24 @@ def copy_runs_(
         packs: from the runs into the buffer; else from the buffer into the runs, which must not overlap.
         aligned: whether all addresses, and the runs' places in the buffer, are multiples of 16 bytes.
     """
-    with on_device_of(buffer):
-        for run, count in programs.launches():
-            _copy_kernel[(count,)](
-                addresses,
-                places,
-                numels,
-                buffer,
-                programs.tensor_of_program,
-                programs.tile_of_program,
-                run,
-                ALONE=run >= 0,
-                DTYPE=TRITON_DTYPE[dtype],
-                PACKS=packs,
-                ALIGNED=aligned,
-                BLOCK=_COPY_BLOCK,
-                num_warps=4,
-            )
+    for run, count in programs.launches():
+        launch(
+            _copy_kernel,
+            (count,),
+            addresses,
+            places,
+            numels,
+            buffer,
+            programs.tensor_of_program,
+            programs.tile_of_program,
+            run,
+            ALONE=run >= 0,
+            DTYPE=TRITON_DTYPE[dtype],
+            PACKS=packs,
+            ALIGNED=aligned,
+            BLOCK=_COPY_BLOCK,
+            num_warps=4,
+        )
 
 
 @triton.jit
@@ -128,6 +130,7 @@ def mean_of_ranks_(received: Tensor, mean: Tensor) -> Tensor:
     """
     num_ranks, numel = received.shape
     if numel:
-        with on_device_of(received):
-            _mean_kernel[(triton.cdiv(numel, _MEAN_BLOCK),)](received, mean, numel, num_ranks, _MEAN_BLOCK, num_warps=4)
+        launch(
+            _mean_kernel, (triton.cdiv(numel, _MEAN_BLOCK),), received, mean, numel, num_ranks, _MEAN_BLOCK, num_warps=4
+        )
     return mean

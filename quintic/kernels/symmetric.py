@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.configurations import SYMMETRIC
-from quintic.kernels.weights import on_device_of
+from quintic.kernels.launch import launch
 
 __all__ = ["can_multiply", "symmetric_multiply"]
 
@@ -121,26 +121,27 @@ def symmetric_multiply(
     tiles = triton.cdiv(side, _BLOCK)
     configuration = SYMMETRIC.on(a.device)
     out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)
-    with on_device_of(a):
-        _symmetric_kernel[(count * tiles * (tiles + 1) // 2,)](
-            a,
-            b,
-            a if c is None else c,
-            out,
-            side,
-            inner,
-            *a.stride(),
-            *b.stride(),
-            alpha,
-            beta,
-            diagonal,
-            tiles,
-            ADD=c is not None,
-            EVEN_SIDE=side % _BLOCK == 0,
-            EVEN_INNER=inner % configuration.block_k == 0,
-            BLOCK=_BLOCK,
-            BLOCK_K=configuration.block_k,
-            num_warps=configuration.num_warps,
-            num_stages=configuration.num_stages,
-        )
+    launch(
+        _symmetric_kernel,
+        (count * tiles * (tiles + 1) // 2,),
+        a,
+        b,
+        a if c is None else c,
+        out,
+        side,
+        inner,
+        *a.stride(),
+        *b.stride(),
+        alpha,
+        beta,
+        diagonal,
+        tiles,
+        ADD=c is not None,
+        EVEN_SIDE=side % _BLOCK == 0,
+        EVEN_INNER=inner % configuration.block_k == 0,
+        BLOCK=_BLOCK,
+        BLOCK_K=configuration.block_k,
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+    )
     return out

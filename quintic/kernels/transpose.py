@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
 from quintic.kernels.jit import jit, tl
+from quintic.kernels.launch import launch
 
 __all__ = ["obstacle_to_transpose", "transpose_add_", "transpose_copy_"]
 
@@ -146,7 +147,6 @@ def _add_in_torch(out: Tensor, x: Tensor) -> None:
 
 
 def _launch(out: Tensor, x: Tensor, *, add: bool) -> None:
-    from quintic.kernels.weights import on_device_of
 
     if out.numel() == 0:
         return
@@ -157,23 +157,24 @@ def _launch(out: Tensor, x: Tensor, *, add: bool) -> None:
     m, n = x.shape
     block_m, block_n = _ROW_BYTES // out.itemsize, _ROW_BYTES // x.itemsize
     row_tiles, column_tiles = -(-m // block_m), -(-n // block_n)
-    with on_device_of(out):
-        _transpose_kernel[(row_tiles * column_tiles,)](
-            x,
-            out,
-            m,
-            n,
-            x.stride(0),
-            out.stride(0),
-            row_tiles,
-            column_tiles,
-            ADD=add,
-            LARGEST=_largest(out, x),
-            ROWS_FIRST=row_tiles < column_tiles,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=_NUM_WARPS,
-        )
+    launch(
+        _transpose_kernel,
+        (row_tiles * column_tiles,),
+        x,
+        out,
+        m,
+        n,
+        x.stride(0),
+        out.stride(0),
+        row_tiles,
+        column_tiles,
+        ADD=add,
+        LARGEST=_largest(out, x),
+        ROWS_FIRST=row_tiles < column_tiles,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=_NUM_WARPS,
+    )
 
 
 def _largest(out: Tensor, x: Tensor) -> float:

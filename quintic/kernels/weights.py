@@ -4,18 +4,14 @@ These are functions for kernels (`matrix_update.py`, `adamw.py`), compiled into 
 Triton is installed (see `dispatch.py`).
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 __all__ = [
     "MASTER",
     "TRITON_DTYPE",
     "load_full_precision",
-    "on_device_of",
     "pointers_at",
     "stepped_weight",
     "store_weight",
@@ -25,11 +21,6 @@ TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.fl
 
 MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 """What a kernel's MASTER is for a dtype of masters; see optim/precision.py."""
-
-
-def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Make the tensor's device the current one: Triton launches there."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @triton.jit

@@ -1,0 +1,87 @@
+"""Launches kernels again at little cost to the host.
+
+`kernel[grid](...)` asks Triton every time which of the compiled variants fits, 40 to 60 microseconds, and a step of
+many small matrices is launches. Here the answer is kept under what it depends on, and the compiled kernel is called
+directly.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.jit import triton
+
+__all__ = ["launch"]
+
+# What is compiled for a device and arguments like these, and the constants, in the order of the kernel's signature.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a Triton or Gluon kernel on the device of its first argument, on that device's current stream.
+
+    Args:
+        kernel: decorated with `triton.jit` or `gluon.jit`.
+        grid: programs along one to three dimensions.
+        args: of the kernel's first parameters: tensors, descriptors of tensors, Python's numbers, None. The first is a
+            tensor or a descriptor; the layout of a descriptor must follow from its dtype and its block.
+        options: all other parameters, constants, by name; and options of the compiler, such as `num_warps`.
+    """
+    first = args[0]
+    device = (first if isinstance(first, Tensor) else first.base).device
+    if device.type != "cuda":  # the interpreter
+        kernel[grid](*args, **options)
+    elif device.index == torch.cuda.current_device():
+        _launch_here(kernel, grid, device.index, args, options)
+    else:
+        with torch.cuda.device(device):
+            _launch_here(kernel, grid, device.index, args, options)
+
+
+def _launch_here(
+    kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    # Kernels are compared by address: they hash their source. Those that are compiled for are never collected.
+    key = (id(kernel), device, *map(variant, args), *options.items())
+    found = _compiled.get(key)
+    if found is None or _is_watched():
+        _check_descriptors(args)
+        compiled = kernel[grid](*args, **options)
+        if isinstance(kernel, triton.JITFunction) and torch.version.hip is None:
+            _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+        return
+    compiled, constants = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    # Without Triton's hooks, of which there are none, and what they would be told.
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
+
+
+def _is_watched() -> bool:
+    """Return whether somebody, such as a profiler, wants Triton to say what it launches."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+def variant(arg: Any) -> Any:
+    """Return what differs between two values of a parameter wherever Triton compiles them differently."""
+    kind = type(arg)
+    if kind is int:
+        # A one is a constant, multiples of 16 promise alignment, and large numbers need wider types.
+        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63)
+    if kind is float:
+        return float
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if kind is bool or arg is None:
+        return kind, arg
+    base = arg.base
+    return base.dtype, base.data_ptr() % 16 == 0, tuple(arg.block_shape)
+
+
+def _check_descriptors(args: tuple[Any, ...]) -> None:
+    """Check descriptors that were made unchecked (`hopper.blocks_of`), before a kernel is compiled for them."""
+    for arg in args:
+        if hasattr(arg, "block_shape"):
+            arg.__post_init__()
