@@ -49,7 +49,10 @@ def _launch_here(
         _check_descriptors(args)
         compiled = kernel[grid](*args, **options)
         if isinstance(kernel, triton.JITFunction) and torch.version.hip is None:
-            _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+            names = kernel.arg_names[len(args) :]
+            if len(names) != len(kernel.constexprs):  # one of `args` is a constant, whose value is not in the key
+                raise TypeError(f"{kernel.arg_names}: give the constants, and nothing else, by name")
+            _compiled[key] = compiled, tuple(options[name] for name in names)
         return
     compiled, constants = found
     x, y, z = (*grid, 1, 1)[:3]

@@ -130,7 +130,6 @@ def mean_of_ranks_(received: Tensor, mean: Tensor) -> Tensor:
     """
     num_ranks, numel = received.shape
     if numel:
-        launch(
-            _mean_kernel, (triton.cdiv(numel, _MEAN_BLOCK),), received, mean, numel, num_ranks, _MEAN_BLOCK, num_warps=4
-        )
+        grid = (triton.cdiv(numel, _MEAN_BLOCK),)
+        launch(_mean_kernel, grid, received, mean, numel, RANKS=num_ranks, BLOCK=_MEAN_BLOCK, num_warps=4)
     return mean

@@ -383,20 +383,20 @@ def _step_matrix(
         second = 0.0 if before is None else _largest(matrix["second_moment"])
         return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
-    directions = [direction]
+    forms = [(direction, wide)]
     if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
         terms = matrix["gradient"].abs().to(momentum.dtype) + momentum.abs()
-        directions += [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
-    lr = float(group["lr"])
+        moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
+        # Rounded as well: of a small matrix a single product may be nearly exact by chance.
+        forms += [(found, precision) for found in moved for precision in (wide, form)]
     changes, moments = [], []
-    for found in directions:
-        exact = apply_form(found, wide, "torch")
-        moment = None if before is None else before.clone()
-        exact_factor = scale
-        if moment is not None:
-            exact_factor = scale * neuron_factors_(exact, moment, beta=float(group["normalize_beta"]))
-            moments.append(moment)
-        changes.append(exact_factor * exact * lr)
+    for found, precision in forms:
+        result = apply_form(found, precision, "torch")
+        result_factor = scale
+        if before is not None:
+            moments.append(before.clone())
+            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group["normalize_beta"]))
+        changes.append(result_factor * result * float(group["lr"]))
     if moments:
         moments.append(matrix["second_moment"])
     return Rounding(_spread([*changes, change]), _spread(moments))

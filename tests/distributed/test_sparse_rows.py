@@ -393,7 +393,7 @@ def announces_wrongly(rank, world_size):
             optimizer.announce_rows("even", wrong)
     for wrong in ([0, 128], [-1]):
         with pytest.raises(IndexError, match=r"even: rows from .* the parameter has 128"):
-            optimizer.announce_rows("even", torch.tensor(wrong))
+            optimizer.announce_rows("even", torch.tensor(wrong, device="cpu"))
     optimizer.announce_rows("small", torch.tensor([10**6]))  # always travels whole
     optimizer.announce_rows("even", rows)
     with pytest.raises(RuntimeError, match=r"even: announce_rows was called again.*more=True.*withdraw_rows\(\)"):

@@ -55,6 +55,7 @@ class Kernel:
     """Stands for Triton's kernels, and counts what it is asked to choose."""
 
     arg_names = ("x", "numel", "scale", "BLOCK", "FLAG")
+    constexprs = (3, 4)
 
     def __init__(self):
         self.calls, self.compiled = [], []
@@ -123,6 +124,11 @@ def test_other_variants_are_chosen_by_triton(on_a_device, other):
     run()
     run(**other)
     assert [compiled.run.call_count for compiled in kernel.compiled] == [1, 1]
+
+
+def test_constants_are_given_by_name(on_a_device):
+    with pytest.raises(TypeError, match=r"'BLOCK', 'FLAG'.*by name"):
+        launch(Kernel(), (1,), descriptor(torch.empty(4)), 2, 0.5, 64, FLAG=False)
 
 
 def test_two_kernels_are_two(on_a_device):

@@ -76,6 +76,7 @@ def test_a_captured_step_follows_the_hyperparameters(options, tensor_lr):
             twin.grad = param.grad.clone()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             gradients()
@@ -120,6 +121,7 @@ def test_backward_and_step_in_one_graph():
         return loss
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         first = [step().detach() for _ in range(3)][0].item()  # noqa: RUF015 (all three are wanted)
     torch.cuda.synchronize()
