@@ -202,23 +202,21 @@ def adamw_passes(where: Where) -> Iterator[Case]:
         divided = adamw_programs(numels)
         places = {name: getattr(divided, name).to(where.device) for name in ("tensor_of_program", "tile_of_program")}
         addresses = torch.tensor([[x.data_ptr() for x in found] for found in (*tensors, tensors[-1])])
-        corrections = torch.full((2, len(numels)), 0.5, device=where.device)
-        return (
-            addresses.to(where.device),
-            torch.tensor(numels).to(where.device),
-            replace(divided, **places),
-            corrections,
-        )
+        steps = [torch.full((), 10.0, device=where.device) for _ in numels]
+        counts = torch.tensor([step.data_ptr() for step in steps])
+        found = (addresses, counts, torch.tensor(numels))
+        return (*(table.to(where.device) for table in found), replace(divided, **places), steps)
 
     def make_with_tables() -> tuple[Any, ...]:
         *tensors, hyperparameters = make()
-        return (*tables(*tensors), hyperparameters, tensors)
+        *made, steps = tables(*tensors)
+        return (*made, hyperparameters, (tensors, steps))
 
-    def in_triton(addresses: Tensor, numels: Tensor, programs: Any, corrections: Tensor, hyper: Tensor, _: Any) -> None:
+    def in_triton(addresses: Tensor, steps: Tensor, numels: Tensor, programs: Any, hyper: Tensor, _: Any) -> None:
         from quintic.kernels.adamw import adamw_tensors_
 
         adamw_tensors_(
-            addresses, numels, programs, corrections, hyper, weight_dtype=torch.bfloat16,
+            addresses, steps, numels, programs, hyper, weight_dtype=torch.bfloat16,
             gradient_dtype=torch.bfloat16, master_dtype=None,
             indices=tuple(INDEX[name] for name in ("lr", "weight_decay", "beta1", "beta2", "eps")),
             cautious=False, squared_lr_decay=False, go=None, aligned=True,

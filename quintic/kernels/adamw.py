@@ -28,6 +28,9 @@ from quintic.kernels.weights import (
 
 __all__ = ["adamw_programs", "adamw_tensors_"]
 
+# Tensors per program of the kernel that counts steps.
+_COUNT_BLOCK = 128
+
 # Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
 _BLOCK = 1024
 
@@ -35,6 +38,39 @@ _BLOCK = 1024
 def adamw_programs(numels: Sequence[int]) -> TilePrograms:
     """Return how the programs of `adamw_tensors_` are divided among tensors of so many entries, on the CPU."""
     return divide_tiles(numels, _BLOCK)
+
+
+@triton.jit
+def _count_kernel(
+    steps,
+    corrections,
+    hyperparameters,
+    go,
+    go_stride,
+    num_tensors,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    GUARDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensor < num_tensors
+    place = tl.load(steps + tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(place, mask=inside, other=0.0)
+    if GUARDED:
+        step += tl.load(go + tensor * go_stride, mask=inside, other=0).to(tl.float32)
+    else:
+        step += 1.0
+    tl.store(place, step, mask=inside)
+    # Double precision: 1 - beta^step loses digits.
+    count = step.to(tl.float64)
+    # A beta of 0 has no logarithm, and one of 1e-30 the same correction, which is 1.
+    beta1 = tl.maximum(tl.load(hyperparameters + BETA1), 1e-30)
+    beta2 = tl.maximum(tl.load(hyperparameters + BETA2), 1e-30)
+    correction1 = 1.0 - tl.exp2(count * tl.log2(beta1))
+    correction2 = 1.0 - tl.exp2(count * tl.log2(beta2))
+    tl.store(corrections + tensor, correction1.to(tl.float32), mask=inside)
+    tl.store(corrections + num_tensors + tensor, correction2.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -101,9 +137,9 @@ def _adamw_kernel(
 
 def adamw_tensors_(
     addresses: Tensor,
+    steps: Tensor,
     numels: Tensor,
     programs: TilePrograms,
-    corrections: Tensor,
     hyperparameters: Tensor,
     *,
     weight_dtype: torch.dtype,
@@ -115,15 +151,15 @@ def adamw_tensors_(
     go: Tensor | None,
     aligned: bool,
 ) -> None:
-    """Advance AdamW on many tensors at once.
+    """Advance AdamW on many tensors at once, and the counts of their steps.
 
     Args:
         addresses: (5, t) int64 on the device: of each tensor's gradient, float32 first and second moment, weight, and
             master (any number without masters); all but the gradient are changed. Entries are paired by their place in
             memory.
+        steps: (t,) int64 on the device: addresses of each tensor's count of steps, float32, before this one; changed.
         numels: (t,) int64 on the device: entries of each tensor.
         programs: how the work is divided.
-        corrections: (2, t) float32: 1 - beta^step for both moments.
         hyperparameters: (k,) float64 on the device.
         weight_dtype: of the weights.
         gradient_dtype: of the gradients.
@@ -136,6 +172,24 @@ def adamw_tensors_(
     """
     lr, weight_decay, beta1, beta2, eps = indices
     num_warps = ADAMW.on(addresses.device).num_warps
+    num_tensors = addresses.shape[1]
+    flag, flag_stride = (hyperparameters, 0) if go is None else (go, 0 if go.ndim == 0 else 1)
+    corrections = torch.empty((2, num_tensors), dtype=torch.float32, device=addresses.device)
+    launch(
+        _count_kernel,
+        (triton.cdiv(num_tensors, _COUNT_BLOCK),),
+        steps,
+        corrections,
+        hyperparameters,
+        flag,
+        flag_stride,
+        num_tensors,
+        BETA1=beta1,
+        BETA2=beta2,
+        GUARDED=go is not None,
+        BLOCK=_COUNT_BLOCK,
+        num_warps=4,
+    )
     for tensor, count in programs.launches():
         launch(
             _adamw_kernel,
@@ -146,9 +200,9 @@ def adamw_tensors_(
             programs.tile_of_program,
             corrections,
             hyperparameters,
-            hyperparameters if go is None else go,
-            0 if go is None or go.ndim == 0 else 1,
-            addresses.shape[1],
+            flag,
+            flag_stride,
+            num_tensors,
             tensor,
             ALONE=tensor >= 0,
             LR=lr,

@@ -269,6 +269,8 @@ def _adamw(
         weights = [draw(numel, dtype=dtype) for numel in numels]
         masters = [_masters(draw, weight, master_dtype) for weight in weights]
         addresses, aligned = _addresses(gradients, exp_avgs, exp_avg_sqs, weights, masters)
+        steps = torch.full((len(numels),), 10.0, device=device)
+        step_addresses = _addresses(list(steps))[0][0]
         programs = adamw_programs(numels)
         programs = replace(
             programs,
@@ -276,15 +278,14 @@ def _adamw(
             tile_of_program=programs.tile_of_program.to(device),
         )
         on_device = torch.tensor(numels, device=device)
-        corrections = torch.full((2, len(numels)), 0.5, device=device)
         hyperparameters = _hyperparameters(device)
 
         def run() -> Sequence[Tensor]:
             adamw_tensors_(
                 addresses,
+                step_addresses,
                 on_device,
                 programs,
-                corrections,
                 hyperparameters,
                 weight_dtype=dtype,
                 gradient_dtype=dtype,
@@ -295,7 +296,7 @@ def _adamw(
                 go=None,
                 aligned=aligned,
             )
-            return [*gradients, *exp_avgs, *exp_avg_sqs, *weights, *masters]
+            return [*gradients, *exp_avgs, *exp_avg_sqs, *weights, *masters, steps]
 
         return run
 

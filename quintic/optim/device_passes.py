@@ -74,7 +74,7 @@ class DeviceMemory(BucketMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = AddressTable()
+        self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
         self._programs_key: object = None
@@ -257,21 +257,14 @@ def step_adamw_on_device(
         return host_tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)
-    steps = [state["step"] for state in active.states]
-    if go is None:
-        torch._foreach_add_(steps, 1)
-    else:
-        # One tensor in place of the list would be read by the host.
-        torch._foreach_add_(steps, [go.float()] * len(steps) if go.ndim == 0 else list(go.float().unbind()))
-    betas = hyperparameters.values[_BETA1 : _BETA2 + 1]
-    # Double precision: 1 - beta^step loses digits.
-    corrections = (1 - betas.unsqueeze(1) ** torch.stack(steps).double()).float()
+    counts = tuple(state["step"].data_ptr() for state in active.states)
+    steps = memory.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
     numels, programs = memory.programs(active, bucket.device)
     adamw_tensors_(
         table,
+        steps,
         numels,
         programs,
-        corrections,
         hyperparameters.values,
         weight_dtype=bucket.dtype,
         gradient_dtype=active.gradients[0].dtype,

@@ -310,6 +310,8 @@ class _Piece:
         self.members = slice(ranges[0].number, ranges[-1].number + 1)
         self.loan = Loan([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
         self.memory = DeviceMemory()
+        # Kept, so that tables of addresses stay valid.
+        self._again = {n: torch.empty_like(states[n]["step"]) for n, run in ranges if run is not None and run.start}
 
     def operands(self, active: Operands, twins: Sequence[Tensor]) -> Operands:
         """Return these entries of the members' tensors, with the state on the device."""
@@ -319,7 +321,9 @@ class _Piece:
         for number, run in self._ranges:
             member, state = active.members[number], active.states[number]
             # The step is counted with the first entries; here it is counted again, for nobody.
-            step = state["step"] - 1 if run is not None and run.start else state["step"]
+            step = state["step"]
+            if number in self._again:
+                step = torch.sub(step, 1, out=self._again[number])
             members.append(member if run is None else replace(member, piece=(run,)))
             params.append(_entries(active.params[number], run))
             gradients.append(_entries(active.gradients[number], run))

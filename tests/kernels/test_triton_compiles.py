@@ -17,6 +17,7 @@ pytestmark = [
 
 # Types of what a kernel gets besides integers and constants.
 POINTERS = {
+    "steps": "*i64",
     "addresses": "*i64",
     "numels": "*i64",
     "places": "*i64",
@@ -184,3 +185,9 @@ def test_means_of_rows(rows, columns, dtype):
     for ranks in (1, 2, 8):
         constants = {"RANKS": ranks, "ROWS": rows, "COLUMNS": columns}
         compile_kernel(row_means._rows_kernel, constants, num_warps=4, received=dtype, mean=dtype, places="*i32")
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_counts_of_steps(guarded):
+    constants = {"BETA1": 3, "BETA2": 4, "GUARDED": guarded, "BLOCK": adamw._COUNT_BLOCK}
+    compile_kernel(adamw._count_kernel, constants, num_warps=4)

@@ -3,6 +3,7 @@
 Every case steps two optimizers over the same parameters, one with the kernels and one with their plain twin.
 """
 
+import math
 import time
 
 import pytest
@@ -359,6 +360,24 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
         optimizer.step()
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1000, 10**6])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.5), (0.99, 0.9999999)])
+def test_corrections_of_adamw_at_any_count(betas, count):
+    params = [nn.Parameter(torch.zeros(5, device=DEVICE)) for _ in range(150)]  # more than one program counts
+    optimizer = Muon([{"params": params, "algorithm": "adamw"}], adamw_lr=1.0, betas=betas, eps=1e-12, kernels="triton")
+    for number, param in enumerate(params):
+        param.grad = torch.full_like(param, 0.5)
+        optimizer.state[param]["step"].fill_(count + number)
+    optimizer.step()
+    for number, param in enumerate(params):
+        step = count + number + 1
+        assert float(optimizer.state[param]["step"]) == step
+        powers = [step * math.log(beta) if beta else -math.inf for beta in betas]
+        first, second = (0.5 * (1 - betas[0]) / -math.expm1(powers[0]), 0.25 * (1 - betas[1]) / -math.expm1(powers[1]))
+        expected = torch.full((5,), -first / second**0.5, dtype=torch.float64)
+        torch.testing.assert_close(param.double().cpu(), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
