@@ -94,10 +94,10 @@ class Stages(NamedTuple):
     scattering: int
     """From then to its end."""
 
-    def peak(self, before: "Stages", after: "Stages") -> int:
-        """Return the most while this bucket is computed, with the one before scattering and the one after gathering."""
-        around = before.scattering + after.gathering
-        return around + max(self.gathering, self.computing, self.updates + self.scattering)
+    @property
+    def working(self) -> int:
+        """Return the most from when it is worked on until its last stage has begun."""
+        return max(self.gathering, self.computing, self.updates + self.scattering)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +203,7 @@ class Plan:
         Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
         meanwhile.
         """
-        nothing = Stages(0, 0, 0, 0)
-        stages = [bucket.stages or nothing for bucket in self.buckets if bucket.travels]
+        stages = [bucket.stages or Stages(0, 0, 0, 0) for bucket in self.buckets if bucket.travels]
         alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
         parts = [0] * len(stages)
         peak = held = 0
@@ -217,7 +216,7 @@ class Plan:
                 held += stage.gathering
             elif parts[number] == 1:
                 held -= stage.gathering
-                peak = max(peak, held + stage.peak(nothing, nothing))
+                peak = max(peak, held + stage.working)
                 held += stage.scattering
             else:
                 held -= stage.scattering

@@ -352,7 +352,7 @@ def _bucket(
         form=None if travel is None else travel.kinds[0].form,
         numel=sum(part.numel for part in parts),
         flops=flops,
-        workspace_bytes=stages.peak(Stages(0, 0, 0, 0), Stages(0, 0, 0, 0)),
+        workspace_bytes=stages.working,
         stages=stages,
         shared_stages=stages,
         travel=travel,

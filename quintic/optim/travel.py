@@ -125,8 +125,7 @@ class SharedBucket:
 
     def workspace_bytes(self, exchange: Exchange) -> int:
         """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""
-        nothing = Stages(0, 0, 0, 0)
-        return self.stages(exchange).peak(nothing, nothing)
+        return self.stages(exchange).working
 
     @cached_property
     def most(self) -> Stages:
@@ -384,9 +383,9 @@ def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: 
 
 
 def _peak(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
-    """Return the most temporary memory of any rank, between buckets like this one."""
+    """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
     stages = (_stages(key, kinds, replace(exchange, position=p)) for p in _different_positions(exchange))
-    return max(stage.peak(stage, stage) for stage in stages)
+    return max(stage.scattering + stage.working + stage.gathering for stage in stages)
 
 
 def _piece_entries(exchange: Exchange) -> int:
