@@ -35,6 +35,7 @@ __all__ = [
     "parts_of",
     "shaped",
     "sharded_buckets",
+    "state_of_part",
 ]
 
 CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
@@ -228,6 +229,18 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
     if part.numel == param.numel():
         return run.as_strided(param.shape, param.stride(), run.storage_offset())
     return run.view([stop - start for start, stop in part.unit.box])
+
+
+def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
+    """Return a part's own state, shaped as the part: of the flat tensors, which hold all parts of this rank, its run.
+
+    Args:
+        state: of the parameter, as `divided_state` returns it.
+        part: of this rank.
+        param: the parameter.
+    """
+    run = slice(part.offset, part.offset + part.numel)
+    return {key: shaped(value[run], part, param) if key in CUT_KEYS else value for key, value in state.items()}
 
 
 def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:

@@ -12,7 +12,7 @@ from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.packing import Packing, Run, in_memory_order
 from quintic.optim.pipeline import Observer, Operands, Passes, State, dense_gradient
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded import CUT_KEYS, Part, Sharding, shaped
+from quintic.optim.sharded import Part, Sharding, shaped, state_of_part
 from quintic.optim.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 
@@ -102,7 +102,7 @@ def step_sharded(
     if memory.pieces is None:
         owned = [(part, params[part.index]) for part in sharding.owned]
         memory.pieces = [shaped(_run(param, part), part, param) for part, param in owned]
-        memory.states = [_state(state[param], part, param) for part, param in owned]
+        memory.states = [state_of_part(state[param], part, param) for part, param in owned]
     runs = gradients.split([part.numel for part in sharding.owned])
     active = Operands(
         bucket.members,
@@ -217,10 +217,3 @@ def _sharding_of(bucket: Bucket) -> Sharding:
 
 def _run(param: Tensor, part: Part) -> Tensor:
     return in_memory_order(param.detach())[part.start : part.stop]
-
-
-def _state(found: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
-    """Return the state of one part: of the flat tensors that hold all parts of the parameter on this rank its run."""
-    cut = {key: value for key, value in found.items() if key in CUT_KEYS}
-    runs = {key: shaped(value[part.offset : part.offset + part.numel], part, param) for key, value in cut.items()}
-    return {**found, **runs}
