@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from quintic.optim.comms import Agreements, Place, Selection
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.forms import Form
 from quintic.optim.layouts import local_gradient, local_tensor
@@ -69,19 +68,11 @@ class BucketMemory:
         """The parameters themselves, where state is divided."""
         self.owners: list[Tensor] = []
         """The parameter of each member."""
-        self._selection_key: object = None
-        self._selection: Selection | None = None
         self.contiguous = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
         self._factors_key: tuple[object, ...] | None = None
         self._factors = torch.empty(0)
-
-    def selection(self, agreements: Agreements, places: Sequence[Place], device: torch.device) -> Selection | None:
-        """Return what `agreements.stepped` takes for these parameters; None if no other rank has a part in them."""
-        if places != self._selection_key:
-            self._selection, self._selection_key = agreements.select(places, device), places
-        return self._selection
 
     def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
         """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""

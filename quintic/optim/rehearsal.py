@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import travelling
 from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.parallelism import layouts_by_name
 from quintic.optim.plan import Bucket, Kind, direction_dtype, local_buckets, update_dtype
+from quintic.optim.sharing import travelling
 from quintic.optim.traffic import Cargo, per_key, piece_numels, traffic_of
 from quintic.optim.travel import SharedBucket, shared_buckets
 from quintic.optim.update import second_moment_shape

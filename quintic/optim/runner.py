@@ -15,20 +15,9 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.agreements import Agreements
 from quintic.optim.averaging import Averaging, averaging_bytes
-from quintic.optim.comms import (
-    AVERAGING,
-    Agreements,
-    Communicators,
-    all_agree_,
-    check_same_plan,
-    describe,
-    dividing_ranks,
-    layouts_of,
-    ranks_of,
-    this_rank,
-    travelling,
-)
+from quintic.optim.comms import Communicators, all_agree_, this_rank
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
@@ -49,6 +38,7 @@ from quintic.optim.plan import Bucket, Member
 from quintic.optim.schedule import Orders, Schedule, restricted, run_overlapping
 from quintic.optim.sharded import CUT_KEYS
 from quintic.optim.sharded_step import ShardedMemory, start_mean, step_sharded
+from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of, ranks_of, travelling
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.telemetry import StepReport, measure
 from quintic.optim.travel import build_plan
@@ -101,6 +91,7 @@ class Runner:
         self.groups, self._state, self._communicators, self._orders = groups, state, communicators, orders
         orders.check(name for group in groups for name in group["param_names"])
         self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
+        self.agreements = Agreements(groups, self._layouts, communicators, orders)
         layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
         divided = [dividing_ranks(group, found) for group, found in zip(groups, self._layouts, strict=True)]
         dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
@@ -123,7 +114,6 @@ class Runner:
         self._memory: dict[int, DeviceMemory] = {}
         self._hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = {}
         self._averagings: dict[object, Averaging] = {}
-        self._agreements: Agreements | None = None
         self._num_steps = 0
 
     def upload_hyperparameters(self) -> None:
@@ -153,7 +143,7 @@ class Runner:
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
         self._num_steps = num_steps
-        self._count_gradients()
+        self.agreements.start()
         self._early_now = self._early.fresh()
         lent = self._average_gradients(pending_steps)
         try:
@@ -262,7 +252,7 @@ class Runner:
         Raises:
             ValueError: a gradient is sparse.
         """
-        self.agree()
+        self.agreements.agree()
         found = self._early.fresh()
         due = [n for n in numbers if self.groups[n]["comms"] in AVERAGING and any(self._layouts[n])]
         for number in due:
@@ -295,50 +285,21 @@ class Runner:
         averages.keep_bucket(bucket, wait_for_mean())
         yield
 
-    @property
-    def has_agreed(self) -> bool:
-        """Whether ranks have compared this plan."""
-        return self._agreements is not None
-
-    def agree(self) -> None:
-        """Compare this plan with the other ranks' before the first step. All ranks that share parameters must call it.
-
-        Raises:
-            RuntimeError: they were given different parameters or options.
-        """
-        if self._agreements is None:
-            self._communicators.connect(self.groups, self._layouts)
-            for ranks, found in describe(self.groups, self._layouts).items():
-                descriptions = [description for _, description in found]
-                check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
-            self._agreements = Agreements(self.groups, self._layouts, self._communicators)
-
-    def _count_gradients(self) -> None:
-        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
-        self.agree()
-        assert self._agreements is not None
-        self._agreements.start()
-
-    def _stepped(self, work: Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
+    def _stepped(self, work: Work, parts: object, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
         """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
         Args:
             work: what is stepped.
+            parts: what of it; `indices` are looked at only where this is not what it was in the last step.
             indices: positions of the parameters in their group.
             go: of the whole step.
         """
-        assert self._agreements is not None
-        bucket = work.bucket
         if work.group["on_nonfinite"] == "propagate":
             go = None
         elif go is not None:
-            go = go.to(bucket.device, non_blocking=True)
-        places = [(bucket.group, index) for index in indices]
-        selection = self._memory[work.number].selection(self._agreements, places, bucket.device)
-        if selection is None:
-            return go
-        stepped = self._agreements.stepped(selection)
-        return stepped if go is None else stepped * go
+            go = go.to(work.bucket.device, non_blocking=True)
+        stepped = self.agreements.stepped(work.number, work.bucket, parts, indices)
+        return go if stepped is None else stepped if go is None else stepped * go
 
     def _guard(self, works: Sequence[Work]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks."""
@@ -363,12 +324,13 @@ class Runner:
         number, bucket, group, active = work
         memory = self._memory[number]
         if bucket.algorithm == "muon":
-            of_matrices = [member.index for member in active.members for _ in range(member.num_matrices)]
-            stepped = self._stepped(work, of_matrices, go)
+            of_matrices = (member.index for member in active.members for _ in range(member.num_matrices))
+            stepped = self._stepped(work, active.members, of_matrices, go)
             passes = self._passes(work, stepped)
             step_matrices(bucket, group, active, memory, passes, stepped, self._observer(work))
             return
-        self._step_vectors(work, self._stepped(work, [member.index for member in active.members], go))
+        indices = (member.index for member in active.members)
+        self._step_vectors(work, self._stepped(work, active.members, indices, go))
 
     def _step_vectors(self, work: Work, stepped: Tensor | None) -> None:
         """Step AdamW parameters; `stepped` is () or (members,) int32, see `_stepped`."""
@@ -393,7 +355,8 @@ class Runner:
         assert bucket.travel is not None
         memory = self._memory[number]
         assert isinstance(memory, TravelMemory)
-        stepped = self._stepped(work, [unit.index for unit in bucket.travel.units], go)
+        units = bucket.travel.units
+        stepped = self._stepped(work, units, (unit.index for unit in units), go)
         yield from step_travelling(
             bucket,
             group,
@@ -412,7 +375,7 @@ class Runner:
         assert isinstance(memory, ShardedMemory)
         if bucket.group in self._early_now:
             memory.early_mean = self._early_now[bucket.group].of_bucket(bucket)
-        stepped = self._stepped(work, [part.index for part in sharding.parts], go)
+        stepped = self._stepped(work, sharding.parts, (part.index for part in sharding.parts), go)
         assert stepped is not None
         owned = stepped[sharding.of_owners[sharding.position]]
 
