@@ -26,6 +26,7 @@ __all__ = [
     "intersection",
     "layout_of",
     "local_gradient",
+    "local_gradients",
     "local_tensor",
     "mesh_layout",
     "numel_of",
@@ -211,7 +212,17 @@ def local_gradient(param: Tensor) -> Tensor | None:
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
     made over ranks: these are made here, in which case all ranks of the mesh must call it.
     """
-    gradient = param.grad
+    return local_gradients([param])[0]
+
+
+def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return `local_gradient` of many parameters."""
+    if not any(map(_is_dtensor, params)):
+        return [param.grad for param in params]
+    return [_local_gradient(param, param.grad) for param in params]
+
+
+def _local_gradient(param: Tensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is None or not _is_dtensor(gradient) or not _is_dtensor(param):
         return gradient
     if gradient.placements != param.placements:

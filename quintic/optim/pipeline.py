@@ -7,7 +7,7 @@ factors (b, m or 1, n or 1). Where matrices lie on several ranks, `travel_step.p
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.forms import Form
-from quintic.optim.layouts import local_gradient, local_tensor
+from quintic.optim.layouts import local_gradients, local_tensor
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.state import master_key, second_moments
@@ -28,9 +28,10 @@ __all__ = [
     "Operands",
     "Passes",
     "PlainPasses",
+    "State",
     "advance_neurons_",
+    "are_contiguous",
     "dense_gradient",
-    "operands",
     "orthogonalized",
     "step_adamw",
     "step_matrices",
@@ -52,6 +53,26 @@ class Operands(NamedTuple):
     gradients: list[Tensor]
     states: list[Mapping[str, Tensor]]
     num_matrices: int
+    missing: tuple[int, ...] = ()
+    """Positions in their group of parameters without a gradient."""
+
+    def present(self, gradients: Sequence[Tensor | None]) -> "Operands":
+        """Return the operands that have a gradient, with these gradients, dense.
+
+        Raises:
+            ValueError: a gradient is sparse; the message names the parameter.
+        """
+        rows = zip(self.members, self.params, gradients, self.states, strict=True)
+        found = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
+        if len(found) == len(self.members):
+            return self._replace(gradients=[gradient for _, _, gradient, _ in found])
+        return self._replace(
+            members=tuple(member for member, _, _, _ in found),
+            params=[param for _, param, _, _ in found],
+            gradients=[gradient for _, _, gradient, _ in found],
+            states=[state for _, _, _, state in found],
+            missing=tuple(m.index for m, gradient in zip(self.members, gradients, strict=True) if gradient is None),
+        )
 
     def masters(self) -> list[Tensor] | None:
         """Return what completes each parameter to float32, or None."""
@@ -64,15 +85,42 @@ class BucketMemory:
 
     def __init__(self) -> None:
         self.everything: Operands | None = None
-        self.local: Operands | None = None
-        """The parameters themselves, where state is divided."""
-        self.owners: list[Tensor] = []
+        """All members, without gradients."""
+        self._owners: list[Tensor] = []
         """The parameter of each member."""
-        self.contiguous = False
+        self._contiguous = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
         self._factors_key: tuple[object, ...] | None = None
         self._factors = torch.empty(0)
+
+    def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
+        """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
+
+        A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
+        Where matrices travel, all members take part, whatever this rank has: a gradient that is missing stands as
+        zeros.
+
+        Raises:
+            ValueError: a gradient is sparse; the message names the parameter.
+        """
+        everything = self.everything
+        if everything is None:
+            self._owners = [group["params"][member.index] for member in bucket.members]
+            params = [local_tensor(owner) for owner in self._owners]
+            states = [_local_state(state[owner]) for owner in self._owners]
+            everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
+            self._contiguous = all(param.is_contiguous() for param in params)
+        gradients = local_gradients(self._owners)
+        if self._contiguous and are_contiguous(gradients):
+            return everything._replace(gradients=gradients)
+        if bucket.travel is None:
+            found = everything.present(gradients)
+            return found._replace(num_matrices=sum(member.num_matrices for member in found.members))
+        rows = list(zip(everything.members, everything.params, gradients, strict=True))
+        whole = [torch.zeros_like(param) if gradient is None else gradient for _, param, gradient in rows]
+        missing = tuple(member.index for member, _, gradient in rows if gradient is None)
+        return everything.present(whole)._replace(missing=missing)
 
     def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
         """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
@@ -112,63 +160,18 @@ class BucketMemory:
         return None
 
 
-def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
-    """Return the members of a bucket that have a gradient; of `DTensor`s what this rank holds.
-
-    A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
-    Where matrices travel, all members take part, whatever this rank has: a gradient that is missing stands as zeros.
-
-    Raises:
-        ValueError: a gradient is sparse; the message names the parameter.
-    """
-    if bucket.sharding is not None:
-        assert memory.local is not None
-        return _local_operands(memory.local)
-    everything = memory.everything
-    if everything is None:
-        owners = [group["params"][member.index] for member in bucket.members]
-        params = [local_tensor(owner) for owner in owners]
-        states = [_local_state(state[owner]) for owner in owners]
-        everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
-        memory.everything, memory.contiguous = everything, all(param.is_contiguous() for param in params)
-        memory.owners = owners
-    members, params, _, states, num_matrices = everything
-    gradients: list[Any] = [local_gradient(owner) for owner in memory.owners]
-    try:
-        in_order = memory.contiguous and all(map(Tensor.is_contiguous, gradients))
-    except (TypeError, RuntimeError):  # a gradient is None, or sparse
-        in_order = False
-    if in_order:
-        return Operands(members, params, gradients, states, num_matrices)
-    if bucket.travel is not None:
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
-    rows = [row for row in zip(members, params, gradients, states, strict=True) if row[2] is not None]
-    return Operands(
-        members if len(rows) == len(members) else tuple(member for member, _, _, _ in rows),
-        [param for _, param, _, _ in rows],
-        [dense_gradient(param, gradient, member.name) for member, param, gradient, _ in rows],
-        [state for _, _, _, state in rows],
-        num_matrices if bucket.travel is not None else sum(member.num_matrices for member, _, _, _ in rows),
-    )
-
-
-def _local_operands(local: Operands) -> Operands:
-    """Return the parameters of a bucket with divided state that have a gradient here, not averaged yet."""
-    rows = [
-        (member, param, dense_gradient(param, param.grad, member.name))
-        for member, param in zip(local.members, local.params, strict=True)
-        if param.grad is not None
-    ]
-    if len(rows) == len(local.members):
-        return local._replace(gradients=[gradient for _, _, gradient in rows])
-    members, params = tuple(member for member, _, _ in rows), [param for _, param, _ in rows]
-    return local._replace(members=members, params=params, gradients=[gradient for _, _, gradient in rows])
-
-
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a parameter's state itself, or for a `DTensor` what this rank holds of it."""
     local = {key: local_tensor(value) for key, value in state.items()}
     return state if all(local[key] is value for key, value in state.items()) else local
+
+
+def are_contiguous(gradients: list[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether all gradients are there, and contiguous."""
+    try:
+        return all(map(Tensor.is_contiguous, gradients))
+    except (TypeError, RuntimeError):  # a gradient is None, or sparse
+        return False
 
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
