@@ -1,6 +1,7 @@
 """Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 from quintic.optim.averaging import mean_of_ranks
 from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.device_memory import host_tensor, upload
-from quintic.optim.packing import Packing, Run, in_memory_order
+from quintic.optim.packing import Packing, Run, in_memory_order, run_of
 from quintic.optim.pipeline import Observer, Operands, Passes, State, are_contiguous
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded import Part, Sharding, shaped, state_of_part
+from quintic.optim.sharded import Sharding, shaped, state_of_part
 from quintic.optim.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 
@@ -59,8 +60,8 @@ class ShardedMemory(TravelMemory):
         """What the others own, as they send it."""
         self.early_mean: Tensor | None = None
         """The mean of this rank's parts in the next step, where it was made before."""
-        self.pieces: list[Tensor] | None = None
-        self.states: list[Mapping[str, Tensor]] = []
+        self._owned: Operands | None = None
+        self._spans: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.elsewhere: tuple[list[Tensor], Tensor] | None = None
         """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
 
@@ -78,6 +79,26 @@ class ShardedMemory(TravelMemory):
         if self._contiguous and are_contiguous(gradients):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
+
+    def owned_operands(self, bucket: Bucket, group: Mapping[str, Any], state: State, mean: Tensor) -> Operands:
+        """Return the parts that this rank owns.
+
+        Args:
+            bucket: of the plan.
+            group: its parameter group.
+            state: of all parameters.
+            mean: (entries,) of their gradients.
+        """
+        if self._owned is None:
+            owned = [(part, group["params"][part.index]) for part in self.sharding.owned]
+            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
+            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
+            self._owned = Operands(bucket.members, pieces, [], states, len(owned))
+            starts = accumulate((part.numel for part, _ in owned), initial=0)
+            self._spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
+        first = mean.storage_offset()
+        gradients = [mean.as_strided(shape, stride, first + start) for shape, stride, start in self._spans]
+        return self._owned._replace(gradients=gradients)
 
 
 def step_sharded(
@@ -118,26 +139,15 @@ def step_sharded(
     gradients = wait_for_mean()
     if table is not None:
         go = table.guarded(go)
-    if memory.pieces is None:
-        owned = [(part, params[part.index]) for part in sharding.owned]
-        memory.pieces = [shaped(_run(param, part), part, param) for part, param in owned]
-        memory.states = [state_of_part(state[param], part, param) for part, param in owned]
-    runs = gradients.split([part.numel for part in sharding.owned])
-    active = Operands(
-        bucket.members,
-        memory.pieces,
-        [shaped(run, part, params[part.index]) for run, part in zip(runs, sharding.owned, strict=True)],
-        memory.states,
-        len(sharding.owned),
-    )
-    del gradients, runs
+    owned = memory.owned_operands(bucket, group, state, gradients)
+    del gradients
     if bucket.travel is not None:
-        _step_matrices(bucket, group, memory, state, active, go, make_passes, observer)
+        _step_matrices(bucket, group, memory, state, owned, go, make_passes, observer)
     else:
-        if active.params:
-            step_adamw(active, go[sharding.of_owners[sharding.position]])
+        if owned.params:
+            step_adamw(owned, go[sharding.of_owners[sharding.position]])
         _count_elsewhere(bucket, sharding, memory, params, state, go)
-    del active
+    del owned
     wait_for_weights = _start_weights(bucket, memory, process_group)
     yield
     wait_for_weights()
@@ -188,11 +198,10 @@ def _start_weights(bucket: Bucket, memory: ShardedMemory, process_group: Process
 
         return finish
     weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
-    values = [param.detach() for param in memory.params]
-    memory.own_weights.pack(values, weights)
+    memory.own_weights.pack(memory.params, weights)
     pending = start_all_gather(weights, num_ranks, process_group)
 
-    return lambda: memory.weights.unpack(pending.wait(), values)
+    return lambda: memory.weights.unpack(pending.wait(), memory.params)
 
 
 def _step_matrices(
@@ -229,7 +238,3 @@ def _count_elsewhere(
     steps, numbers = memory.elsewhere
     if steps:
         torch._foreach_add_(steps, list(go[numbers].to(steps[0].dtype).unbind()))
-
-
-def _run(param: Tensor, part: Part) -> Tensor:
-    return in_memory_order(param.detach())[part.start : part.stop]
