@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, is_capturing, upload
-from quintic.optim.pipeline import BucketMemory, Operands
+from quintic.optim.operands import BucketMemory, Operands
 from quintic.optim.plan import Bucket, block_of, direction_dtype
 from quintic.optim.state import master_of
 from quintic.optim.views import View

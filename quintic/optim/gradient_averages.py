@@ -13,7 +13,7 @@ from quintic.optim.averaging import Averaging
 from quintic.optim.comms import Communicators, this_rank
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.layouts import Layout
-from quintic.optim.pipeline import BucketMemory, dense_gradient
+from quintic.optim.operands import BucketMemory, dense_gradient
 from quintic.optim.plan import Bucket
 from quintic.optim.schedule import run_overlapping
 from quintic.optim.sharded_step import ShardedMemory, start_mean

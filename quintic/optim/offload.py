@@ -22,8 +22,9 @@ from quintic.optim.device_memory import is_capturing
 from quintic.optim.device_passes import DeviceMemory, with_one_gradient_dtype
 from quintic.optim.layouts import local_tensor
 from quintic.optim.offload_size import Offloaded, buffers, offloaded_entries
+from quintic.optim.operands import Operands, State
 from quintic.optim.packing import in_memory_order
-from quintic.optim.pipeline import Operands, Passes, State
+from quintic.optim.pipeline import Passes
 from quintic.optim.plan import Bucket, Member, Plan, block_of
 from quintic.optim.sharded import CUT_KEYS, state_of_part
 from quintic.optim.state import master_key

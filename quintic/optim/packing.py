@@ -83,8 +83,7 @@ class Packing:
         if not self._runs:
             return
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), buffer.dtype)
-        found = ((number, tensors[number]) for number in self._tensors)
-        bases = {number: 0 if tensor is None else tensor.data_ptr() for number, tensor in found}
+        bases = {n: 0 if (tensor := tensors[n]) is None else tensor.data_ptr() for n in self._tensors}
 
         def addresses() -> Tensor:
             rows = ((bases[run.tensor], run.start) for run in self._runs)

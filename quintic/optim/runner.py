@@ -22,22 +22,15 @@ from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.gradient_averages import GradientAverages
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.offload import Offload, Part
-from quintic.optim.pipeline import (
-    Observer,
-    Operands,
-    Passes,
-    PlainPasses,
-    State,
-    step_adamw,
-    step_matrices,
-)
+from quintic.optim.operands import Operands, State
+from quintic.optim.pipeline import Observer, Passes, PlainPasses, step_adamw, step_matrices
 from quintic.optim.plan import Bucket, Member
+from quintic.optim.planning import build_plan
 from quintic.optim.schedule import Orders, restricted, run_overlapping
 from quintic.optim.sharded_step import ShardedMemory, step_sharded
 from quintic.optim.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.telemetry import StepReport, measure
-from quintic.optim.travel import build_plan
 from quintic.optim.travel_step import TravelMemory, step_travelling
 from quintic.optim.work import Work, report, visits
 

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.exchange import Exchange
 from quintic.optim.offload_size import offloaded_entries
 from quintic.optim.owners import assign_owners
 from quintic.optim.packing import in_memory_order
 from quintic.optim.plan import Bucket, Member, Stages, form_of, workspace_bytes
 from quintic.optim.row_division import MARK_BYTES, RowDivision, divided_rows
+from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 from quintic.optim.views import Unit, View
 
 __all__ = [
@@ -329,9 +331,6 @@ def _bucket(
     device: torch.device,
     kernels: Kernels,
 ) -> Bucket:
-    from quintic.optim.exchange import Exchange
-    from quintic.optim.travel import Travel, TravellingUnit, kinds_of
-
     ranks, parts = sharding.ranks, sharding.parts
     members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
     travel, flops = None, 0

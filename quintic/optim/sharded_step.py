@@ -10,8 +10,9 @@ from torch import Tensor
 from quintic.optim.averaging import mean_of_ranks
 from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.device_memory import host_tensor, upload
+from quintic.optim.operands import Operands, State, are_contiguous
 from quintic.optim.packing import Packing, Run, in_memory_order, run_of
-from quintic.optim.pipeline import Observer, Operands, Passes, State, are_contiguous
+from quintic.optim.pipeline import Observer, Passes
 from quintic.optim.plan import Bucket, Member
 from quintic.optim.sharded import Sharding, shaped, state_of_part
 from quintic.optim.sparse_rows import Table, start_mean_of_rows
