@@ -96,6 +96,7 @@ class GradientAverages:
             yield
         finally:
             self._take_back()
+            self._of_step = {}
         self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
 
     def of_bucket(self, bucket: Bucket) -> Tensor | None:
@@ -112,9 +113,12 @@ class GradientAverages:
                 continue
             params = self._groups[number]["params"]
             if self._groups[number]["comms"] == "replicated":
-                self._average(number)
-                found[number] = OfGroup(params, {param: param.grad for param in self._lent if param.grad is not None})
-                self._take_back()
+                try:
+                    self._average(number)
+                    lent = {param: param.grad for param in self._lent if param.grad is not None}
+                finally:
+                    self._take_back()
+                found[number] = OfGroup(params, lent)
                 continue
             buckets = [(bucket, memory) for bucket, memory in self._sharded if bucket.group == number]
             numels = [0] * len(params)

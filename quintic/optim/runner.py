@@ -71,16 +71,18 @@ class Runner:
     ) -> None:
         self.groups, self._state, self._communicators = groups, state, communicators
         orders.check(name for group in groups for name in group["param_names"])
-        self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
-        self.agreements = Agreements(groups, self._layouts, communicators, orders)
-        layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
-        divided = [dividing_ranks(group, found) for group, found in zip(groups, self._layouts, strict=True)]
+        layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
+        self._shares = any(any(found) for found in layouts)
+        """Whether other ranks have a part in any parameter."""
+        self.agreements = Agreements(groups, layouts, communicators, orders)
+        travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
+        divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
         dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
-        self.plan = build_plan(groups, layouts, this_rank(), dividing, orders)
+        self.plan = build_plan(groups, travels, this_rank(), dividing, orders)
         self._rows = rows
         rows.adopt(self.plan, groups)
         self._memories = [self._new_memory(bucket) for bucket in self.plan]
-        self._averages = GradientAverages(self.plan, self._memories, groups, self._layouts, communicators, early)
+        self._averages = GradientAverages(self.plan, self._memories, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._offload: Offload | None = None
         if any(group["offload"] for group in groups):
@@ -202,11 +204,10 @@ class Runner:
         asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
         watched = [work.active for work in asking]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        travels = any(layout is not None for found in self._layouts for layout in found)
-        if not gradients and not (travels and asking):
+        if not gradients and not (self._shares and asking):
             return None
         go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
-        if travels:
+        if self._shares:
             # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
             all_agree_(go, asking[0].group["process_group"])
         if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
