@@ -81,7 +81,7 @@ class DelayedCopies:
 
     def allocate(self, num_bytes: int) -> Tensor:
         self.allocated += num_bytes
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+        return torch.full((num_bytes,), 255, dtype=torch.uint8, device="cpu")
 
     def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
         def copy() -> None:

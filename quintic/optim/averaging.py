@@ -7,6 +7,7 @@ reduce-scatter, and `"replicated"` sends the sums back, as in an all-gather.
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all
 from quintic.optim.packing import Packing, Run, in_memory_order
 from quintic.optim.schedule import run_overlapping
 
-__all__ = ["Averaging", "averaging_bytes", "mean_in_order", "mean_of_ranks"]
+__all__ = ["Averaging", "mean_in_order", "mean_of_ranks"]
 
 # Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
 _LEAST_ALONE = 2**24
@@ -58,6 +59,15 @@ def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
     return out.copy_(total.div_(torch.full((), count, dtype=total.dtype, device=total.device)))
 
 
+class _Message(NamedTuple):
+    """Tensors that travel together."""
+
+    numbers: list[int]
+    numel: int
+    packing: Packing | None
+    """None for a single tensor, which travels from where it is and back."""
+
+
 class Averaging:
     """Replaces tensors by their means over ranks, the same bits on all of them.
 
@@ -78,16 +88,31 @@ class Averaging:
         max_workspace_bytes: int | None = None,
     ) -> None:
         self._num_ranks, self._position, self._kernels = num_ranks, position, kernels
+        self._itemsize, device = tensors[0].itemsize, tensors[0].device
+        limit = _MOST_TOGETHER
+        if max_workspace_bytes is not None:
+            # Two neighbours with what is sent and what is received, and a third before it is unpacked.
+            limit = max(1, min(limit, max_workspace_bytes // (5 * self._itemsize)))
         numels = [tensor.numel() for tensor in tensors]
-        self._messages: list[tuple[list[int], Packing | None]] = []
-        alone, chunks = _messages(tensors, num_ranks, max_workspace_bytes)
-        self._messages += [([number], None) for number in alone]
-        for numbers in chunks:
-            starts = accumulate((numels[number] for number in numbers), initial=0)
-            runs = [
-                Run(n, 0, numels[number], start) for n, (number, start) in enumerate(zip(numbers, starts, strict=False))
-            ]
-            self._messages.append((numbers, Packing(runs, kernels, tensors[0].device)))
+        alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
+        together = sorted({*range(len(numels))} - {*alone})
+        self._messages = [_Message([number], numels[number], None) for number in alone]
+        for numbers in _chunks(together, numels, limit):
+            sizes = [numels[number] for number in numbers]
+            starts = accumulate(sizes, initial=0)
+            runs = [Run(n, 0, size, start) for n, (size, start) in enumerate(zip(sizes, starts, strict=False))]
+            self._messages.append(_Message(numbers, sum(sizes), Packing(runs, kernels, device)))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return an upper bound of the temporary bytes."""
+        received = [message.numel for message in self._messages]
+        # What is sent is a copy where tensors travel together, and stays until they are unpacked.
+        copied = [0 if message.packing is None else message.numel for message in self._messages]
+        before = [0, *copied]
+        after = [*map(sum, zip(received[1:], copied[1:], strict=True)), 0]
+        found = map(sum, zip(received, copied, before, after, strict=False))
+        return max(found, default=0) * self._itemsize
 
     def average_(self, tensors: Sequence[Tensor], group: ProcessGroup) -> None:
         """Average tensors in place. All ranks of the group must call it.
@@ -96,21 +121,19 @@ class Averaging:
             tensors: as the examples.
             group: the process group.
         """
-        steps = []
-        for numbers, packing in self._messages:
-            found = [tensors[number] for number in numbers]
-            steps.append(self._average(found, packing, group))
-        run_overlapping(steps)
+        run_overlapping(
+            [self._average(message, [tensors[n] for n in message.numbers], group) for message in self._messages]
+        )
 
-    def _average(self, tensors: Sequence[Tensor], packing: Packing | None, group: ProcessGroup) -> Iterator[None]:
+    def _average(self, message: _Message, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Average one message's tensors; yields twice, while a collective is under way."""
+        packing = message.packing
         if packing is None:
             flat = in_memory_order(tensors[0])
         else:
-            numel = sum(tensor.numel() for tensor in tensors)
-            size = -(-numel // self._num_ranks)
+            size = -(-message.numel // self._num_ranks)
             flat = tensors[0].new_empty(size * self._num_ranks)
-            flat[numel:] = 0
+            flat[message.numel :] = 0
             packing.pack(tensors, flat)
         size = flat.numel() // self._num_ranks
         sizes = [size] * self._num_ranks
@@ -125,38 +148,8 @@ class Averaging:
             packing.unpack(flat, tensors)
 
 
-def averaging_bytes(tensors: Sequence[Tensor], num_ranks: int, max_workspace_bytes: int | None) -> int:
-    """Return an upper bound of the temporary bytes of averaging; arguments as those of `Averaging`."""
-    numels = [tensor.numel() for tensor in tensors]
-    alone, chunks = _messages(tensors, num_ranks, max_workspace_bytes)
-    # What is received; where tensors travel together, besides the copy that is sent, and stays until they are unpacked.
-    received = [*(numels[number] for number in alone), *(sum(numels[n] for n in chunk) for chunk in chunks)]
-    copied = [0] * len(alone) + received[len(alone) :]
-    width = tensors[0].itemsize if tensors else 0
-    peak = 0
-    for number in range(len(received)):
-        around = sum(copied[max(number - 1, 0) : number]) + sum(
-            a + b for a, b in zip(received[number + 1 : number + 2], copied[number + 1 : number + 2], strict=True)
-        )
-        peak = max(peak, received[number] + copied[number] + around)
-    return peak * width
-
-
-def _messages(
-    tensors: Sequence[Tensor], num_ranks: int, max_workspace_bytes: int | None
-) -> tuple[list[int], list[list[int]]]:
-    """Return which tensors travel alone, and which together."""
-    numels = [tensor.numel() for tensor in tensors]
-    limit = _MOST_TOGETHER
-    if tensors and max_workspace_bytes is not None:
-        # Two neighbours with what is sent and what is received, and a third before it is unpacked.
-        limit = max(1, min(limit, max_workspace_bytes // (5 * tensors[0].itemsize)))
-    alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
-    together = [n for n in range(len(tensors)) if n not in set(alone)]
-    return alone, list(_chunks(together, numels, limit))
-
-
 def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield which tensors travel together."""
     chunk: list[int] = []
     entries = 0
     for number in numbers:

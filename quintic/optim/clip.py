@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import AVERAGING, ProcessGroup, dividing_ranks, group_ranks, layouts_of, start_all_gather
+from quintic.optim.comms import ProcessGroup, group_ranks, start_all_gather
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
     from torch.distributed.device_mesh import DeviceMesh

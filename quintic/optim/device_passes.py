@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, is_capturing, upload
-from quintic.optim.pipeline import BucketMemory, Operands
+from quintic.optim.operands import BucketMemory, Operands
 from quintic.optim.plan import Bucket, block_of, direction_dtype
 from quintic.optim.state import master_of
 from quintic.optim.views import View
@@ -80,6 +80,30 @@ class DeviceMemory(BucketMemory):
         self._programs_key: object = None
         self._programs: tuple[Tensor, TilePrograms] | None = None
         self._neuron_tables: dict[int, AddressTable] = {}
+        self._checked: object = None
+        self._matrix_places_key: object = None
+        self._matrix_places = torch.empty(0), torch.empty(0)
+
+    def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
+        """Reject state that the kernels would misread, where it is not the state that was checked before.
+
+        Args:
+            active: with the state.
+            dtypes: of the state by name.
+            addresses: of state and weights.
+
+        Raises:
+            ValueError: state of a parameter is on another device, or has another dtype or memory order than it should.
+        """
+        if self._checked != (active.members, addresses):
+            _check_state(active, dtypes)
+            self._checked = active.members, addresses
+
+    def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
+        """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+        if self._matrix_places_key != active.members:
+            self._matrix_places, self._matrix_places_key = _matrix_places(view, active), active.members
+        return self._matrix_places
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
@@ -161,8 +185,8 @@ class DevicePasses:
         bases = _addresses(active, "momentum_buffer")
 
         def addresses() -> Tensor:
-            _check_state(active, {"momentum_buffer": torch.float32})
-            owners, offsets = _matrix_places(group["view"], active)
+            memory.check_state(active, {"momentum_buffer": torch.float32}, bases[len(active.params) :])
+            owners, offsets = memory.matrix_places(group["view"], active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
         self._table = memory.table.get((bases, active.members), addresses, bucket.device)
@@ -253,7 +277,8 @@ def step_adamw_on_device(
     bases = _addresses(active, "exp_avg")
 
     def addresses() -> Tensor:
-        _check_state(active, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        memory.check_state(active, dtypes, bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)

@@ -26,6 +26,7 @@ __all__ = [
     "intersection",
     "layout_of",
     "local_gradient",
+    "local_gradients",
     "local_tensor",
     "mesh_layout",
     "numel_of",
@@ -199,10 +200,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """
     if not _is_dtensor(tensor):
         return tensor
-    local: Tensor = tensor._local_tensor
-    # The result of a collective that may still be running: wait for it as `to_local` leaves its caller to do.
-    wait = getattr(local, "wait", None)
-    return local if wait is None else wait()
+    return _waited_for(tensor._local_tensor)
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
@@ -211,22 +209,44 @@ def local_gradient(param: Tensor) -> Tensor | None:
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
     made over ranks: these are made here, in which case all ranks of the mesh must call it.
     """
-    gradient = param.grad
-    if gradient is None or not _is_dtensor(gradient) or not _is_dtensor(param):
-        return gradient
+    return local_gradients([param])[0]
+
+
+def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return `local_gradient` of many parameters."""
+    kind = _dtensor_type()
+    found = [(param, param.grad) for param in params]
+    return [
+        _local_gradient(param, gradient) if isinstance(gradient, kind) and isinstance(param, kind) else gradient
+        for param, gradient in found
+    ]
+
+
+def _local_gradient(param: Any, gradient: Any) -> Tensor:
     if gradient.placements != param.placements:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return local_tensor(gradient)
+    return _waited_for(gradient._local_tensor)
+
+
+def _waited_for(local: Tensor) -> Tensor:
+    # The result of a collective that may still be running: wait for it as `to_local` leaves its caller to do.
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
 
 
 class _SplitFactorError(ValueError):
     """A `_StridedShard` that does not follow from cuts of later mesh dimensions."""
 
 
-def _is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+def _dtensor_type() -> Any:
+    """Return `DTensor`, or nothing for `isinstance` where nobody has one."""
     # Who has a DTensor has imported its module; nobody else should pay for the import.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return () if module is None else module.DTensor
+
+
+def _is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    return isinstance(tensor, _dtensor_type())
 
 
 def _text(placements: "Sequence[Placement]") -> str:

@@ -17,13 +17,7 @@ from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
-from quintic.optim.comms import (
-    Communicators,
-    ProcessGroup,
-    dividing_ranks,
-    layouts_of,
-    this_rank,
-)
+from quintic.optim.comms import Communicators, ProcessGroup, this_rank
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
@@ -35,6 +29,7 @@ from quintic.optim.runner import Runner
 from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded import divided_state, parts_of
 from quintic.optim.sharded_state import whole_states
+from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state
 from quintic.optim.telemetry import MatrixTelemetry, StepReport
@@ -324,11 +319,11 @@ class Muon(Optimizer):
             RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
         """
         runner = self._planned()
-        self._rows.announce(self.param_groups, param, rows, more=more, may_send=runner.has_agreed)
+        self._rows.announce(self.param_groups, param, rows, more=more, may_send=runner.agreements.has_agreed)
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        self._rows.withdraw(self.param_groups, may_have_sent=self._planned().has_agreed)
+        self._rows.withdraw(self.param_groups, may_have_sent=self._planned().agreements.has_agreed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
@@ -453,7 +448,7 @@ class Muon(Optimizer):
                     "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
                 )
             return None
-        runner.agree()
+        runner.agreements.agree()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
             self._qk_step = QKStep(qk_clip, self.param_groups, self.state, self._communicators)
         self._qk_step.start(qk_logits)

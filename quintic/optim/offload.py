@@ -21,11 +21,12 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.device_passes import DeviceMemory, with_one_gradient_dtype
 from quintic.optim.layouts import local_tensor
-from quintic.optim.offload_size import RING_BUFFERS, Offloaded, offloaded_entries
+from quintic.optim.offload_size import Offloaded, buffers, offloaded_entries
+from quintic.optim.operands import Operands, State
 from quintic.optim.packing import in_memory_order
-from quintic.optim.pipeline import Operands, Passes, State
+from quintic.optim.pipeline import Passes
 from quintic.optim.plan import Bucket, Member, Plan, block_of
-from quintic.optim.sharded import CUT_KEYS, shaped
+from quintic.optim.sharded import CUT_KEYS, state_of_part
 from quintic.optim.state import master_key
 from quintic.optim.transfers import Copies, Loan, Ring, copies_for
 from quintic.optim.views import View
@@ -169,9 +170,8 @@ class Offload:
         if device not in self._copies:
             self._copies[device] = copies_for(device)
         found = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
-        sizes = [one.weights if kind else one.directions for one in found]
-        number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)
-        return Ring(self._copies[device], max(sizes), max(1, min(number, RING_BUFFERS)))
+        number, size = buffers(found, kind)
+        return Ring(self._copies[device], size, max(1, number))
 
     def _states(self, bucket: Bucket) -> list[dict[str, Tensor]]:
         """Return the state of each member as this rank has it on the host."""
@@ -179,14 +179,8 @@ class Offload:
         if bucket.sharding is None:
             found = [self._state[params[member.index]] for member in bucket.members]
             return [{key: local_tensor(value) for key, value in state.items()} for state in found]
-        states = []
-        for part in bucket.sharding.owned:
-            param = params[part.index]
-            runs = dict(self._state[param])
-            for key in runs.keys() & set(CUT_KEYS):
-                runs[key] = shaped(runs[key][part.offset : part.offset + part.numel], part, param)
-            states.append(runs)
-        return states
+        owned = [(part, params[part.index]) for part in bucket.sharding.owned]
+        return [state_of_part(self._state[param], part, param) for part, param in owned]
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:

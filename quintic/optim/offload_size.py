@@ -5,7 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["OFFLOAD_BYTES", "RING_BUFFERS", "Offloaded", "buffer_bytes", "offloaded_bytes", "offloaded_entries"]
+__all__ = [
+    "OFFLOAD_BYTES",
+    "RING_BUFFERS",
+    "Offloaded",
+    "buffer_bytes",
+    "buffers",
+    "offloaded_bytes",
+    "offloaded_entries",
+]
 
 OFFLOAD_BYTES = 128 * 2**20
 """State that is brought from the host at a time (a single matrix may have more): little beside what offload saves, much
@@ -45,10 +53,18 @@ def offloaded_entries(group: Mapping[str, Any], dtype: torch.dtype) -> int | Non
     return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
 
 
+def buffers(found: Sequence[Offloaded], kind: int) -> tuple[int, int]:
+    """Return how many buffers on one device the state of its buckets takes turns in, and the bytes of each.
+
+    Args:
+        found: the state of the device's buckets.
+        kind: 0 for what directions need, 1 for what weights need.
+    """
+    sizes = [one.weights if kind else one.directions for one in found]
+    number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)
+    return min(number, RING_BUFFERS), max(sizes, default=0)
+
+
 def buffer_bytes(found: Sequence[Offloaded]) -> int:
-    """Return the bytes of the buffers on one device that the state of its buckets takes turns in."""
-    total = 0
-    for sizes in ([one.directions for one in found], [one.weights for one in found]):
-        number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)
-        total += min(number, RING_BUFFERS) * max(sizes, default=0)
-    return total
+    """Return the bytes of all buffers on one device."""
+    return sum(number * size for number, size in (buffers(found, 0), buffers(found, 1)))

@@ -10,7 +10,7 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import ALIGNMENT, AddressTable, upload_programs
 
-__all__ = ["Packing", "Run", "in_memory_order"]
+__all__ = ["Packing", "Run", "in_memory_order", "run_of"]
 
 
 class Run(NamedTuple):
@@ -40,6 +40,7 @@ class Packing:
 
     def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
         self._runs = [run for run in runs if run.numel]
+        self._tensors = list(dict.fromkeys(run.tensor for run in self._runs))
         self._kernels, self._device = kernels, device
         self._table = AddressTable()
         if kernels == "triton" and self._runs:
@@ -49,6 +50,7 @@ class Packing:
             self._places = upload(host_tensor([run.place for run in self._runs]), device)
             self._numels = upload(host_tensor(numels), device)
             self._programs = upload_programs(run_programs(numels), device)
+            self._alignments = {run.place % ALIGNMENT for run in self._runs}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
         """Copy the runs into a buffer, converting to its dtype.
@@ -60,23 +62,20 @@ class Packing:
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=True)
             return
-        for target, run in zip(self._within(buffer), self._runs, strict=True):
-            source = tensors[run.tensor]
+        for run in self._runs:
+            source, target = tensors[run.tensor], run_of(buffer, run.place, run.numel)
             if source is None:
                 target.zero_()
             else:
-                target.copy_(in_memory_order(source)[run.start : run.stop])
+                target.copy_(run_of(source, run.start, run.numel))
 
     def unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the runs of a buffer back into tensors, arguments as those of `pack`."""
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=False)
             return
-        for source, run in zip(self._within(buffer), self._runs, strict=True):
-            in_memory_order(tensors[run.tensor])[run.start : run.stop].copy_(source)
-
-    def _within(self, buffer: Tensor) -> list[Tensor]:
-        return [buffer[run.place : run.place + run.numel] for run in self._runs]
+        for run in self._runs:
+            run_of(tensors[run.tensor], run.start, run.numel).copy_(run_of(buffer, run.place, run.numel))
 
     def _copy(self, tensors: Sequence[Tensor | None], buffer: Tensor, *, packs: bool) -> None:
         from quintic.kernels.runs import copy_runs_
@@ -84,7 +83,7 @@ class Packing:
         if not self._runs:
             return
         dtype = next((tensor.dtype for tensor in tensors if tensor is not None), buffer.dtype)
-        bases = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        bases = {n: 0 if (tensor := tensors[n]) is None else tensor.data_ptr() for n in self._tensors}
 
         def addresses() -> Tensor:
             rows = ((bases[run.tensor], run.start) for run in self._runs)
@@ -105,9 +104,14 @@ class Packing:
     def _fits(self, buffer: Tensor) -> bool:
         """Return whether the runs' places are aligned in memory."""
         base, width = buffer.data_ptr(), buffer.itemsize
-        return all((base + run.place * width) % ALIGNMENT == 0 for run in self._runs)
+        return all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return the entries of a tensor without gaps as a vector that shares its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return run_of(tensor, 0, tensor.numel())
+
+
+def run_of(tensor: Tensor, start: int, numel: int) -> Tensor:
+    """Return some of these entries: `in_memory_order(tensor)[start : start + numel]` in one operation."""
+    return tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)

@@ -6,192 +6,31 @@ order. The passes over gradients, momentum and weights have two implementations:
 factors (b, m or 1, n or 1). Where matrices lie on several ranks, `travel_step.py` stands between the passes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from quintic.optim.comms import Agreements, Place, Selection
-from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.forms import Form
-from quintic.optim.layouts import local_gradient, local_tensor
+from quintic.optim.operands import BucketMemory, Operands
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
-from quintic.optim.state import master_key, second_moments
-from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
-from quintic.optim.views import View
+from quintic.optim.update import adamw_, apply_, momentum_, neuron_factors_
 
 __all__ = [
-    "BucketMemory",
     "Observer",
-    "Operands",
     "Passes",
     "PlainPasses",
     "advance_neurons_",
-    "dense_gradient",
-    "operands",
     "orthogonalized",
     "step_adamw",
     "step_matrices",
 ]
 
-State = Mapping[Tensor, Mapping[str, Tensor]]
 # Called with a bucket's members, directions, updates and factors, where telemetry is sampled.
 Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor], None]
-
-
-class Operands(NamedTuple):
-    """The members of a bucket that have a gradient, with the tensors their update reads and writes, side by side.
-
-    All of a bucket's parameters have the same state, and so all or none have a master.
-    """
-
-    members: tuple[Member, ...]
-    params: list[Tensor]
-    gradients: list[Tensor]
-    states: list[Mapping[str, Tensor]]
-    num_matrices: int
-
-    def masters(self) -> list[Tensor] | None:
-        """Return what completes each parameter to float32, or None."""
-        key = master_key(self.states[0])
-        return None if key is None else [state[key] for state in self.states]
-
-
-class BucketMemory:
-    """What one bucket keeps on its device between steps, besides state."""
-
-    def __init__(self) -> None:
-        self.everything: Operands | None = None
-        self.local: Operands | None = None
-        """The parameters themselves, where state is divided."""
-        self.owners: list[Tensor] = []
-        """The parameter of each member."""
-        self._selection_key: object = None
-        self._selection: Selection | None = None
-        self.contiguous = False
-        self._moments_key: object = None
-        self._moments: list[Tensor] = []
-        self._factors_key: tuple[object, ...] | None = None
-        self._factors = torch.empty(0)
-
-    def selection(self, agreements: Agreements, places: Sequence[Place], device: torch.device) -> Selection | None:
-        """Return what `agreements.stepped` takes for these parameters; None if no other rank has a part in them."""
-        if places != self._selection_key:
-            self._selection, self._selection_key = agreements.select(places, device), places
-        return self._selection
-
-    def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
-        """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
-        assert bucket.shape is not None
-        scale = lr_scale_factor(group["lr_scale"], *bucket.shape)
-        multipliers = group["lr_multipliers"]
-        count = active.num_matrices
-        key = (scale, multipliers, count if multipliers is None else active.members)
-        if key != self._factors_key:
-            dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            values = torch.full((count, 1, 1), scale, dtype=dtype, device="cpu")
-            if multipliers is not None:
-                ranges = [(member.first_matrix, member.num_matrices) for member in active.members]
-                each = [multiplier for first, number in ranges for multiplier in multipliers[first : first + number]]
-                values *= host_tensor(each, dtype).view(-1, 1, 1)
-            self._factors, self._factors_key = upload(values, bucket.device), key
-        return self._factors
-
-    def moments(self, view: View, active: Operands) -> list[Tensor]:
-        """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
-        buffers = [state["second_momentum_buffer"] for state in active.states]
-        key = (active.members, tuple(map(id, buffers)), tuple(map(Tensor.data_ptr, buffers)))
-        if key != self._moments_key:
-            self._moments = [
-                second_moments(buffer, param.shape, view)[member.block][
-                    member.start : member.start + member.num_matrices
-                ]
-                for member, param, buffer in zip(active.members, active.params, buffers, strict=True)
-            ]
-            self._moments_key = key
-        return self._moments
-
-    def neuron_table(
-        self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
-    ) -> Tensor | None:
-        """Return where the kernels find second moments, None for plain PyTorch; arguments as in `DeviceMemory`'s."""
-        return None
-
-
-def operands(bucket: Bucket, group: Mapping[str, Any], state: State, memory: "BucketMemory") -> Operands:
-    """Return the members of a bucket that have a gradient; of `DTensor`s what this rank holds.
-
-    A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
-    Where matrices travel, all members take part, whatever this rank has: a gradient that is missing stands as zeros.
-
-    Raises:
-        ValueError: a gradient is sparse; the message names the parameter.
-    """
-    if bucket.sharding is not None:
-        assert memory.local is not None
-        return _local_operands(memory.local)
-    everything = memory.everything
-    if everything is None:
-        owners = [group["params"][member.index] for member in bucket.members]
-        params = [local_tensor(owner) for owner in owners]
-        states = [_local_state(state[owner]) for owner in owners]
-        everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
-        memory.everything, memory.contiguous = everything, all(param.is_contiguous() for param in params)
-        memory.owners = owners
-    members, params, _, states, num_matrices = everything
-    gradients: list[Any] = [local_gradient(owner) for owner in memory.owners]
-    try:
-        in_order = memory.contiguous and all(map(Tensor.is_contiguous, gradients))
-    except (TypeError, RuntimeError):  # a gradient is None, or sparse
-        in_order = False
-    if in_order:
-        return Operands(members, params, gradients, states, num_matrices)
-    if bucket.travel is not None:
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
-    rows = [row for row in zip(members, params, gradients, states, strict=True) if row[2] is not None]
-    return Operands(
-        members if len(rows) == len(members) else tuple(member for member, _, _, _ in rows),
-        [param for _, param, _, _ in rows],
-        [dense_gradient(param, gradient, member.name) for member, param, gradient, _ in rows],
-        [state for _, _, _, state in rows],
-        num_matrices if bucket.travel is not None else sum(member.num_matrices for member, _, _, _ in rows),
-    )
-
-
-def _local_operands(local: Operands) -> Operands:
-    """Return the parameters of a bucket with divided state that have a gradient here, not averaged yet."""
-    rows = [
-        (member, param, dense_gradient(param, param.grad, member.name))
-        for member, param in zip(local.members, local.params, strict=True)
-        if param.grad is not None
-    ]
-    if len(rows) == len(local.members):
-        return local._replace(gradients=[gradient for _, _, gradient in rows])
-    members, params = tuple(member for member, _, _ in rows), [param for _, param, _ in rows]
-    return local._replace(members=members, params=params, gradients=[gradient for _, _, gradient in rows])
-
-
-def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a parameter's state itself, or for a `DTensor` what this rank holds of it."""
-    local = {key: local_tensor(value) for key, value in state.items()}
-    return state if all(local[key] is value for key, value in state.items()) else local
-
-
-def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
-    """Return a parameter's gradient with the parameter's strides.
-
-    Raises:
-        ValueError: the gradient is sparse.
-    """
-    if gradient.layout is not torch.strided:
-        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
-    if gradient.stride() == param.stride():
-        return gradient
-    # Views may be impossible without a copy, and fused kernels pair entries by their place in memory.
-    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
 class Passes(Protocol):

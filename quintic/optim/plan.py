@@ -5,17 +5,16 @@ parameter group, as many as fit the workspace; for AdamW, all parameters of one 
 built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.kernels.dispatch import Kernels
 from quintic.optim.forms import Form, resolve
-from quintic.optim.layouts import local_tensor
-from quintic.optim.offload_size import RING_BUFFERS, Offloaded, buffer_bytes, offloaded_bytes, offloaded_entries
+from quintic.optim.offload_size import Offloaded, buffer_bytes
 from quintic.optim.schedule import Schedule
 from quintic.optim.views import View
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from quintic.optim.travel import Travel
 
 __all__ = [
+    "ADAMW_BYTES",
     "PLANNED_OPTIONS",
     "Bucket",
     "Kind",
@@ -34,7 +34,6 @@ __all__ = [
     "block_of",
     "direction_dtype",
     "form_of",
-    "local_buckets",
     "update_dtype",
     "workspace_bytes",
 ]
@@ -52,8 +51,8 @@ PLANNED_OPTIONS = (
 )
 """Options of a group that the plan depends on: when one changes, the plan is made anew."""
 
-# Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time.
-_ADAMW_BYTES = 7 * 8
+ADAMW_BYTES = 7 * 8
+"""Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +93,10 @@ class Stages(NamedTuple):
     scattering: int
     """From then to its end."""
 
-    def peak(self, before: "Stages", after: "Stages") -> int:
-        """Return the most while this bucket is computed, with the one before scattering and the one after gathering."""
-        around = before.scattering + after.gathering
-        return around + max(self.gathering, self.computing, self.updates + self.scattering)
+    @property
+    def working(self) -> int:
+        """Return the most from when it is worked on until its last stage has begun."""
+        return max(self.gathering, self.computing, self.updates + self.scattering)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +202,7 @@ class Plan:
         Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
         meanwhile.
         """
-        nothing = Stages(0, 0, 0, 0)
-        stages = [bucket.stages or nothing for bucket in self.buckets if bucket.travels]
+        stages = [bucket.stages or Stages(0, 0, 0, 0) for bucket in self.buckets if bucket.travels]
         alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
         parts = [0] * len(stages)
         peak = held = 0
@@ -217,7 +215,7 @@ class Plan:
                 held += stage.gathering
             elif parts[number] == 1:
                 held -= stage.gathering
-                peak = max(peak, held + stage.peak(nothing, nothing))
+                peak = max(peak, held + stage.working)
                 held += stage.scattering
             else:
                 held -= stage.scattering
@@ -266,87 +264,6 @@ class Plan:
         return "\n".join(lines)
 
 
-def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
-    """Return the buckets of a group's parameters that this rank steps by itself.
-
-    Args:
-        group_index: position of the group.
-        group: validated, see `Muon.add_param_group`.
-        indices: positions of these parameters in the group.
-    """
-    build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
-    return build(group_index, group, indices)
-
-
-def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
-    members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
-    for index in indices:
-        name, param = group["param_names"][index], local_tensor(group["params"][index])
-        key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
-        members.setdefault(key, []).append(Member(name=name, index=index))
-    buckets = []
-    for (dtype, device, kernels), found in members.items():
-        numels = [local_tensor(group["params"][member.index]).numel() for member in found]
-        # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
-        largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
-        workspace = 0 if kernels == "triton" else _ADAMW_BYTES * largest
-        buckets.append(
-            Bucket(
-                algorithm="adamw",
-                group=group_index,
-                members=tuple(found),
-                shape=None,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                form=None,
-                numel=sum(numels),
-                flops=0,
-                workspace_bytes=workspace,
-            )
-        )
-    return buckets
-
-
-def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
-    # (m, n) of the matrices, and strides of (g, r, n) in memory: what one launch of a kernel can handle.
-    found: dict[tuple[Any, ...], list[Member]] = {}
-    for index in indices:
-        name, param = group["param_names"][index], local_tensor(group["params"][index])
-        kernels = choose_kernels(group["kernels"], param)
-        first = 0
-        for number, block in enumerate(group["view"].blocks(param.detach())):
-            b, g, r, n = block.shape
-            key = (g, r, n, block.stride()[1:], param.dtype, param.device, kernels)
-            member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
-            found.setdefault(key, []).append(member)
-            first += b
-    buckets = []
-    for (g, r, n, _, dtype, device, kernels), members in found.items():
-        m = g * r
-        form = form_of(group, m, n, dtype, device)
-        per_matrix = workspace_bytes(m, n, dtype, device, form, kernels)
-        total = sum(member.num_matrices for member in members)
-        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, per_matrix)):
-            count = sum(member.num_matrices for member in chunk)
-            buckets.append(
-                Bucket(
-                    algorithm="muon",
-                    group=group_index,
-                    members=tuple(chunk),
-                    shape=(m, n),
-                    dtype=dtype,
-                    device=device,
-                    kernels=kernels,
-                    form=form,
-                    numel=count * m * n,
-                    flops=0 if form is None else count * form.flops(m, n),
-                    workspace_bytes=count * per_matrix,
-                )
-            )
-    return buckets
-
-
 def form_of(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
     """Return how a group's (m, n) matrices of a dtype are orthogonalised; None by a function of the user's."""
     if callable(group["orthogonalizer"]):
@@ -365,7 +282,7 @@ def form_of(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device
 
 def adamw_entries(max_workspace_bytes: int | None) -> int | None:
     """Return how many entries the plain AdamW update may work on at a time, None for any number."""
-    return None if max_workspace_bytes is None else max(1, max_workspace_bytes // _ADAMW_BYTES)
+    return None if max_workspace_bytes is None else max(1, max_workspace_bytes // ADAMW_BYTES)
 
 
 def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
@@ -396,38 +313,6 @@ def workspace_bytes(
         # Directions of each parameter before they are stacked; afterwards the update of one parameter, widened.
         total += max(2, dtype.itemsize // 2) * 4 * m * n
     return total
-
-
-def _matrices_at_a_time(group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: int) -> int:
-    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state."""
-    entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
-    limit = max(1, total)
-    if budget is not None:
-        per_matrix = workspace + RING_BUFFERS * offloaded_bytes(group, dtype) * numel
-        limit = min(limit, max(1, budget // max(1, per_matrix)))
-    if entries is not None:
-        # Alike, as one is loaded while another is computed.
-        number = -(-total // min(limit, max(1, entries // max(1, numel))))
-        limit = -(-total // max(1, number))
-    return limit
-
-
-def _chunks(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
-    """Divide members so that no chunk has more than `limit` matrices."""
-    chunk: list[Member] = []
-    free = limit
-    for member in members:
-        start, left = member.start, member.num_matrices
-        while left > 0:
-            take = min(left, free)
-            skipped = start - member.start
-            chunk.append(replace(member, start=start, num_matrices=take, first_matrix=member.first_matrix + skipped))
-            start, left, free = start + take, left - take, free - take
-            if free == 0:
-                yield chunk
-                chunk, free = [], limit
-    if chunk:
-        yield chunk
 
 
 def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:

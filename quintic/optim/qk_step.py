@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Communicators, group_ranks, has_process_group, layouts_of, start_broadcasts, this_rank
+from quintic.optim.comms import Communicators, group_ranks, has_process_group, start_broadcasts, this_rank
 from quintic.optim.layouts import Layout, local_tensor, mesh_layout, relative
 from quintic.optim.packing import in_memory_order
 from quintic.optim.precision import full_precision, store_
@@ -22,6 +22,7 @@ from quintic.optim.qk_layers import is_projection
 from quintic.optim.qk_maxima import Layer, Maxima, Seen, Slot
 from quintic.optim.sharded import shaped
 from quintic.optim.sharded_state import Divided, divided_parameters
+from quintic.optim.sharing import layouts_of
 from quintic.optim.state import master_of
 
 __all__ = ["QKStep"]

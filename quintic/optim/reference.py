@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import AVERAGING, ProcessGroup, all_agree_, all_gather_uneven, layouts_of, this_rank
+from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, this_rank
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.muon import Muon
@@ -23,6 +23,7 @@ from quintic.optim.placement import state_on_device
 from quintic.optim.plan import direction_dtype, form_of
 from quintic.optim.sharded import CUT_KEYS, divided_state
 from quintic.optim.sharded_state import Divided, divided_parameters
+from quintic.optim.sharing import AVERAGING, layouts_of
 from quintic.optim.state import second_moments
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.views import View

@@ -1,7 +1,7 @@
 """A step on many ranks, planned on one machine without them: who computes, sends and keeps how much.
 
-The plans are those that the ranks would make (`travel.shared_buckets`, `plan.local_buckets`), from parameters that have
-shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for all
+The plans are those that the ranks would make (`travel.shared_buckets`, `planning.local_buckets`), from parameters that
+have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for all
 ranks at a time. Nothing is allocated and nothing is communicated.
 """
 
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import travelling
 from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.plan import Bucket, Kind, direction_dtype, local_buckets, update_dtype
+from quintic.optim.plan import Bucket, Kind, direction_dtype, update_dtype
+from quintic.optim.planning import local_buckets
+from quintic.optim.sharing import travelling
 from quintic.optim.traffic import Cargo, per_key, piece_numels, traffic_of
 from quintic.optim.travel import SharedBucket, shared_buckets
 from quintic.optim.update import second_moment_shape

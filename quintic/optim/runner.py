@@ -14,45 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.averaging import Averaging, averaging_bytes
-from quintic.optim.comms import (
-    AVERAGING,
-    Agreements,
-    Communicators,
-    all_agree_,
-    check_same_plan,
-    describe,
-    dividing_ranks,
-    layouts_of,
-    ranks_of,
-    this_rank,
-    travelling,
-)
+from quintic.optim.agreements import Agreements
+from quintic.optim.comms import Communicators, all_agree_, this_rank
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
+from quintic.optim.gradient_averages import GradientAverages
 from quintic.optim.non_finite import all_finite, first_non_finite
-from quintic.optim.offload import Offload, Part, Visit
-from quintic.optim.pipeline import (
-    Observer,
-    Operands,
-    Passes,
-    PlainPasses,
-    State,
-    dense_gradient,
-    operands,
-    step_adamw,
-    step_matrices,
-)
+from quintic.optim.offload import Offload, Part
+from quintic.optim.operands import Operands, State
+from quintic.optim.pipeline import Observer, Passes, PlainPasses, step_adamw, step_matrices
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.schedule import Orders, Schedule, restricted, run_overlapping
-from quintic.optim.sharded import CUT_KEYS
-from quintic.optim.sharded_step import ShardedMemory, start_mean, step_sharded
+from quintic.optim.planning import build_plan
+from quintic.optim.schedule import Orders, restricted, run_overlapping
+from quintic.optim.sharded_step import ShardedMemory, step_sharded
+from quintic.optim.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.telemetry import StepReport, measure
-from quintic.optim.travel import build_plan
 from quintic.optim.travel_step import TravelMemory, step_travelling
+from quintic.optim.work import Work, report, visits
 
 __all__ = ["Done", "Runner"]
 
@@ -63,15 +43,6 @@ class Done(NamedTuple):
     report: StepReport
     go: Tensor | None
     """() int32 on a device: 0 if non-finite gradients stopped it; None if no group asks."""
-
-
-class Work(NamedTuple):
-    """A bucket, its number in the plan, and the members that have a gradient now."""
-
-    number: int
-    bucket: Bucket
-    group: dict[str, Any]
-    active: Operands
 
 
 class Runner:
@@ -98,32 +69,28 @@ class Runner:
         rows: AnnouncedRows,
         early: EarlyAverages,
     ) -> None:
-        self.groups, self._state, self._communicators, self._orders = groups, state, communicators, orders
+        self.groups, self._state, self._communicators = groups, state, communicators
         orders.check(name for group in groups for name in group["param_names"])
-        self._layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
-        layouts = [travelling(group, found) for group, found in zip(groups, self._layouts, strict=True)]
-        divided = [dividing_ranks(group, found) for group, found in zip(groups, self._layouts, strict=True)]
+        layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
+        self._shares = any(any(found) for found in layouts)
+        """Whether other ranks have a part in any parameter."""
+        self.agreements = Agreements(groups, layouts, communicators, orders)
+        travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
+        divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
         dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
-        self.plan = build_plan(groups, layouts, this_rank(), dividing, orders)
-        averaging = [
-            averaging_bytes(group["params"], len(ranks_of(found)), group["max_workspace_bytes"])
-            for group, found in zip(groups, self._layouts, strict=True)
-            if group["comms"] == "replicated" and any(found)
-        ]
-        self.plan = replace(self.plan, averaging_bytes=max(averaging, default=0))
-        self._rows, self._early = rows, early
-        self._early_now: Mapping[int, OfGroup] = {}
+        self.plan = build_plan(groups, travels, this_rank(), dividing, orders)
+        self._rows = rows
         rows.adopt(self.plan, groups)
+        self._memories = [self._new_memory(bucket) for bucket in self.plan]
+        self._averages = GradientAverages(self.plan, self._memories, groups, layouts, communicators, early)
+        self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._offload: Offload | None = None
         if any(group["offload"] for group in groups):
             self._offload = Offload(self.plan, groups, state)
             self.plan = self._offload.plan
         self.measured: dict[tuple[int, int], tuple[list[Member], Tensor]] = {}
         """Telemetry of the last sampled step, by bucket and kind of matrix."""
-        self._memory: dict[int, DeviceMemory] = {}
         self._hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = {}
-        self._averagings: dict[object, Averaging] = {}
-        self._agreements: Agreements | None = None
         self._num_steps = 0
 
     def upload_hyperparameters(self) -> None:
@@ -153,101 +120,9 @@ class Runner:
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
         self._num_steps = num_steps
-        self._count_gradients()
-        self._early_now = self._early.fresh()
-        lent = self._average_gradients(pending_steps)
-        try:
-            works = self._works(pending_steps)
-            self._rows.begin_step(self.groups)
-            go = self._guard(works)
-            # From here on nothing raises that could have been known.
-            host_go = True
-            if go is not None and any(work.bucket.kernels == "torch" for work in works):
-                host_go = bool(go)
-
-            local = [work for work in works if _is_local(work, host_go)]
-
-            def run_local() -> None:
-                for work in local:
-                    if work.bucket.travel is not None:
-                        for _ in self._travel(work, go):
-                            pass  # nothing travels in this one
-                    else:
-                        self._run(work, go)
-
-            with_collectives = [work for work in works if work.bucket.travels]
-            # They come first in the plan.
-            schedule = restricted(self.plan.schedule, [work.number for work in with_collectives])
-            if self._offload is not None:
-                self._offload.begin(_visits(local, with_collectives, schedule))
-            run_overlapping([self._travel(work, go) for work in with_collectives], schedule, run_local)
-        finally:
-            self._rows.end_step()
-            for param in lent:
-                param.grad = None
-        self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
-        return Done(_report(works, self._memory), go)
-
-    def _works(self, pending_steps: Sequence[int]) -> list[Work]:
-        """Return what there is to do."""
-        works = []
-        for number, bucket in enumerate(self.plan):
-            if pending_steps[bucket.group] == 0:
-                group, memory = self.groups[bucket.group], self._memory_of(number)
-                works.append(Work(number, bucket, group, operands(bucket, group, self._state, memory)))
-        return works
-
-    def _memory_of(self, number: int) -> DeviceMemory:
-        if number not in self._memory:
-            self._memory[number] = self._new_memory(self.plan.buckets[number])
-        return self._memory[number]
-
-    def _new_memory(self, bucket: Bucket) -> DeviceMemory:
-        if bucket.sharding is not None:
-            params = self.groups[bucket.group]["params"]
-            return ShardedMemory(bucket, params, self._rows.table_of(params[bucket.sharding.parts[0].index]))
-        return DeviceMemory() if bucket.travel is None else TravelMemory()
-
-    def _average_gradients(self, pending_steps: Sequence[int]) -> list[Tensor]:
-        """Average the gradients of groups with `comms="replicated"`, in place.
-
-        Returns:
-            The parameters that have a gradient only until the step is over, because other ranks have one.
-        """
-        lent: list[Tensor] = []
-        for number, (group, pending, layouts) in enumerate(zip(self.groups, pending_steps, self._layouts, strict=True)):
-            if group["comms"] != "replicated" or pending or not any(layouts):
-                continue
-            early = self._early_now.get(number)
-            if early is None:
-                lent += self._average_group(number)
-                continue
-            for param, average in early.lent.items():
-                param.grad = average
-                lent.append(param)
-        return lent
-
-    def _average_group(self, number: int) -> list[Tensor]:
-        """Average the gradients of one group in place; arguments and result as above."""
-        lent = []
-        group, ranks = self.groups[number], ranks_of(self._layouts[number])
-        together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, (param, name) in enumerate(zip(group["params"], group["param_names"], strict=True)):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-                lent.append(param)
-            param.grad = dense_gradient(param, param.grad, name)
-            together.setdefault((param.grad.dtype, param.device), []).append(index)
-        for indices in together.values():
-            gradients = [group["params"][index].grad for index in indices]
-            key = number, tuple(indices), gradients[0].dtype
-            if key not in self._averagings:
-                kernels = choose_kernels(group["kernels"], gradients[0])
-                bound = group["max_workspace_bytes"]
-                position = ranks.index(this_rank())
-                self._averagings[key] = Averaging(gradients, len(ranks), position, kernels, bound)
-            self._averagings[key].average_(gradients, self._communicators[ranks])
-        return lent
+        self.agreements.start()
+        with self._averages.of_step(pending_steps):
+            return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average gradients before the next step, which then does not. All ranks that share parameters must call it.
@@ -262,94 +137,77 @@ class Runner:
         Raises:
             ValueError: a gradient is sparse.
         """
-        self.agree()
-        found = self._early.fresh()
-        due = [n for n in numbers if self.groups[n]["comms"] in AVERAGING and any(self._layouts[n])]
-        for number in due:
-            if number in found:
-                continue
-            params = self.groups[number]["params"]
-            if self.groups[number]["comms"] == "replicated":
-                lent = self._average_group(number)
-                found[number] = OfGroup(params, {param: param.grad for param in lent if param.grad is not None})
-                for param in lent:
-                    param.grad = None
-            else:
-                found[number] = OfGroup(params, {}, {param: self._own_entries(param) for param in params})
-                buckets = [(n, bucket) for n, bucket in enumerate(self.plan) if bucket.group == number]
-                run_overlapping([self._average_bucket(n, bucket, found[number]) for n, bucket in buckets])
-        self._early.keep(found)
-        return {number: found[number] for number in due}
+        self.agreements.agree()
+        return self._averages.make_early(numbers)
 
-    def _own_entries(self, param: Tensor) -> Tensor:
-        state = self._state[param]
-        numel = next(state[key].numel() for key in CUT_KEYS if key in state)
-        return param.new_zeros(numel)
+    def _step(self, pending_steps: Sequence[int]) -> Done:
+        """Step, given gradients that are averaged where they have to be."""
+        try:
+            due = [number for number, bucket in enumerate(self.plan) if pending_steps[bucket.group] == 0]
+            works = [self._work(number) for number in due]
+            self._rows.begin_step(self.groups)
+            go = self._guard(works)
+            # From here on nothing raises that could have been known.
+            host_go = True
+            if go is not None and any(work.bucket.kernels == "torch" for work in works):
+                host_go = bool(go)
 
-    def _average_bucket(self, number: int, bucket: Bucket, averages: OfGroup) -> Iterator[None]:
-        memory = self._memory_of(number)
-        assert isinstance(memory, ShardedMemory)
-        assert bucket.sharding is not None
-        wait_for_mean = start_mean(bucket, memory, self._communicators[bucket.sharding.ranks])
-        yield
-        averages.keep_bucket(bucket, wait_for_mean())
-        yield
+            local = [work for work in works if work.is_local(host_go)]
 
-    @property
-    def has_agreed(self) -> bool:
-        """Whether ranks have compared this plan."""
-        return self._agreements is not None
+            def run_local() -> None:
+                for work in local:
+                    if work.bucket.travel is not None:
+                        for _ in self._travel(work, go):
+                            pass  # nothing travels in this one
+                    else:
+                        self._run(work, go)
 
-    def agree(self) -> None:
-        """Compare this plan with the other ranks' before the first step. All ranks that share parameters must call it.
+            with_collectives = [work for work in works if work.bucket.travels]
+            # They come first in the plan.
+            schedule = restricted(self.plan.schedule, [work.number for work in with_collectives])
+            if self._offload is not None:
+                self._offload.begin(visits(local, with_collectives, schedule))
+            run_overlapping([self._travel(work, go) for work in with_collectives], schedule, run_local)
+        finally:
+            self._rows.end_step()
+        return Done(report(works), go)
 
-        Raises:
-            RuntimeError: they were given different parameters or options.
-        """
-        if self._agreements is None:
-            self._communicators.connect(self.groups, self._layouts)
-            for ranks, found in describe(self.groups, self._layouts).items():
-                descriptions = [description for _, description in found]
-                check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
-            self._agreements = Agreements(self.groups, self._layouts, self._communicators)
+    def _work(self, number: int) -> Work:
+        bucket = self.plan.buckets[number]
+        group = self.groups[bucket.group]
+        return Work(number, bucket, group, self._memories[number].operands(bucket, group, self._state))
 
-    def _count_gradients(self) -> None:
-        """Begin to count, for the parameters that ranks share, the ranks that have a gradient."""
-        self.agree()
-        assert self._agreements is not None
-        self._agreements.start()
+    def _new_memory(self, bucket: Bucket) -> DeviceMemory:
+        if bucket.sharding is not None:
+            params = self.groups[bucket.group]["params"]
+            return ShardedMemory(bucket, params, self._rows.table_of(params[bucket.sharding.parts[0].index]))
+        return DeviceMemory() if bucket.travel is None else TravelMemory()
 
-    def _stepped(self, work: Work, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
+    def _stepped(self, work: Work, parts: object, indices: Iterable[int], go: Tensor | None) -> Tensor | None:
         """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
         Args:
             work: what is stepped.
+            parts: what of it; `indices` are looked at only where this is not what it was in the last step.
             indices: positions of the parameters in their group.
             go: of the whole step.
         """
-        assert self._agreements is not None
-        bucket = work.bucket
         if work.group["on_nonfinite"] == "propagate":
             go = None
         elif go is not None:
-            go = go.to(bucket.device, non_blocking=True)
-        places = [(bucket.group, index) for index in indices]
-        selection = self._memory[work.number].selection(self._agreements, places, bucket.device)
-        if selection is None:
-            return go
-        stepped = self._agreements.stepped(selection)
-        return stepped if go is None else stepped * go
+            go = go.to(work.bucket.device, non_blocking=True)
+        stepped = self.agreements.stepped(work.number, work.bucket, parts, indices)
+        return go if stepped is None else stepped if go is None else stepped * go
 
     def _guard(self, works: Sequence[Work]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks."""
         asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
         watched = [work.active for work in asking]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        travels = any(layout is not None for found in self._layouts for layout in found)
-        if not gradients and not (travels and asking):
+        if not gradients and not (self._shares and asking):
             return None
         go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
-        if travels:
+        if self._shares:
             # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
             all_agree_(go, asking[0].group["process_group"])
         if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
@@ -361,19 +219,20 @@ class Runner:
 
     def _run(self, work: Work, go: Tensor | None) -> None:
         number, bucket, group, active = work
-        memory = self._memory[number]
+        memory = self._memories[number]
         if bucket.algorithm == "muon":
-            of_matrices = [member.index for member in active.members for _ in range(member.num_matrices)]
-            stepped = self._stepped(work, of_matrices, go)
+            of_matrices = (member.index for member in active.members for _ in range(member.num_matrices))
+            stepped = self._stepped(work, active.members, of_matrices, go)
             passes = self._passes(work, stepped)
             step_matrices(bucket, group, active, memory, passes, stepped, self._observer(work))
             return
-        self._step_vectors(work, self._stepped(work, [member.index for member in active.members], go))
+        indices = (member.index for member in active.members)
+        self._step_vectors(work, self._stepped(work, active.members, indices, go))
 
     def _step_vectors(self, work: Work, stepped: Tensor | None) -> None:
         """Step AdamW parameters; `stepped` is () or (members,) int32, see `_stepped`."""
         number, bucket, group, active = work
-        parts: Iterable[Part] = [Part(active, self._memory[number], slice(None))]
+        parts: Iterable[Part] = [Part(active, self._memories[number], slice(None))]
         if self._offload is not None and self._offload.is_offloaded(number):
             parts = self._offload.parts(number, active)
         for part in parts:
@@ -391,9 +250,10 @@ class Runner:
             yield from self._step_sharded(work, go)
             return
         assert bucket.travel is not None
-        memory = self._memory[number]
+        memory = self._memories[number]
         assert isinstance(memory, TravelMemory)
-        stepped = self._stepped(work, [unit.index for unit in bucket.travel.units], go)
+        units = bucket.travel.units
+        stepped = self._stepped(work, units, (unit.index for unit in units), go)
         yield from step_travelling(
             bucket,
             group,
@@ -406,13 +266,12 @@ class Runner:
         )
 
     def _step_sharded(self, work: Work, go: Tensor | None) -> Iterator[None]:
-        number, bucket, group, _ = work
-        sharding, memory = bucket.sharding, self._memory[number]
-        assert sharding is not None
+        number, bucket, group, local = work
+        memory = self._memories[number]
         assert isinstance(memory, ShardedMemory)
-        if bucket.group in self._early_now:
-            memory.early_mean = self._early_now[bucket.group].of_bucket(bucket)
-        stepped = self._stepped(work, [part.index for part in sharding.parts], go)
+        sharding = memory.sharding
+        memory.early_mean = self._averages.of_bucket(bucket)
+        stepped = self._stepped(work, sharding.parts, (part.index for part in sharding.parts), go)
         assert stepped is not None
         owned = stepped[sharding.of_owners[sharding.position]]
 
@@ -425,7 +284,7 @@ class Runner:
         observer = self._observer(work)
         process_group = self._communicators[sharding.ranks]
         yield from step_sharded(
-            bucket, group, memory, self._state, process_group, stepped, make_passes, step_vectors, observer
+            bucket, group, memory, self._state, process_group, local, stepped, make_passes, step_vectors, observer
         )
 
     def _passes(self, work: Work, stepped: Tensor | None) -> Passes:
@@ -443,7 +302,7 @@ class Runner:
 
         if self._offload is not None and self._offload.is_offloaded(number):
             return self._offload.passes(number, active, group, make)
-        return make(active, group, self._memory[number])
+        return make(active, group, self._memories[number])
 
     def _hyperparameters_of(self, work: Work) -> DeviceHyperparameters:
         key = (work.bucket.group, work.bucket.device)
@@ -465,33 +324,6 @@ class Runner:
         return observe
 
 
-def _is_local(work: Work, host_go: bool) -> bool:
-    """Return whether this rank steps a bucket by itself; `host_go` is False where the host knows that it must not."""
-    if work.bucket.travels or (not host_go and work.group["on_nonfinite"] != "propagate"):
-        return False
-    if work.bucket.travel is not None:
-        return True
-    # AdamW counts steps also of parameters of which this rank holds no entry.
-    return bool(work.active.params) and (work.bucket.numel > 0 or work.bucket.algorithm == "adamw")
-
-
-def _visits(local: Sequence[Work], with_collectives: Sequence[Work], schedule: Schedule) -> list[Visit]:
-    """Return in which order a step turns to its buckets: that in which they would be run."""
-    visits: list[Visit] = []
-
-    def visit(work: Work) -> Iterator[None]:
-        for stage in range(3):
-            visits.append(Visit(work.number, work.active, stage))
-            if stage < 2:
-                yield
-
-    def visit_local() -> None:
-        visits.extend(Visit(work.number, work.active, None) for work in local)
-
-    run_overlapping([visit(work) for work in with_collectives], schedule, visit_local)
-    return visits
-
-
 def _present(active: Operands, stepped: Tensor | None) -> Operands:
     """Return the members that are stepped; waits for the device."""
     if stepped is None or stepped.ndim == 0 or bool(stepped.all()):
@@ -504,30 +336,3 @@ def _present(active: Operands, stepped: Tensor | None) -> Operands:
         [active.states[number] for number in keep],
         active.num_matrices,
     )
-
-
-def _report(works: Sequence[Work], memories: Mapping[int, DeviceMemory]) -> StepReport:
-    matrices: dict[str, int] = {}
-    num_adamw = without = 0
-    seen: set[tuple[int, int]] = set()
-    for number, bucket, _, active in works:
-        missing = len(bucket.members) - len(active.members)
-        if bucket.sharding is not None:
-            present = {member.index for member in active.members}
-            absent = {part.index for part in bucket.sharding.parts} - present
-            seen |= {(bucket.group, index) for index in absent}
-            missing = 0
-        elif bucket.travel is not None and active.members:
-            rows = zip(active.members, memories[number].owners, strict=True)
-            seen |= {(bucket.group, member.index) for member, owner in rows if owner.grad is None}
-        if bucket.algorithm == "adamw":
-            num_adamw += len(active.members)
-            without += missing
-            continue
-        if active.num_matrices:
-            matrices[bucket.method] = matrices.get(bucket.method, 0) + active.num_matrices
-        if missing:
-            # A parameter can have members in several buckets.
-            absent = {member.index for member in bucket.members} - {member.index for member in active.members}
-            seen |= {(bucket.group, index) for index in absent}
-    return StepReport(matrices=matrices, adamw_parameters=num_adamw, without_gradient=without + len(seen))

@@ -11,13 +11,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from quintic.optim.plan import Bucket
+    from quintic.optim.plan import Bucket, Stages
 
 __all__ = [
     "Cost",
     "Orders",
     "Schedule",
-    "StepMemory",
     "arranged",
     "one_ahead",
     "orders_of",
@@ -68,17 +67,6 @@ def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | No
     return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
 
 
-class StepMemory(NamedTuple):
-    """Bytes that a step holds."""
-
-    gathering: int
-    """From its start until it is worked on."""
-    working: int
-    """While it is worked on, at most."""
-    scattering: int
-    """From then until it is finished."""
-
-
 def run_overlapping(
     steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
 ) -> None:
@@ -107,7 +95,7 @@ def one_ahead(count: int) -> list[int | None]:
     return [*schedule, *range(max(count - 1, 0), count)]
 
 
-def overlapping(launch_order: Sequence[int], memory: Sequence["StepMemory"], budget: int | None) -> list[int | None]:
+def overlapping(launch_order: Sequence[int], memory: Sequence["Stages"], budget: int | None) -> list[int | None]:
     """Return a schedule that starts steps as early, and finishes them as late, as memory allows.
 
     What waits for a collective keeps the device from other work: so that is put off until the next step has been worked
@@ -213,8 +201,7 @@ def _overlapping(
     memory = []
     for bucket in buckets:
         assert bucket.shared_stages is not None
-        gathering, computing, updates, scattering = bucket.shared_stages
-        memory.append(StepMemory(gathering, max(gathering, computing, updates + scattering), scattering))
+        memory.append(bucket.shared_stages)
     budgets = [groups[bucket.group]["max_workspace_bytes"] for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}

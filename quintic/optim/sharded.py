@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.exchange import Exchange
 from quintic.optim.offload_size import offloaded_entries
 from quintic.optim.owners import assign_owners
 from quintic.optim.packing import in_memory_order
 from quintic.optim.plan import Bucket, Member, Stages, form_of, workspace_bytes
 from quintic.optim.row_division import MARK_BYTES, RowDivision, divided_rows
+from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 from quintic.optim.views import Unit, View
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "parts_of",
     "shaped",
     "sharded_buckets",
+    "state_of_part",
 ]
 
 CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
@@ -230,6 +233,18 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
     return run.view([stop - start for start, stop in part.unit.box])
 
 
+def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
+    """Return a part's own state, shaped as the part: of the flat tensors, which hold all parts of this rank, its run.
+
+    Args:
+        state: of the parameter, as `divided_state` returns it.
+        part: of this rank.
+        param: the parameter.
+    """
+    run = slice(part.offset, part.offset + part.numel)
+    return {key: shaped(value[run], part, param) if key in CUT_KEYS else value for key, value in state.items()}
+
+
 def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
     """Yield the buckets of a group whose state is divided, the same on all ranks.
 
@@ -316,9 +331,6 @@ def _bucket(
     device: torch.device,
     kernels: Kernels,
 ) -> Bucket:
-    from quintic.optim.exchange import Exchange
-    from quintic.optim.travel import Travel, TravellingUnit, kinds_of
-
     ranks, parts = sharding.ranks, sharding.parts
     members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
     travel, flops = None, 0
@@ -352,7 +364,7 @@ def _bucket(
         form=None if travel is None else travel.kinds[0].form,
         numel=sum(part.numel for part in parts),
         flops=flops,
-        workspace_bytes=stages.peak(Stages(0, 0, 0, 0), Stages(0, 0, 0, 0)),
+        workspace_bytes=stages.working,
         stages=stages,
         shared_stages=stages,
         travel=travel,

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Communicators, dividing_ranks, layouts_of, sum_over_ranks, this_rank
+from quintic.optim.comms import Communicators, sum_over_ranks, this_rank
 from quintic.optim.packing import in_memory_order
 from quintic.optim.sharded import CUT_KEYS, Part, parts_of
+from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.state import second_moments
 
 __all__ = ["Divided", "divided_parameters", "part_of_saved", "whole_states"]

@@ -1,6 +1,7 @@
 """Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from quintic.optim.averaging import mean_of_ranks
 from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.device_memory import host_tensor, upload
-from quintic.optim.packing import Packing, Run, in_memory_order
-from quintic.optim.pipeline import Observer, Operands, Passes, State, dense_gradient
+from quintic.optim.operands import Operands, State, are_contiguous
+from quintic.optim.packing import Packing, Run, in_memory_order, run_of
+from quintic.optim.pipeline import Observer, Passes
 from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded import CUT_KEYS, Part, Sharding, shaped
+from quintic.optim.sharded import Sharding, shaped, state_of_part
 from quintic.optim.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 
@@ -31,14 +33,16 @@ class ShardedMemory(TravelMemory):
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], table: Table | None) -> None:
         super().__init__()
         self.sparse_table = table
-        sharding = _sharding_of(bucket)
+        assert bucket.sharding is not None
+        self.sharding = sharding = bucket.sharding
         indices = list(dict.fromkeys(part.index for part in sharding.parts))
         places = {index: place for place, index in enumerate(indices)}
         self.params = [params[index] for index in indices]
         """The parameters that have parts in the bucket."""
-        self.names = list(dict.fromkeys(part.name for part in sharding.parts))
-        members = tuple(Member(name=name, index=index) for name, index in zip(self.names, indices, strict=True))
-        self.local = Operands(members, self.params, [], [], bucket.num_matrices)
+        names = dict.fromkeys(part.name for part in sharding.parts)
+        members = tuple(Member(name=name, index=index) for name, index in zip(names, indices, strict=True))
+        self._local = Operands(members, self.params, [], [{}] * len(members), bucket.num_matrices)
+        self._contiguous = all(param.is_contiguous() for param in self.params)
 
         def packing(owners: Iterable[int], width: int | None) -> Packing:
             """Pack the parts of some owners, without gaps or so many entries for each owner."""
@@ -57,10 +61,45 @@ class ShardedMemory(TravelMemory):
         """What the others own, as they send it."""
         self.early_mean: Tensor | None = None
         """The mean of this rank's parts in the next step, where it was made before."""
-        self.pieces: list[Tensor] | None = None
-        self.states: list[Mapping[str, Tensor]] = []
+        self._owned: Operands | None = None
+        self._spans: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.elsewhere: tuple[list[Tensor], Tensor] | None = None
         """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
+
+    def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
+        """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
+        return self.local_operands()
+
+    def local_operands(self) -> Operands:
+        """Return the same, which follows from nothing else.
+
+        Raises:
+            ValueError: a gradient is sparse; the message names the parameter.
+        """
+        gradients = [param.grad for param in self.params]
+        if self._contiguous and are_contiguous(gradients):
+            return self._local._replace(gradients=gradients)
+        return self._local.present(gradients)
+
+    def owned_operands(self, bucket: Bucket, group: Mapping[str, Any], state: State, mean: Tensor) -> Operands:
+        """Return the parts that this rank owns.
+
+        Args:
+            bucket: of the plan.
+            group: its parameter group.
+            state: of all parameters.
+            mean: (entries,) of their gradients.
+        """
+        if self._owned is None:
+            owned = [(part, group["params"][part.index]) for part in self.sharding.owned]
+            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
+            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
+            self._owned = Operands(bucket.members, pieces, [], states, len(owned))
+            starts = accumulate((part.numel for part, _ in owned), initial=0)
+            self._spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
+        first = mean.storage_offset()
+        gradients = [mean.as_strided(shape, stride, first + start) for shape, stride, start in self._spans]
+        return self._owned._replace(gradients=gradients)
 
 
 def step_sharded(
@@ -69,6 +108,7 @@ def step_sharded(
     memory: ShardedMemory,
     state: State,
     process_group: ProcessGroup,
+    local: Operands,
     go: Tensor,
     make_passes: Callable[[Operands], Passes],
     step_adamw: Callable[[Operands, Tensor], None],
@@ -82,63 +122,55 @@ def step_sharded(
         memory: the bucket's own.
         state: of all parameters.
         process_group: of the ranks.
+        local: the parameters that have a gradient on this rank, from `ShardedMemory.operands`.
         go: (parts,) int32 on the device: where it is zero a part stays as it was.
         make_passes: returns the passes over this rank's parts.
         step_adamw: steps them, for AdamW, where `go` of these parts is not zero.
         observer: is shown what this rank orthogonalises, or None.
     """
-    sharding, params = _sharding_of(bucket), group["params"]
+    sharding, params = memory.sharding, group["params"]
     table = memory.sparse_table
     if table is not None and (memory.early_mean is not None or not table.is_sparse()):
         table = None
     if table is not None:
         wait_for_mean = start_mean_of_rows(bucket, table, process_group)
     else:
-        wait_for_mean = start_mean(bucket, memory, process_group)
+        wait_for_mean = start_mean(bucket, memory, local, process_group)
     yield
     gradients = wait_for_mean()
     if table is not None:
         go = table.guarded(go)
-    if memory.pieces is None:
-        owned = [(part, params[part.index]) for part in sharding.owned]
-        memory.pieces = [shaped(_run(param, part), part, param) for part, param in owned]
-        memory.states = [_state(state[param], part, param) for part, param in owned]
-    runs = gradients.split([part.numel for part in sharding.owned])
-    active = Operands(
-        bucket.members,
-        memory.pieces,
-        [shaped(run, part, params[part.index]) for run, part in zip(runs, sharding.owned, strict=True)],
-        memory.states,
-        len(sharding.owned),
-    )
-    del gradients, runs
+    owned = memory.owned_operands(bucket, group, state, gradients)
+    del gradients
     if bucket.travel is not None:
-        _step_matrices(bucket, group, memory, state, active, go, make_passes, observer)
+        _step_matrices(bucket, group, memory, state, owned, go, make_passes, observer)
     else:
-        if active.params:
-            step_adamw(active, go[sharding.of_owners[sharding.position]])
+        if owned.params:
+            step_adamw(owned, go[sharding.of_owners[sharding.position]])
         _count_elsewhere(bucket, sharding, memory, params, state, go)
-    del active
+    del owned
     wait_for_weights = _start_weights(bucket, memory, process_group)
     yield
     wait_for_weights()
 
 
-def start_mean(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGroup) -> Callable[[], Tensor]:
+def start_mean(
+    bucket: Bucket, memory: ShardedMemory, local: Operands, process_group: ProcessGroup
+) -> Callable[[], Tensor]:
     """Send gradients to the owners of their parts; the function returned waits for the mean of this rank's parts.
 
-    Nothing is sent where the mean was made before (`memory.early_mean`).
+    Nothing is sent where the mean was made before (`memory.early_mean`). Arguments as those of `step_sharded`.
     """
     if memory.early_mean is not None:
         early, memory.early_mean = memory.early_mean, None
         return lambda: early
-    sharding = _sharding_of(bucket)
-    gradients = [
-        None if param.grad is None else dense_gradient(param, param.grad, name)
-        for param, name in zip(memory.params, memory.names, strict=True)
-    ]
-    if len({gradient.dtype for gradient in gradients if gradient is not None}) > 1:
-        gradients = [None if gradient is None else gradient.to(bucket.dtype) for gradient in gradients]
+    sharding = memory.sharding
+    gradients: Sequence[Tensor | None] = local.gradients
+    if len({gradient.dtype for gradient in local.gradients}) > 1:
+        gradients = [gradient.to(bucket.dtype) for gradient in local.gradients]
+    if local.missing:
+        found = dict(zip(local.params, gradients, strict=True))
+        gradients = [found.get(param) for param in memory.params]
     mine, num_ranks = sharding.entries[sharding.position], len(sharding.ranks)
     if sharding.is_direct and gradients[0] is not None:
         send = in_memory_order(gradients[0]).to(bucket.dtype)
@@ -151,7 +183,7 @@ def start_mean(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGrou
 
 def _start_weights(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGroup) -> Callable[[], None]:
     """Send this rank's weights to everybody; the function returned waits for those of the others."""
-    sharding = _sharding_of(bucket)
+    sharding = memory.sharding
     entries, num_ranks = sharding.entries, len(sharding.ranks)
     most = max(entries)
     if sharding.is_direct:
@@ -167,11 +199,10 @@ def _start_weights(bucket: Bucket, memory: ShardedMemory, process_group: Process
 
         return finish
     weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
-    values = [param.detach() for param in memory.params]
-    memory.own_weights.pack(values, weights)
+    memory.own_weights.pack(memory.params, weights)
     pending = start_all_gather(weights, num_ranks, process_group)
 
-    return lambda: memory.weights.unpack(pending.wait(), values)
+    return lambda: memory.weights.unpack(pending.wait(), memory.params)
 
 
 def _step_matrices(
@@ -208,19 +239,3 @@ def _count_elsewhere(
     steps, numbers = memory.elsewhere
     if steps:
         torch._foreach_add_(steps, list(go[numbers].to(steps[0].dtype).unbind()))
-
-
-def _sharding_of(bucket: Bucket) -> Sharding:
-    assert bucket.sharding is not None
-    return bucket.sharding
-
-
-def _run(param: Tensor, part: Part) -> Tensor:
-    return in_memory_order(param.detach())[part.start : part.stop]
-
-
-def _state(found: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
-    """Return the state of one part: of the flat tensors that hold all parts of the parameter on this rank its run."""
-    cut = {key: value for key, value in found.items() if key in CUT_KEYS}
-    runs = {key: shaped(value[part.offset : part.offset + part.numel], part, param) for key, value in cut.items()}
-    return {**found, **runs}

@@ -29,7 +29,7 @@ from quintic.optim.comms import (
     start_all_to_all,
 )
 from quintic.optim.device_memory import HostCopy, is_capturing, upload
-from quintic.optim.pipeline import dense_gradient
+from quintic.optim.operands import dense_gradient
 from quintic.optim.plan import Bucket
 from quintic.optim.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.sharded import Sharding

@@ -19,23 +19,11 @@ from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.owners import assign_owners, balance
-from quintic.optim.plan import (
-    Bucket,
-    Kind,
-    Member,
-    Plan,
-    Stages,
-    direction_dtype,
-    form_of,
-    local_buckets,
-    update_dtype,
-)
+from quintic.optim.plan import Bucket, Kind, Member, Stages, direction_dtype, form_of, update_dtype
 from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
-from quintic.optim.schedule import Orders, arranged
-from quintic.optim.sharded import sharded_buckets
 from quintic.optim.views import Unit, View
 
-__all__ = ["SharedBucket", "Travel", "TravellingUnit", "build_plan", "kinds_of", "shared_buckets"]
+__all__ = ["SharedBucket", "Travel", "TravellingUnit", "kinds_of", "shared_buckets", "travelling_buckets"]
 
 
 # How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
@@ -125,8 +113,7 @@ class SharedBucket:
 
     def workspace_bytes(self, exchange: Exchange) -> int:
         """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""
-        nothing = Stages(0, 0, 0, 0)
-        return self.stages(exchange).peak(nothing, nothing)
+        return self.stages(exchange).working
 
     @cached_property
     def most(self) -> Stages:
@@ -137,36 +124,6 @@ class SharedBucket:
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
         return _stages(self.key, self.kinds, exchange)
-
-
-def build_plan(
-    param_groups: Sequence[Mapping[str, Any]],
-    layouts: Sequence[Sequence[Layout | None]],
-    rank: int = 0,
-    divided: Mapping[int, tuple[int, ...]] | None = None,
-    orders: Orders | None = None,
-) -> Plan:
-    """Return the plan of one rank.
-
-    Args:
-        param_groups: validated (see `Muon.add_param_group`).
-        layouts: for each group and each of its parameters where it travels, or None.
-        rank: the global rank whose plan this is.
-        divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
-        orders: in which buckets with collectives start and are worked on, where the user wants another.
-    """
-    shared, balance = shared_buckets(param_groups, layouts)
-    buckets: list[Bucket] = []
-    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
-        if divided and number in divided:
-            buckets += sharded_buckets(number, group, divided[number], rank)
-            continue
-        for one in shared:
-            if one.key.group == number and rank in one.key.ranks:
-                buckets += _travelling_bucket(one, found, rank)
-        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
-    in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
-    return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
 
 
 def shared_buckets(
@@ -297,7 +254,7 @@ def _shared_buckets(
                 yield SharedBucket(key, kinds, tuple(unit for part in parts for unit in part), exchange_of(parts))
 
 
-def _travelling_bucket(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
+def travelling_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
     """Yield a rank's part in a bucket, or nothing where it has none."""
     key, kinds = shared.key, shared.kinds
     exchange = replace(shared.exchange, position=key.ranks.index(rank))
@@ -384,9 +341,9 @@ def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: 
 
 
 def _peak(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
-    """Return the most temporary memory of any rank, between buckets like this one."""
+    """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
     stages = (_stages(key, kinds, replace(exchange, position=p)) for p in _different_positions(exchange))
-    return max(stage.peak(stage, stage) for stage in stages)
+    return max(stage.scattering + stage.working + stage.gathering for stage in stages)
 
 
 def _piece_entries(exchange: Exchange) -> int:

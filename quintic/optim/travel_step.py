@@ -18,7 +18,8 @@ from torch import Tensor
 from quintic.optim.comms import ProcessGroup
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import DeviceMemory
-from quintic.optim.pipeline import Observer, Passes, State, advance_neurons_, orthogonalized
+from quintic.optim.operands import State
+from quintic.optim.pipeline import Observer, Passes, advance_neurons_, orthogonalized
 from quintic.optim.plan import Bucket, Kind, Member, direction_dtype, update_dtype
 from quintic.optim.state import second_moments
 from quintic.optim.travel import Travel

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
-from quintic.optim.comms import DIVIDING
 from quintic.optim.forms import check_orthogonalizer
 from quintic.optim.layouts import local_tensor
 from quintic.optim.qk_clip import QKClip
+from quintic.optim.sharing import DIVIDING
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 

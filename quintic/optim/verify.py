@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintic.optim.comms import AVERAGING, ProcessGroup, all_gather_values, this_rank
+from quintic.optim.comms import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.precision import full_precision
 from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
+from quintic.optim.sharing import AVERAGING
 from quintic.optim.state import master_key, second_moments
 from quintic.optim.verify_keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify_report import Answer, Difference, Verification, badness, merged

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim.schedule import StepMemory, one_ahead, overlapping, restricted, run_overlapping
+from quintic.optim.plan import Stages
+from quintic.optim.schedule import one_ahead, overlapping, restricted, run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
 
 
 @st.composite
 def schedules(draw):
-    memory = [StepMemory(a, max(a, b, c), c) for a, b, c in draw(SIZES)]
+    memory = [Stages(a, b, 0, c) for a, b, c in draw(SIZES)]
     order = draw(st.permutations(range(len(memory))))
     budget = draw(st.none() | st.integers(0, 60))
     return order, memory, budget, overlapping(order, memory, budget)
@@ -84,7 +85,7 @@ def test_more_than_the_budget_is_held_only_for_the_next_step(found):
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(2, 9))
 def test_room_for_two_neighbours_lets_everything_overlap(gathering, working, scattering, count):
-    memory = [StepMemory(gathering, max(gathering, working, scattering), scattering)] * count
+    memory = [Stages(gathering, working, 0, scattering)] * count
     schedule = overlapping(range(count), memory, gathering + memory[0].working + scattering)
     places = {pair: place for place, pair in enumerate(parts_of(schedule))}
     for number in range(count - 1):

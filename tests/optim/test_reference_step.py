@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split, reference_step, verify
-from quintic.optim import pipeline
+from quintic.optim import operands, pipeline
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float64}
 FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -270,8 +270,8 @@ def test_a_wrong_factor_is_found(factor, normalize):
     optimizer = Muon(model.groups(), normalize=normalize, **FLOAT32)
     before = everything(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        right = pipeline.lr_scale_factor
-        patch.setattr(pipeline, "lr_scale_factor", lambda *arguments: factor * right(*arguments))
+        right = operands.lr_scale_factor
+        patch.setattr(operands, "lr_scale_factor", lambda *arguments: factor * right(*arguments))
         report = verify(model, optimizer)
     assert not report.ok
     assert {(wrong.name, wrong.tensor) for wrong in report.wrong} == {

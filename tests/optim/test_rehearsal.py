@@ -14,15 +14,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.comms import travelling
 from quintic.optim.layouts import mesh_layout
 from quintic.optim.machine import load_machine
 from quintic.optim.parallelism import layouts_by_name
 from quintic.optim.plan import direction_dtype, update_dtype
+from quintic.optim.planning import build_plan
 from quintic.optim.prediction import BucketTimes, predict, step_times
 from quintic.optim.rehearsal import rehearse
+from quintic.optim.sharing import travelling
 from quintic.optim.traffic import traffic_of
-from quintic.optim.travel import build_plan
 from quintic.train.planned_models import Decoder, Sizes, planned_model
 
 MESHES = [

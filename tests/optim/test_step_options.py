@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from quintic import Experts, Heads, Muon, Rows, Split
-from quintic.optim.pipeline import BucketMemory, PlainPasses, operands
+from quintic.optim.operands import BucketMemory
+from quintic.optim.pipeline import PlainPasses
 
 EXACT = {"compute_dtype": torch.float64}
 
@@ -205,7 +206,7 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
         param.grad = torch.randn_like(param)
     [bucket] = optimizer.plan()
     group = optimizer.param_groups[0]
-    active = operands(bucket, group, optimizer.state, BucketMemory())
+    active = BucketMemory().operands(bucket, group, optimizer.state)
     before = [param.detach().clone() for param in params]
     passes = PlainPasses(bucket, group, active, [False, True])
     directions = passes.directions()

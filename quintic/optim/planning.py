@@ -1,0 +1,160 @@
+"""Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with divided state."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.layouts import Layout, local_tensor
+from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan import ADAMW_BYTES, Bucket, Member, Plan, adamw_entries, form_of, workspace_bytes
+from quintic.optim.schedule import Orders, arranged
+from quintic.optim.sharded import sharded_buckets
+from quintic.optim.travel import shared_buckets, travelling_buckets
+
+__all__ = ["build_plan", "local_buckets"]
+
+
+def build_plan(
+    param_groups: Sequence[Mapping[str, Any]],
+    layouts: Sequence[Sequence[Layout | None]],
+    rank: int = 0,
+    divided: Mapping[int, tuple[int, ...]] | None = None,
+    orders: Orders | None = None,
+) -> Plan:
+    """Return the plan of one rank.
+
+    Args:
+        param_groups: validated (see `Muon.add_param_group`).
+        layouts: for each group and each of its parameters where it travels, or None.
+        rank: the global rank whose plan this is.
+        divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
+        orders: in which buckets with collectives start and are worked on, where the user wants another.
+    """
+    shared, balance = shared_buckets(param_groups, layouts)
+    buckets: list[Bucket] = []
+    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+        if divided and number in divided:
+            buckets += sharded_buckets(number, group, divided[number], rank)
+            continue
+        for one in shared:
+            if one.key.group == number and rank in one.key.ranks:
+                buckets += travelling_buckets(one, found, rank)
+        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
+    in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
+    return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
+
+
+def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    """Return the buckets of a group's parameters that this rank steps by itself.
+
+    Args:
+        group_index: position of the group.
+        group: validated, see `Muon.add_param_group`.
+        indices: positions of these parameters in the group.
+    """
+    build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
+    return build(group_index, group, indices)
+
+
+def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
+        key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
+        members.setdefault(key, []).append(Member(name=name, index=index))
+    buckets = []
+    for (dtype, device, kernels), found in members.items():
+        numels = [local_tensor(group["params"][member.index]).numel() for member in found]
+        # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
+        largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
+        workspace = 0 if kernels == "triton" else ADAMW_BYTES * largest
+        buckets.append(
+            Bucket(
+                algorithm="adamw",
+                group=group_index,
+                members=tuple(found),
+                shape=None,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                form=None,
+                numel=sum(numels),
+                flops=0,
+                workspace_bytes=workspace,
+            )
+        )
+    return buckets
+
+
+def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    # (m, n) of the matrices, and strides of (g, r, n) in memory: what one launch of a kernel can handle.
+    found: dict[tuple[Any, ...], list[Member]] = {}
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
+        kernels = choose_kernels(group["kernels"], param)
+        first = 0
+        for number, block in enumerate(group["view"].blocks(param.detach())):
+            b, g, r, n = block.shape
+            key = (g, r, n, block.stride()[1:], param.dtype, param.device, kernels)
+            member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
+            found.setdefault(key, []).append(member)
+            first += b
+    buckets = []
+    for (g, r, n, _, dtype, device, kernels), members in found.items():
+        m = g * r
+        form = form_of(group, m, n, dtype, device)
+        per_matrix = workspace_bytes(m, n, dtype, device, form, kernels)
+        total = sum(member.num_matrices for member in members)
+        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, per_matrix)):
+            count = sum(member.num_matrices for member in chunk)
+            buckets.append(
+                Bucket(
+                    algorithm="muon",
+                    group=group_index,
+                    members=tuple(chunk),
+                    shape=(m, n),
+                    dtype=dtype,
+                    device=device,
+                    kernels=kernels,
+                    form=form,
+                    numel=count * m * n,
+                    flops=0 if form is None else count * form.flops(m, n),
+                    workspace_bytes=count * per_matrix,
+                )
+            )
+    return buckets
+
+
+def _matrices_at_a_time(group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: int) -> int:
+    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state."""
+    entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
+    limit = max(1, total)
+    if budget is not None:
+        per_matrix = workspace + RING_BUFFERS * offloaded_bytes(group, dtype) * numel
+        limit = min(limit, max(1, budget // max(1, per_matrix)))
+    if entries is not None:
+        # Alike, as one is loaded while another is computed.
+        number = -(-total // min(limit, max(1, entries // max(1, numel))))
+        limit = -(-total // max(1, number))
+    return limit
+
+
+def _chunks(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
+    """Divide members so that no chunk has more than `limit` matrices."""
+    chunk: list[Member] = []
+    free = limit
+    for member in members:
+        start, left = member.start, member.num_matrices
+        while left > 0:
+            take = min(left, free)
+            skipped = start - member.start
+            chunk.append(replace(member, start=start, num_matrices=take, first_matrix=member.first_matrix + skipped))
+            start, left, free = start + take, left - take, free - take
+            if free == 0:
+                yield chunk
+                chunk, free = [], limit
+    if chunk:
+        yield chunk
