@@ -330,12 +330,23 @@ def test_peers_are_compared_in_their_layouts():
     found = [measured("quintic", "fsdp2", 8.0), measured("dion-muon", "fsdp2", 10.0)]
     found += [measured("quintic-neuron", "fsdp2", 8.1), measured("dion-normuon", "fsdp2", 10.0)]
     met = verdicts(*found)
-    assert met["quintic over dion-muon, qwen1.7b, fsdp2 on 2: step"] is True
-    assert met["quintic-neuron over dion-normuon, qwen1.7b, fsdp2 on 2: step"] is False
+    pairs = ("quintic over dion-muon", "quintic-neuron over dion-normuon")
+    ours, neurons = (f"{pair}, qwen1.7b, fsdp2 on 2: step" for pair in pairs)
+    for way in ("at its fastest", "without a CUDA graph"):
+        assert met[f"{ours} {way}"] is True
+        assert met[f"{neurons} {way}"] is False
+        assert verdicts(found[0])[f"{ours} {way}"] is None
     assert not any("sharded" in subject or "ddp" in subject for subject in met)
-    assert verdicts(found[0])["quintic over dion-muon, qwen1.7b, fsdp2 on 2: step"] is None
     line = next(str(target) for target in targets.targets(found) if "dion-muon" in target.subject)
-    assert line.startswith("met: quintic over dion-muon, qwen1.7b, fsdp2 on 2: step: 0.8 [at most 0.8] (8 / 10 ms; ")
+    assert line == f"met: {ours} at its fastest: 0.8 [at most 0.8] (8 / 10 ms; with busy devices 0.8)"
+
+
+def test_each_is_compared_with_its_cuda_graph_where_that_is_faster():
+    found = [measured("quintic", "fsdp2", 9.0, replay_ms=7.0), measured("dion-muon", "fsdp2", 10.0, replay_ms=10.5)]
+    compared = [target for target in targets.targets(found) if "dion-muon" in target.subject]
+    of_way = {target.subject.partition(": step ")[2]: target for target in compared}
+    assert (of_way["at its fastest"].value, of_way["at its fastest"].met) == (0.7, True)
+    assert (of_way["without a CUDA graph"].value, of_way["without a CUDA graph"].met) == (0.9, False)
 
 
 def test_other_bits_and_errors_miss_the_target():
