@@ -10,6 +10,7 @@ being gathered and the one before scattered.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quintic.optim.comms import ProcessGroup
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import DeviceMemory
 from quintic.optim.operands import State
+from quintic.optim.packing import Packing, Run
 from quintic.optim.pipeline import Observer, Passes, advance_neurons_, orthogonalized
 from quintic.optim.plan import Bucket, Kind, Member, direction_dtype, update_dtype
 from quintic.optim.state import second_moments
@@ -43,6 +45,7 @@ class TravelMemory(DeviceMemory):
         self._scales_key: object = None
         self._scales = torch.empty(0)
         self._moments_of_units: list[list[Tensor]] | None = None
+        self._moments_packing: Packing | None = None
 
     def scales(self, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
@@ -71,6 +74,20 @@ class TravelMemory(DeviceMemory):
                     found[kind].append(blocks[block][matrix : matrix + 1])
             self._moments_of_units = found
         return self._moments_of_units
+
+    def moments_packing(self, bucket: Bucket) -> Packing:
+        """Return what copies second moments, of all units of a kind before the next, from where `Neurons` has them."""
+        if self._moments_packing is None:
+            travel = _travel_of(bucket)
+            numels = [prod(_factor_shape(kind)) for kind in travel.kinds]
+            half = sum(numels)
+            runs: list[Run] = []
+            for number, numel in enumerate(numels):
+                for unit in range(len(travel.units)):
+                    place = (2 * unit + 1) * half + sum(numels[:number])
+                    runs.append(Run(len(runs), 0, numel, place))
+            self._moments_packing = Packing(runs, bucket.kernels, bucket.device)
+        return self._moments_packing
 
 
 def step_travelling(
@@ -195,6 +212,7 @@ class Neurons:
         self._travel = _travel_of(bucket)
         exchange = self._travel.exchange
         self._moments = memory.moments_of_units(bucket, group, state)
+        self._packing = memory.moments_packing(bucket)
         vectors = [found.flatten(1) for found in factors]
         # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
         for of_kind, found in zip(self._moments, factors, strict=True):
@@ -206,11 +224,9 @@ class Neurons:
         """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
         exchange, kinds = self._travel.exchange, self._travel.kinds
         vectors = exchange.in_order(self._pending.wait())
-        factors, moments = vectors.chunk(2, dim=1)
         if not exchange.is_local:
-            for of_kind, found in zip(self._moments, _unpacked(moments, kinds), strict=True):
-                torch._foreach_copy_(of_kind, list(found.split(1)))
-        return _unpacked(factors, kinds)
+            self._packing.unpack(vectors.view(-1), [moment for of_kind in self._moments for moment in of_kind])
+        return _unpacked(vectors.chunk(2, dim=1)[0], kinds)
 
 
 def _travel_of(bucket: Bucket) -> Travel:

@@ -1,0 +1,70 @@
+"""`comms="replicated"`: gradients of several dtypes in one group, and what a step that fails leaves behind."""
+
+import pytest
+import torch
+from harness import DEVICE, run
+from torch import nn
+
+import quintic
+
+DTYPES = {"first": torch.float32, "second": torch.bfloat16, "third": torch.float32, "fourth": torch.bfloat16}
+
+
+def made():
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(5, 3, generator=generator).to(dtype) for name, dtype in DTYPES.items()}
+    return {name: nn.Parameter(value.to(DEVICE)) for name, value in values.items()}
+
+
+def gradient(name, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + len(name))
+    return torch.randn(5, 3, generator=generator).to(DEVICE, DTYPES[name])
+
+
+def optimizer_of(params, **options):
+    group = {"params": list(params.items()), "algorithm": "adamw"}
+    return quintic.Muon([group], lr=0.1, adamw_lr=0.1, **options)
+
+
+def step_mixed(rank, world_size, bound):
+    params, expected = made(), made()
+    optimizer = optimizer_of(params, comms="replicated", max_workspace_bytes=bound)
+    alone = optimizer_of(expected, max_workspace_bytes=bound)
+    for step in range(3):
+        for name, param in params.items():
+            if not (name == "third" and rank == step == 1):
+                param.grad = gradient(name, step, rank)
+            own = [gradient(name, step, other).float() for other in range(world_size)]
+            if name == "third" and step == 1:
+                own[1].zero_()
+            total = sum(own[1:], own[0])
+            expected[name].grad = (total / torch.full((), world_size, device=DEVICE)).to(param.dtype)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+        for name, param in params.items():
+            assert torch.equal(param, expected[name]), (step, name)
+
+
+@pytest.mark.parametrize("bound", [2**31, 64])
+def test_dtypes_of_one_group_are_averaged_each_for_itself(bound):
+    run(step_mixed, 3, bound)
+
+
+def fail(rank, world_size):
+    """Return the parameters that have a gradient after a step that could not be made."""
+    params = made()
+    optimizer = optimizer_of(params, comms="replicated")
+    for name, param in params.items():
+        if name != "second" or rank:
+            param.grad = gradient(name, 0, rank)
+    params["fourth"].grad = params["fourth"].grad.to_sparse()
+    with pytest.raises(ValueError, match="fourth: sparse gradients are not supported"):
+        optimizer.step()
+    return [name for name, param in params.items() if param.grad is not None]
+
+
+def test_gradients_that_a_step_lent_are_gone_after_an_error():
+    first, second = run(fail, 2)
+    assert first == ["first", "third", "fourth"]
+    assert second == list(DTYPES)
