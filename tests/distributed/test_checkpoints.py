@@ -5,6 +5,7 @@ each rank (`models.positions`), not by what Quintic or DTensor think.
 """
 
 import copy
+import functools
 import itertools
 import warnings
 from typing import NamedTuple
@@ -69,16 +70,23 @@ class Named:
         return self.tensors.items()
 
 
+@functools.cache
+def held(layout):
+    """Which entries this rank holds, whatever the case: wrapping takes longer than the steps."""
+    twin = numbered(Awkward())
+    if layout.wrap is not wrappings.plain:
+        layout.wrap(twin, layout.device_mesh())
+    return positions(twin)
+
+
 def start(layout, case):
     """A model before its first step, on this rank."""
-    twin, model = numbered(Awkward()), Awkward(dtype=case.dtype)
+    model = Awkward(dtype=case.dtype)
     if layout.wrap is not wrappings.plain:
-        mesh = layout.device_mesh()
-        layout.wrap(twin, mesh)
-        layout.wrap(model, mesh)
+        layout.wrap(model, layout.device_mesh())
     groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
     optimizer = quintic.Muon(groups, lr=0.05, adamw_lr=0.01, comms=layout.comms, **case.options)
-    return Trained(model, optimizer, positions(twin))
+    return Trained(model, optimizer, held(layout))
 
 
 def step(trained, steps):

@@ -4,6 +4,7 @@ The reference is the same optimizer on the unwrapped model, computed by every ra
 same number of threads. Gradients are random and differ from step to step; no forward pass is needed.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,8 +116,9 @@ class Layout:
         """The number of ranks."""
         return torch.Size(self.mesh).numel()
 
+    @functools.cache  # noqa: B019  a rank has few layouts, and ends with its test
     def device_mesh(self) -> DeviceMesh:
-        """Return the mesh, with axes "outer" and "inner" or just "inner"; all ranks must call it."""
+        """Return the mesh, with axes "outer" and "inner" or just "inner"; all ranks must call it the first time."""
         ranks = torch.arange(self.world_size).view(self.mesh)
         return DeviceMesh(DEVICE, ranks, mesh_dim_names=("outer", "inner")[-len(self.mesh) :])
 
@@ -188,9 +190,7 @@ def disagreements(
 
     expected_model = make(case.dtype)
     expected_optimizer = _optimizer(expected_model, case)
-    twin = numbered(make(torch.float32))
-    wrap(twin)
-    held = positions(twin)
+    held = _held(make, wrap)
     model = make(case.dtype)
     wrap(model)
     optimizer = _optimizer(model, case, comms=comms, **options)
@@ -216,6 +216,14 @@ def disagreements(
         if not torch.allclose(found[name], param.detach(), rtol=rtol, atol=atol):
             lines.append(_difference(name, found[name], param.detach()))
     return lines
+
+
+@functools.cache
+def _held(make: Callable[[torch.dtype], nn.Module], wrap: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    """Return which entries this rank holds, whatever the case: wrapping takes longer than the steps."""
+    twin = numbered(make(torch.float32))
+    wrap(twin)
+    return positions(twin)
 
 
 def _optimizer(model: nn.Module, case: Case, **options: Any) -> quintic.Muon:

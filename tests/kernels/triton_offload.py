@@ -22,6 +22,9 @@ GROUPS = [
 ]
 
 
+EVERYTHING = {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "weight_decay": 0.3}
+
+
 def made(dtype, **options):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for _, shape in GROUPS for _ in range(2)]
@@ -44,14 +47,14 @@ def give_gradients(params, step, wide=False):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("workspace", [2**31, 4_000])
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("dtype", "options", "workspace"),
     [
-        (torch.float32, {}),
-        (torch.float32, {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "weight_decay": 0.3}),
-        (LOW, {"master": "fp32", "weight_decay": 0.1}),
-        *([(LOW, {"master": "mantissa"})] if DEVICE == "cuda" else []),
+        (torch.float32, {}, 2**31),
+        (torch.float32, EVERYTHING, 2**31),
+        (torch.float32, EVERYTHING, 4_000),
+        (LOW, {"master": "fp32", "weight_decay": 0.1}, 4_000),
+        *([(LOW, {"master": "mantissa"}, workspace) for workspace in (2**31, 4_000)] if DEVICE == "cuda" else []),
     ],
     ids=str,
 )
