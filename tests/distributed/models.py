@@ -5,9 +5,10 @@ Nothing here asks Quintic where a piece lives. A twin of the model whose entries
 the model itself: what a rank then holds says which entries PyTorch gave it.
 """
 
+import functools
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "gathered",
     "give_gradients",
     "gradient",
+    "held_by",
     "local_of",
     "mean_gradient",
     "numbered",
@@ -135,6 +137,21 @@ def numbered(model: nn.Module) -> nn.Module:
 def positions(model: nn.Module) -> dict[str, Tensor]:
     """Return, of a wrapped model that was `numbered` before, which entries of each parameter this rank holds."""
     return {name: local_of(param.detach()).long() for name, param in model.named_parameters()}
+
+
+@functools.cache
+def held_by(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    """Return which entries of each parameter this rank holds; all ranks must call it.
+
+    The first time only: to wrap a model takes longer than its steps, and where entries are does not change.
+
+    Args:
+        make: returns a model of float32, in which positions are exact.
+        wrap: lays it out, in place.
+    """
+    twin = numbered(make())
+    wrap(twin)
+    return positions(twin)
 
 
 def local_of(tensor: Tensor) -> Tensor:

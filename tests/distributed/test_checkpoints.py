@@ -5,7 +5,6 @@ each rank (`models.positions`), not by what Quintic or DTensor think.
 """
 
 import copy
-import functools
 import itertools
 import warnings
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import wrappings
 from harness import run
-from models import Awkward, gathered, give_gradients, gradient, local_of, numbered, positions, rules
+from models import Awkward, gathered, give_gradients, gradient, held_by, local_of, rules
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,23 +69,13 @@ class Named:
         return self.tensors.items()
 
 
-@functools.cache
-def held(layout):
-    """Which entries this rank holds, whatever the case: wrapping takes longer than the steps."""
-    twin = numbered(Awkward())
-    if layout.wrap is not wrappings.plain:
-        layout.wrap(twin, layout.device_mesh())
-    return positions(twin)
-
-
 def start(layout, case):
     """A model before its first step, on this rank."""
     model = Awkward(dtype=case.dtype)
-    if layout.wrap is not wrappings.plain:
-        layout.wrap(model, layout.device_mesh())
+    layout.lay_out(model)
     groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
     optimizer = quintic.Muon(groups, lr=0.05, adamw_lr=0.01, comms=layout.comms, **case.options)
-    return Trained(model, optimizer, held(layout))
+    return Trained(model, optimizer, held_by(Awkward, layout.lay_out))
 
 
 def step(trained, steps):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import wrappings
 from harness import DEVICE, ON_GPUS, run
-from models import Awkward, give_gradients, gradient, local_of, numbered, positions, rules
+from models import give_gradients, gradient, held_by, local_of, rules
 from test_invariance import LAYOUTS
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,14 +29,11 @@ for title, layout in LAYOUTS.items():
 
 def laid_out(layout, case, **options):
     """Return a wrapped model, which entries this rank holds, and its optimizer."""
-    mesh = layout.device_mesh()
-    extras = layout.wrap is wrappings.plain
-    twin, model = numbered(Awkward(extras)), Awkward(extras, case.dtype)
-    layout.wrap(twin, mesh)
-    layout.wrap(model, mesh)
+    model = layout.model(case.dtype)
+    layout.lay_out(model)
     groups = quintic.param_groups(model, rules=rules(model, multipliers=case.multipliers))
     optimizer = quintic.Muon(groups, lr=0.05, adamw_lr=0.01, comms=layout.comms, **case.options, **options)
-    return model, positions(twin), optimizer
+    return model, held_by(layout.model, layout.lay_out), optimizer
 
 
 def give(model, held, step, rank, without=(), own=False):

@@ -18,10 +18,9 @@ from models import (
     gathered,
     give_gradients,
     gradient,
+    held_by,
     local_of,
     mean_gradient,
-    numbered,
-    positions,
     rules,
 )
 from torch import Tensor, nn
@@ -122,6 +121,15 @@ class Layout:
         ranks = torch.arange(self.world_size).view(self.mesh)
         return DeviceMesh(DEVICE, ranks, mesh_dim_names=("outer", "inner")[-len(self.mesh) :])
 
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return a model to lay out; what FSDP2 cannot shard is in those of plain tensors only."""
+        return Awkward(extras=self.wrap is wrappings.plain, dtype=dtype)
+
+    def lay_out(self, model: nn.Module) -> None:
+        """Lay a model out over the mesh, in place; all ranks must call it."""
+        if self.wrap is not wrappings.plain:
+            self.wrap(model, self.device_mesh())
+
 
 def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAPS) -> None:
     """Run all cases of a layout on this rank.
@@ -129,23 +137,16 @@ def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAP
     Raises:
         AssertionError: says which entries of which parameters are not what they are on one device.
     """
-    mesh = layout.device_mesh()
-
-    def make(dtype: torch.dtype) -> nn.Module:
-        return Awkward(extras=layout.wrap is wrappings.plain, dtype=dtype)
-
-    def wrap(model: nn.Module) -> None:
-        layout.wrap(model, mesh)
-
+    model, wrap, ranks = layout.model, layout.lay_out, range(world_size)
     wrong = []
     for title in layout.cases:
-        lines = disagreements(make, wrap, CASES[title], range(world_size), rank=rank, comms=layout.comms, gaps=gaps)
+        lines = disagreements(model, wrap, CASES[title], ranks, rank=rank, comms=layout.comms, gaps=gaps)
         wrong += [f"{title}: {line}" for line in lines]
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 
 
 def disagreements(
-    make: Callable[[torch.dtype], nn.Module],
+    make: Callable[..., nn.Module],
     wrap: Callable[[nn.Module], None],
     case: Case,
     ranks: Sequence[int],
@@ -160,7 +161,7 @@ def disagreements(
     All ranks of the world must call it, also those with other models.
 
     Args:
-        make: returns the model in a dtype.
+        make: returns the model in a dtype, float32 if there is none.
         wrap: lays it out, in place.
         case: options of the optimizer.
         ranks: those that this model is laid out over.
@@ -190,7 +191,7 @@ def disagreements(
 
     expected_model = make(case.dtype)
     expected_optimizer = _optimizer(expected_model, case)
-    held = _held(make, wrap)
+    held = held_by(make, wrap)
     model = make(case.dtype)
     wrap(model)
     optimizer = _optimizer(model, case, comms=comms, **options)
@@ -216,14 +217,6 @@ def disagreements(
         if not torch.allclose(found[name], param.detach(), rtol=rtol, atol=atol):
             lines.append(_difference(name, found[name], param.detach()))
     return lines
-
-
-@functools.cache
-def _held(make: Callable[[torch.dtype], nn.Module], wrap: Callable[[nn.Module], None]) -> dict[str, Tensor]:
-    """Return which entries this rank holds, whatever the case: wrapping takes longer than the steps."""
-    twin = numbered(make(torch.float32))
-    wrap(twin)
-    return positions(twin)
 
 
 def _optimizer(model: nn.Module, case: Case, **options: Any) -> quintic.Muon:
