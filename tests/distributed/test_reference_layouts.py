@@ -22,9 +22,13 @@ from quintic.optim.runner import Runner
 # Second moments everywhere; where it is hardest also masters that are two tensors, and directions in 16 bits.
 MANTISSA = ("averaged-3", "sharded-3", "fsdp2-3", "tp_fsdp2-2x2")
 
+# The same pieces as on two ranks and on three, only smaller ones.
+SMALLER = {"averaged-4", "sharded-4", "fsdp2-4", "fsdp2_last_dimension-4"}
+
 BY_SIZE = defaultdict(list)
 for title, layout in LAYOUTS.items():
-    BY_SIZE[layout.world_size].append(title)
+    if title not in SMALLER:
+        BY_SIZE[layout.world_size].append(title)
 
 
 def laid_out(layout, case, **options):

@@ -27,10 +27,12 @@ EVERYTHING = {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "
 
 def made(dtype, **options):
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for _, shape in GROUPS for _ in range(2)]
+    # Two of a shape only in the first groups, which makes buckets of several parameters.
+    shapes = [shape for number, (_, shape) in enumerate(GROUPS) for _ in range(2 if number < 2 else 1)]
+    params = [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in shapes]
     turned = torch.randn(19, 30).to(DEVICE, dtype).mT
     vectors = [nn.Parameter(t) for t in (torch.randn(900).to(DEVICE, dtype), torch.ones(7).to(DEVICE, dtype), turned)]
-    groups = [{"params": params[2 * n : 2 * n + 2], "view": view} for n, (view, _) in enumerate(GROUPS)]
+    groups = [{"params": [p for p, s in zip(params, shapes, strict=True) if s == of], "view": v} for v, of in GROUPS]
     groups.append({"params": vectors, "algorithm": "adamw"})
     optimizer = Muon(groups, lr=0.05, adamw_lr=0.05, kernels="triton", **options)
     return [*params, *vectors], optimizer
