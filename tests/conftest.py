@@ -104,6 +104,7 @@ def mine(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "mine" / "run"))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and keep tests that share something slow on one worker."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
