@@ -104,14 +104,17 @@ def mine(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "mine" / "run"))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and keep tests that share processes on one worker."""
+    """Skip what this machine cannot run, and keep tests that share something slow on one worker."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     has_gpu = torch.cuda.is_available()
-    one_worker = pytest.mark.xdist_group("distributed")
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         # tests/distributed starts a pool of processes once per worker: on one worker, it starts once.
         if config.pluginmanager.hasplugin("xdist") and "distributed" in item.path.parent.parts:
-            item.add_marker(one_worker)
+            item.add_marker(pytest.mark.xdist_group("distributed"))
+        # The benchmark's only run is the slowest fixture of all.
+        if config.pluginmanager.hasplugin("xdist") and "outcome" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("outcome"))

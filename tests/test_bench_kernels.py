@@ -1,7 +1,9 @@
 """The benchmark of kernels: its arithmetic and tables, and one round of it on the CPU, with tiny sizes."""
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ from bench_kernels_optimizer import FULL, TINY, Case, Where
 CPU = Where(torch.device("cpu"), TINY)
 
 
+@pytest.fixture
+def little_to_collect() -> Iterator[None]:
+    """Keep what other tests have left out of the garbage collections, of which there is one for every case."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_to_collect")
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert bench_kernels.main(["--out", str(tmp_path), "--device", "cpu", "--repetitions", "3", "--sets", "2"]) == 0
     result = json.loads((tmp_path / "kernels.json").read_text())
@@ -41,6 +52,7 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 
+@pytest.mark.usefixtures("little_to_collect")
 def test_only_some_subjects(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--repetitions", "2", "--only", "transpose", "--name", "t"]
     bench_kernels.main(arguments)

@@ -67,6 +67,7 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "pytest",
+    "quintic",
 )
 
 # Collectives give up after this part of the time, so that a rank that waits in vain can still say where. On GPUs NCCL's

@@ -5,9 +5,10 @@ Nothing here asks Quintic where a piece lives. A twin of the model whose entries
 the model itself: what a rank then holds says which entries PyTorch gave it.
 """
 
+import functools
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "gathered",
     "give_gradients",
     "gradient",
+    "held_by",
     "local_of",
     "mean_gradient",
     "numbered",
@@ -137,6 +139,21 @@ def positions(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_of(param.detach()).long() for name, param in model.named_parameters()}
 
 
+@functools.cache
+def held_by(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    """Return which entries of each parameter this rank holds; all ranks must call it.
+
+    The first time only: to wrap a model takes longer than its steps, and where entries are does not change.
+
+    Args:
+        make: returns a model of float32, in which positions are exact.
+        wrap: lays it out, in place.
+    """
+    twin = numbered(make())
+    wrap(twin)
+    return positions(twin)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -204,22 +221,36 @@ def gathered(model: nn.Module, held: Mapping[str, Tensor], ranks: Sequence[int])
     Raises:
         AssertionError: an entry is held by nobody, or copies of it differ.
     """
-    local = {name: local_of(param.detach()) for name, param in model.named_parameters()}
-    mine = {name: (held[name].cpu(), value.to("cpu", copy=True)) for name, value in local.items()}
-    everyone: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    params = dict(model.named_parameters())
+    if not params:
+        return {}
+    local = {name: local_of(param.detach()) for name, param in params.items()}
+    starts = dict(zip(params, itertools.accumulate((p.numel() for p in params.values()), initial=0), strict=False))
+    # All parameters in one: pickling and indexing them one by one would take most of a test's time.
+    mine = (
+        torch.cat([held[name].flatten().cpu() + start for name, start in starts.items()]),
+        torch.cat([value.flatten().cpu() for value in local.values()]),
+    )
+    everyone: list[tuple[Tensor, Tensor]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    result = {}
-    for name, param in model.named_parameters():
-        flat = torch.zeros(param.numel(), dtype=param.dtype)
-        found = torch.zeros(param.numel(), dtype=torch.bool)
-        for rank in ranks:
-            places, values = (part.flatten() for part in everyone[rank][name])
-            again = found[places]
-            assert torch.equal(flat[places][again], values[again]), f"{name}: rank {rank} holds another copy"
-            flat[places], found[places] = values, True
-        assert bool(found.all()), f"{name}: {int((~found).sum())} entries are held by nobody"
-        result[name] = flat.view(param.shape).to(local[name].device)
-    return result
+    flat = torch.zeros(sum(param.numel() for param in params.values()), dtype=mine[1].dtype)
+    found = torch.zeros(flat.numel(), dtype=torch.bool)
+
+    def name_at(place: Tensor) -> str:
+        return next(name for name, start in reversed(starts.items()) if start <= place)
+
+    for rank in ranks:
+        places, values = everyone[rank]
+        other = places[found[places] & (flat[places] != values)]
+        assert len(other) == 0, f"{name_at(other[0])}: rank {rank} holds another copy"
+        flat[places], found[places] = values, True
+    missing = (~found).nonzero()
+    assert len(missing) == 0, f"{name_at(missing[0])}: {len(missing)} entries from here on are held by nobody"
+    wholes = flat.split([param.numel() for param in params.values()])
+    return {
+        name: whole.view(param.shape).to(local[name])
+        for (name, param), whole in zip(params.items(), wholes, strict=True)
+    }
 
 
 def _initialise(model: nn.Module) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from harness import DEVICE, ON_GPUS, TIME_FACTOR, run
 
+import quintic
+
 
 def total(rank, world_size, base):
     value = torch.tensor([base + rank], device=DEVICE)
@@ -52,6 +54,10 @@ def reduce_without(rank, world_size, absent):
         value.item()
 
 
+def origin_of_quintic(rank, world_size):
+    return quintic.__file__
+
+
 def not_picklable(rank, world_size):
     return lambda: None
 
@@ -73,6 +79,11 @@ def test_results_are_in_rank_order(world_size):
     assert {threads for *_, threads, _ in results} == {1}
     assert [index for *_, index in results] == [rank if ON_GPUS else None for rank in range(world_size)]
     assert {found["value"].device.type for _, _, found, *_ in results} == {"cpu"}
+
+
+def test_ranks_have_the_package_that_the_tests_have():
+    """It is loaded before they are forked, by a process that may look for it elsewhere."""
+    assert run(origin_of_quintic, 2) == [quintic.__file__] * 2
 
 
 def test_no_process_is_left_behind():

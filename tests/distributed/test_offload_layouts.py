@@ -2,7 +2,6 @@
 
 import tempfile
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import wrappings
 from delayed_copies import DelayedCopies, SlowCopies
 from harness import DEVICE, ON_GPUS, run
-from models import Awkward, give_gradients, gradient, numbered, positions, rules
+from models import Awkward, give_gradients, gradient, held_by, rules
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -67,23 +66,13 @@ def delayed(policy):
         yield made
 
 
-def mesh_of(layout, world_size):
-    names = ("outer", "inner")[-len(layout.mesh) :]
-    return DeviceMesh(DEVICE, torch.arange(world_size).view(layout.mesh), mesh_dim_names=names)
-
-
-def make(layout, dtype):
-    return Awkward(extras=layout.wrap is wrappings.plain, dtype=dtype)
-
-
 def check(rank, world_size, layout, gaps, policy):
-    mesh = mesh_of(layout, world_size)
     wrong = []
     for title in layout.cases:
         with delayed(policy) as made:
             lines = disagreements(
-                partial(make, layout),
-                partial(layout.wrap, mesh=mesh),
+                layout.model,
+                layout.lay_out,
                 CASES[title],
                 range(world_size),
                 rank=rank,
@@ -145,12 +134,9 @@ class Run:
 
     def __init__(self, rank, world_size, layout, on):
         self.rank, self.averages = rank, layout.comms in ("replicated", "sharded")
-        mesh = mesh_of(layout, world_size)
-        twin = numbered(make(layout, torch.float32))
-        layout.wrap(twin, mesh)
-        self.held = positions(twin)
-        self.model = make(layout, torch.bfloat16)
-        layout.wrap(self.model, mesh)
+        self.held = held_by(layout.model, layout.lay_out)
+        self.model = layout.model(torch.bfloat16)
+        layout.lay_out(self.model)
         groups = quintic.param_groups(self.model, rules=rules(self.model))
         self.optimizer = quintic.Muon(groups, comms=layout.comms, offload=on, **OPTIONS)
 
@@ -315,9 +301,8 @@ def test_verify_says_that_steps_are_right(name):
 
 
 def check_sizes(rank, world_size, layout):
-    mesh = mesh_of(layout, world_size)
-    model = make(layout, torch.bfloat16)
-    layout.wrap(model, mesh)
+    model = layout.model(torch.bfloat16)
+    layout.lay_out(model)
     groups = quintic.param_groups(model, rules=rules(model))
     optimizer = quintic.Muon(groups, comms=layout.comms, offload=True, **OPTIONS)
     state = [v for of_param in optimizer.state.values() for key, v in of_param.items() if key in CUT_KEYS]

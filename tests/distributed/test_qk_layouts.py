@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attentions import THRESHOLD, Attentions, largest, of_own_heads, seen
 from harness import DEVICE, run
-from models import gathered, give_gradients, gradient, local_of, mean_gradient, numbered, positions
+from models import gathered, give_gradients, gradient, held_by, local_of, mean_gradient
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -143,9 +143,10 @@ def check_state(where, optimizer, model, held, expected):
 
 def check_layout(rank, world_size, layout):
     mesh = mesh_of(layout)
+    wrap = partial(layout.wrap, mesh=mesh)
     wrong = []
     for title in layout.cases:
-        lines = disagreements(rank, range(world_size), CASES[title], layout, partial(layout.wrap, mesh=mesh), mesh)
+        lines = disagreements(rank, range(world_size), CASES[title], layout, wrap, mesh)
         wrong += [f"{title}: {line}" for line in lines]
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 
@@ -156,10 +157,9 @@ def disagreements(rank, ranks, case, layout, wrap, mesh, **options):
     expected_model = Attentions(case.dtype)
     alone = dist.new_group([rank], use_local_synchronization=True)
     expected_optimizer = optimizer_of(expected_model, case, QKClip(threshold=THRESHOLD, process_group=alone))
-    twin, model = numbered(Attentions()), Attentions(case.dtype)
-    wrap(twin)
+    model = Attentions(case.dtype)
     wrap(model)
-    held = positions(twin)
+    held = held_by(Attentions, wrap)
     optimizer = optimizer_of(model, case, comms=layout.comms, **layout.options, **options)
     lines = []
     for step in range(NUM_STEPS):

@@ -4,6 +4,7 @@ The reference is the same optimizer on the unwrapped model, computed by every ra
 same number of threads. Gradients are random and differ from step to step; no forward pass is needed.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,10 +19,9 @@ from models import (
     gathered,
     give_gradients,
     gradient,
+    held_by,
     local_of,
     mean_gradient,
-    numbered,
-    positions,
     rules,
 )
 from torch import Tensor, nn
@@ -116,10 +116,20 @@ class Layout:
         """The number of ranks."""
         return torch.Size(self.mesh).numel()
 
+    @functools.cache  # noqa: B019  a rank has few layouts, and ends with its test
     def device_mesh(self) -> DeviceMesh:
-        """Return the mesh, with axes "outer" and "inner" or just "inner"; all ranks must call it."""
+        """Return the mesh, with axes "outer" and "inner" or just "inner"; all ranks must call it the first time."""
         ranks = torch.arange(self.world_size).view(self.mesh)
         return DeviceMesh(DEVICE, ranks, mesh_dim_names=("outer", "inner")[-len(self.mesh) :])
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return a model to lay out; what FSDP2 cannot shard is in those of plain tensors only."""
+        return Awkward(extras=self.wrap is wrappings.plain, dtype=dtype)
+
+    def lay_out(self, model: nn.Module) -> None:
+        """Lay a model out over the mesh, in place; all ranks must call it."""
+        if self.wrap is not wrappings.plain:
+            self.wrap(model, self.device_mesh())
 
 
 def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAPS) -> None:
@@ -128,23 +138,16 @@ def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAP
     Raises:
         AssertionError: says which entries of which parameters are not what they are on one device.
     """
-    mesh = layout.device_mesh()
-
-    def make(dtype: torch.dtype) -> nn.Module:
-        return Awkward(extras=layout.wrap is wrappings.plain, dtype=dtype)
-
-    def wrap(model: nn.Module) -> None:
-        layout.wrap(model, mesh)
-
+    model, wrap, ranks = layout.model, layout.lay_out, range(world_size)
     wrong = []
     for title in layout.cases:
-        lines = disagreements(make, wrap, CASES[title], range(world_size), rank=rank, comms=layout.comms, gaps=gaps)
+        lines = disagreements(model, wrap, CASES[title], ranks, rank=rank, comms=layout.comms, gaps=gaps)
         wrong += [f"{title}: {line}" for line in lines]
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 
 
 def disagreements(
-    make: Callable[[torch.dtype], nn.Module],
+    make: Callable[..., nn.Module],
     wrap: Callable[[nn.Module], None],
     case: Case,
     ranks: Sequence[int],
@@ -159,7 +162,7 @@ def disagreements(
     All ranks of the world must call it, also those with other models.
 
     Args:
-        make: returns the model in a dtype.
+        make: returns the model in a dtype, float32 if there is none.
         wrap: lays it out, in place.
         case: options of the optimizer.
         ranks: those that this model is laid out over.
@@ -189,9 +192,7 @@ def disagreements(
 
     expected_model = make(case.dtype)
     expected_optimizer = _optimizer(expected_model, case)
-    twin = numbered(make(torch.float32))
-    wrap(twin)
-    held = positions(twin)
+    held = held_by(make, wrap)
     model = make(case.dtype)
     wrap(model)
     optimizer = _optimizer(model, case, comms=comms, **options)

@@ -112,9 +112,16 @@ def exact(update, moments, scale, beta):
     return factors * scale.double() * u.norm(dim=(1, 2), keepdim=True) / norm.clamp_min(1e-10), v
 
 
+# Entries of other dtypes are float32 as soon as they are loaded: in the interpreter, one shape shows that.
+ANY_DTYPE = [(2, 65, 63)] if DEVICE == "cpu" else SHAPES
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype == torch.float32 or shape in ANY_DTYPE],
+    ids=str,
+)
 def test_like_the_definition_and_the_twin(shape, dtype, layout):
     update, scale = made(shape, dtype, layout), scale_of(shape[0])
     before, (moments,) = update.clone(), moments_of(shape)[1]
@@ -131,8 +138,16 @@ def test_like_the_definition_and_the_twin(shape, dtype, layout):
         assert torch.equal(again, first)
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[-1]], ids=str)
-@pytest.mark.parametrize("shape", [*(shape for shape in SHAPES if shape[0] > 1), (4, 70, 300), (2, 600, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (shape, dtype)
+        for shape in [*(shape for shape in SHAPES if shape[0] > 1), (4, 70, 300), (2, 600, 3)]
+        for dtype in (DTYPES[0], DTYPES[-1])
+        if dtype == torch.float32 or shape in ANY_DTYPE or DEVICE == "cuda"
+    ],
+    ids=str,
+)
 def test_a_matrix_has_the_same_bits_in_any_batch_and_layout(shape, dtype):
     update, scale, (moments,) = made(shape, dtype), scale_of(shape[0]), moments_of(shape)[1]
     factors, after = run(update, moments, scale)
@@ -198,8 +213,10 @@ def test_tiny_updates_and_none(shape):
     torch.testing.assert_close(factors, twin, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("parts", [[5], [1, 1, 1, 1, 1], [2, 3]])
-@pytest.mark.parametrize("go", [None, 1, 0, [1, 0, 1, 1, 0]])
+@pytest.mark.parametrize(
+    ("parts", "go"),
+    [([5], None), ([1, 1, 1, 1, 1], 1), ([2, 3], 0), ([2, 3], [1, 0, 1, 1, 0]), ([1, 1, 1, 1, 1], [0, 1, 0, 0, 1])],
+)
 @pytest.mark.parametrize("shape", [(5, 33, 70), (5, 300, 7)], ids=str)
 def test_second_moments_lie_anywhere_and_stay_where_nothing_goes(shape, go, parts):
     update, scale = made(shape), scale_of(5)
@@ -255,7 +272,7 @@ def test_without_entries(shape):
 def test_an_optimizer_gives_matrices_the_same_bits_alone_and_together():
     values = [torch.randn(33, 90) for _ in range(2)] + [torch.randn(2, 33, 90), torch.randn(99, 90)]
     views = [None, None, Experts(), Split((33, 66))]
-    gradients = [[torch.randn_like(value) for value in values] for _ in range(3)]
+    gradients = [[torch.randn_like(value) for value in values] for _ in range(2)]
     options = {"normalize": "neuron", "orthogonalizer": lambda x: x, "kernels": "triton", "weight_decay": 0.1}
 
     def stepped(numbers, on_nonfinite):

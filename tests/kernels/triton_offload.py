@@ -22,12 +22,17 @@ GROUPS = [
 ]
 
 
+EVERYTHING = {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "weight_decay": 0.3}
+
+
 def made(dtype, **options):
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for _, shape in GROUPS for _ in range(2)]
+    # Two of a shape only in the first groups, which makes buckets of several parameters.
+    shapes = [shape for number, (_, shape) in enumerate(GROUPS) for _ in range(2 if number < 2 else 1)]
+    params = [nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in shapes]
     turned = torch.randn(19, 30).to(DEVICE, dtype).mT
     vectors = [nn.Parameter(t) for t in (torch.randn(900).to(DEVICE, dtype), torch.ones(7).to(DEVICE, dtype), turned)]
-    groups = [{"params": params[2 * n : 2 * n + 2], "view": view} for n, (view, _) in enumerate(GROUPS)]
+    groups = [{"params": [p for p, s in zip(params, shapes, strict=True) if s == of], "view": v} for v, of in GROUPS]
     groups.append({"params": vectors, "algorithm": "adamw"})
     optimizer = Muon(groups, lr=0.05, adamw_lr=0.05, kernels="triton", **options)
     return [*params, *vectors], optimizer
@@ -44,14 +49,14 @@ def give_gradients(params, step, wide=False):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("workspace", [2**31, 4_000])
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("dtype", "options", "workspace"),
     [
-        (torch.float32, {}),
-        (torch.float32, {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "weight_decay": 0.3}),
-        (LOW, {"master": "fp32", "weight_decay": 0.1}),
-        *([(LOW, {"master": "mantissa"})] if DEVICE == "cuda" else []),
+        (torch.float32, {}, 2**31),
+        (torch.float32, EVERYTHING, 2**31),
+        (torch.float32, EVERYTHING, 4_000),
+        (LOW, {"master": "fp32", "weight_decay": 0.1}, 4_000),
+        *([(LOW, {"master": "mantissa"}, workspace) for workspace in (2**31, 4_000)] if DEVICE == "cuda" else []),
     ],
     ids=str,
 )
