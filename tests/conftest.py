@@ -5,7 +5,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # xdist's workers share the cores; PyTorch's own threads would only fight over them. Set before torch is
 # imported, so that the processes a test starts inherit it.
@@ -104,17 +104,32 @@ def mine(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "mine" / "run"))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and keep tests that share something slow on one worker."""
+# Files and folders whose tests run on one worker: of those with several ranks two at a time, of up to eight processes
+# each, would only wait for each other; the run of the benchmark is a fixture that no second worker should repeat.
+ONE_WORKER = ("tests/distributed/", "tests/benchmarks/test_optimizer_step_layouts.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of `ONE_WORKER` together and divide the others one by one.
+
+    Not by xdist's own groups, which pytest 9.2 makes no more (pytest-xdist issue 1386).
+    """
+    if config.getoption("dist") not in ("load", "loadgroup"):
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((place for place in ONE_WORKER if nodeid.startswith(place)), nodeid)
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     has_gpu = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
-        # tests/distributed starts a pool of processes once per worker: on one worker, it starts once.
-        if config.pluginmanager.hasplugin("xdist") and "distributed" in item.path.parent.parts:
-            item.add_marker(pytest.mark.xdist_group("distributed"))
-        # The benchmark's only run is the slowest fixture of all.
-        if config.pluginmanager.hasplugin("xdist") and "outcome" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("outcome"))
