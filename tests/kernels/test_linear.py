@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quintic.kernels.fp8 import Fp8LinearScales
@@ -36,6 +36,7 @@ def sizes(count):
 
 @settings(max_examples=20, deadline=None)
 @given(sizes(3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 2**31))
+@example((29, 1, 1), torch.float16, 13245)  # a weight so small that squares vanish
 def test_values_and_gradients_against_float64(shape, dtype, seed):
     torch.manual_seed(seed)
     rows, inner, features = shape
@@ -44,10 +45,15 @@ def test_values_and_gradients_against_float64(shape, dtype, seed):
     exact = gradients(plain, [value.double() for value in inputs], grad)
     expected = gradients(plain, inputs, grad)
     found = gradients(linear_relu2, inputs, grad)
+    numbers = torch.finfo(dtype)
+    # The backward pass has squares alone: those of smaller values are zero.
+    lost = 2 * (numbers.smallest_normal * numbers.eps) ** 0.5 * grad.double().norm()
+    largest = max(1.0, *(value.double().norm().item() for value in inputs))
     for ours, theirs, right in zip(found, expected, exact, strict=True):
         assert ours.dtype == dtype
         # Twice PyTorch's error, as a whole tensor; tiny tensors may have been lucky there.
-        assert relative(ours, right) <= 2 * relative(theirs, right) + torch.finfo(dtype).eps
+        vanished = lost * largest / right.norm().clamp_min(1e-30)
+        assert relative(ours, right) <= 2 * relative(theirs, right) + numbers.eps + vanished
 
 
 @settings(max_examples=20, deadline=None)
