@@ -20,6 +20,7 @@ from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
 from quintic.kernels.weights import (
     MASTER,
     TRITON_DTYPE,
+    flags_of,
     load_full_precision,
     pointers_at,
     stepped_weight,
@@ -173,7 +174,7 @@ def adamw_tensors_(
     lr, weight_decay, beta1, beta2, eps = indices
     num_warps = ADAMW.on(addresses.device).num_warps
     num_tensors = addresses.shape[1]
-    flag, flag_stride = (hyperparameters, 0) if go is None else (go, 0 if go.ndim == 0 else 1)
+    flags = flags_of(go, hyperparameters)
     corrections = torch.empty((2, num_tensors), dtype=torch.float32, device=addresses.device)
     launch(
         _count_kernel,
@@ -181,8 +182,7 @@ def adamw_tensors_(
         steps,
         corrections,
         hyperparameters,
-        flag,
-        flag_stride,
+        *flags,
         num_tensors,
         BETA1=beta1,
         BETA2=beta2,
@@ -200,8 +200,7 @@ def adamw_tensors_(
             programs.tile_of_program,
             corrections,
             hyperparameters,
-            flag,
-            flag_stride,
+            *flags,
             num_tensors,
             tensor,
             ALONE=tensor >= 0,

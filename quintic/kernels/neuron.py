@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.launch import launch
-from quintic.kernels.weights import pointers_at
+from quintic.kernels.weights import flags_of, pointers_at
 
 __all__ = ["advance_neuron_factors_"]
 
@@ -207,6 +207,7 @@ def advance_neuron_factors_(
         BLOCK=_SUM_BLOCK,
         num_warps=_SUM_WARPS,
     )
+    flags, flags_stride = flags_of(go, moments)
     launch(
         _factor_kernel,
         (count,),
@@ -214,9 +215,9 @@ def advance_neuron_factors_(
         moments,
         scale,
         factors,
-        moments if go is None else go,
+        flags,
         scale.stride(0),
-        0 if go is None or go.ndim == 0 else go.stride(0),
+        flags_stride,
         neurons,
         segments,
         float(entries),

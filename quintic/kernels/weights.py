@@ -7,10 +7,12 @@ Triton is installed (see `dispatch.py`).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 __all__ = [
     "MASTER",
     "TRITON_DTYPE",
+    "flags_of",
     "load_full_precision",
     "pointers_at",
     "stepped_weight",
@@ -21,6 +23,14 @@ TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.fl
 
 MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 """What a kernel's MASTER is for a dtype of masters; see optim/precision.py."""
+
+
+def flags_of(go: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
+    """Return what a kernel is given for `go`, () or one entry for each tensor, and how far its entries are apart.
+
+    For None any tensor that is at hand: the kernel does not read it.
+    """
+    return (unread, 0) if go is None else (go, 0 if go.ndim == 0 else go.stride(0))
 
 
 @triton.jit
