@@ -95,20 +95,18 @@ def _parts(row: Mapping[str, Any]) -> str:
 
 def _against(subject: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], limit: float) -> Iterator[Target]:
     """Yield a step's time over a peer's, both from idle devices: each at its fastest, and each without a CUDA graph."""
-    busy = _ratio(ours, theirs, "device_ms")
-    for way, kinds in {"at its fastest": ("step_ms", "replay_ms"), "without a CUDA graph": ("step_ms",)}.items():
-        one, other = (_fastest(row, kinds) for row in (ours, theirs))
-        if one is None or other is None:
+    busy = _fastest(ours, theirs, ["device_ms"])
+    for way, kinds in {"at its fastest": ["step_ms", "replay_ms"], "without a CUDA graph": ["step_ms"]}.items():
+        found = _fastest(ours, theirs, kinds)
+        if found is None:
             yield Target(f"{subject}: step {way}", None, f"at most {limit}", None)
             continue
-        detail = f"{one:.3g} / {other:.3g} ms" + ("" if busy is None else f"; with busy devices {busy:.3g}")
+        one, other = found
+        detail = f"{one:.3g} / {other:.3g} ms" + (f"; with busy devices {busy[0] / busy[1]:.3g}" if busy else "")
         yield Target(f"{subject}: step {way}", one / other, f"at most {limit}", one / other <= limit, detail)
 
 
-def _fastest(row: Mapping[str, Any], kinds: Sequence[str]) -> float | None:
-    return min((value for kind in kinds if (value := median(row, kind)) is not None), default=None)
-
-
-def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], kind: str) -> float | None:
-    one, other = median(ours, kind), median(theirs, kind)
-    return None if one is None or other is None else one / other
+def _fastest(ours: Mapping[str, Any], theirs: Mapping[str, Any], kinds: Sequence[str]) -> tuple[float, float] | None:
+    """Return each one's smallest median of these kinds; None where one was not measured."""
+    one, other = ([value for kind in kinds if (value := median(row, kind)) is not None] for row in (ours, theirs))
+    return (min(one), min(other)) if one and other else None
