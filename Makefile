@@ -35,10 +35,10 @@ compare:
 	$(call SETUP,train)
 	@.venv/bin/quintic compare $(ARGS)
 
-# Two workers of one thread each (tests/conftest.py); tests of one xdist_group share a worker.
+# Two workers of one thread each; tests/conftest.py says so, and which tests share a worker.
 test:
 	$(call SETUP,train dev)
-	@.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
 lint:
 	$(call SETUP,train dev)

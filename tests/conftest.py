@@ -115,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     Not by xdist's own groups, which pytest 9.2 makes no more (pytest-xdist issue 1386).
     """
-    if config.getoption("dist") not in ("load", "loadgroup"):
+    if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
