@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all
+from quintic.optim.channels import Channel, Route
 from quintic.optim.packing import Packing, Run, in_memory_order
 from quintic.optim.schedule import run_overlapping
 
@@ -26,21 +26,27 @@ _LEAST_ALONE = 2**24
 _MOST_TOGETHER = 2**25
 
 
-def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
+def mean_of_ranks(
+    received: Tensor, kernels: Kernels, out: Tensor | None = None, own: tuple[int, Tensor] | None = None
+) -> Tensor:
     """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
 
     Args:
         received: (ranks, entries) contiguous.
         kernels: implementation.
         out: (entries,) contiguous, of the same dtype: where the mean is written, or None for new memory.
+        own: a rank, and its (entries,) contiguous in place of what `received` has of it; they may be `out`.
     """
     if out is None:
         out = received.new_empty(received.shape[1:])
     if kernels == "triton":
         from quintic.kernels.runs import mean_of_ranks_
 
-        return mean_of_ranks_(received, out)
-    return mean_in_order(received.unbind(), out)
+        return mean_of_ranks_(received, out, own)
+    tensors = list(received.unbind())
+    if own is not None:
+        tensors[own[0]] = own[1]
+    return mean_in_order(tensors, out)
 
 
 def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
@@ -114,18 +120,18 @@ class Averaging:
         found = map(sum, zip(received, copied, before, after, strict=False))
         return max(found, default=0) * self._itemsize
 
-    def average_(self, tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    def average_(self, tensors: Sequence[Tensor], channel: Channel) -> None:
         """Average tensors in place. All ranks of the group must call it.
 
         Args:
             tensors: as the examples.
-            group: the process group.
+            channel: of the ranks.
         """
         run_overlapping(
-            [self._average(message, [tensors[n] for n in message.numbers], group) for message in self._messages]
+            [self._average(message, [tensors[n] for n in message.numbers], channel) for message in self._messages]
         )
 
-    def _average(self, message: _Message, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
+    def _average(self, message: _Message, tensors: Sequence[Tensor], channel: Channel) -> Iterator[None]:
         """Average one message's tensors; yields twice, while a collective is under way."""
         packing = message.packing
         if packing is None:
@@ -136,14 +142,17 @@ class Averaging:
             flat[message.numel :] = 0
             packing.pack(tensors, flat)
         size = flat.numel() // self._num_ranks
-        sizes = [size] * self._num_ranks
-        pending = start_all_to_all(flat, sizes, sizes, group)
+        pending = channel.all_to_all(flat, Route(self._num_ranks, self._position, lambda _, __: size), own=False)
         yield
         own = flat[self._position * size : (self._position + 1) * size]
-        mean_of_ranks(pending.wait().view(self._num_ranks, size), self._kernels, out=own)
-        pending = start_all_gather(own, self._num_ranks, group, out=flat)
+        received = pending.wait().view(self._num_ranks, size)
+        mean_of_ranks(received, self._kernels, out=own, own=(self._position, own) if pending.lacks_own else None)
+        del received
+        pending.release()
+        pending = channel.all_gather(own, out=flat)
         yield
         pending.wait()
+        pending.release()
         if packing is not None:
             packing.unpack(flat, tensors)
 

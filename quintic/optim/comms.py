@@ -1,21 +1,13 @@
-"""Process groups, and the collectives that run in them: the only file that talks to other ranks.
+"""The collectives that run in process groups: with `peer_memory.py` the only file that talks to other ranks."""
 
-Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
-default one), else one is made; either way collectives of every kind run once at construction, because the first ones
-of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintic.optim.layouts import Layout
-
 __all__ = [
-    "Communicators",
     "Pending",
     "ProcessGroup",
     "all_agree_",
@@ -23,6 +15,7 @@ __all__ = [
     "all_gather_values",
     "group_ranks",
     "has_process_group",
+    "new_group",
     "start_all_gather",
     "start_all_max",
     "start_all_to_all",
@@ -30,6 +23,7 @@ __all__ = [
     "start_sum",
     "sum_over_ranks",
     "this_rank",
+    "warmed_up",
 ]
 
 
@@ -40,10 +34,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Pending:
-    """A collective under way, and the memory it reads and writes, which must not be freed before it has ended."""
+    """A message under way, and the memory it reads and writes, which must not be freed before it has arrived.
 
-    def __init__(self, work: Any, received: Tensor, *sent: Tensor) -> None:
-        self._work = work
+    Args:
+        work: has `wait`; None if there is nothing to wait for.
+        received: what is there afterwards.
+        sent: what is read until then.
+        lacks_own: whether in what is received this rank's own part is missing, and to be read where it was sent from.
+    """
+
+    def __init__(self, work: Any, received: Tensor, *sent: Tensor, lacks_own: bool = False) -> None:
+        self._work, self.lacks_own = work, lacks_own
+        self._release: Callable[[], None] | None = None
         self._received: Tensor | None = received
         self._sent: tuple[Tensor, ...] | None = sent
 
@@ -54,6 +56,17 @@ class Pending:
             self._work.wait()
         received, self._received, self._sent, self._work = self._received, None, None, None
         return received
+
+    def released_by(self, release: Callable[[], None]) -> "Pending":
+        """Let `release` call a function; return this."""
+        self._release = release
+        return self
+
+    def release(self) -> None:
+        """Give back the memory of what was received: the last work that reads it was started."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
 
 
 def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Pending:
@@ -192,61 +205,13 @@ def group_ranks(process_group: ProcessGroup | None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
 
 
-class Communicators:
-    """The process groups of one optimizer, by their ranks."""
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
-
-    def connect(self, groups: Iterable[Mapping[str, Any]], layouts: Iterable[Sequence[Layout | None]]) -> None:
-        """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
-
-        Args:
-            groups: parameter groups.
-            layouts: of their parameters.
-        """
-        for group, found in zip(groups, layouts, strict=True):
-            for param, layout in zip(group["params"], found, strict=True):
-                if layout is None or this_rank() not in layout.ranks:
-                    continue
-                ranks = tuple(sorted(layout.ranks))
-                if ranks not in self._groups:
-                    self._groups[ranks] = _warmed_up(_group_of(ranks, param, group), param.device)
-                if group["comms"] == "sharded_sparse" and ranks not in self._groups_of_marks:
-                    self._groups_of_marks[ranks] = _warmed_up(_new_group(ranks), param.device)
-
-    def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Return the process group of these global ranks, in ascending order."""
-        return self._groups[ranks]
-
-    def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
-        return self._groups_of_marks[ranks]
-
-
-def _group_of(ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> ProcessGroup:
-    """Return a process group of these ranks: the user's, the default one, one of the parameter's mesh, or a new one."""
-    for found in _candidates(param, group):
-        if found is not None and group_ranks(found) == ranks:
-            return found
-    return _new_group(ranks)
-
-
-def _candidates(param: Tensor, group: Mapping[str, Any]) -> Iterable[ProcessGroup | None]:
-    yield group["process_group"]
-    yield dist.group.WORLD
-    mesh = getattr(param, "device_mesh", None)
-    if mesh is not None and mesh.get_coordinate() is not None:
-        yield from mesh.get_all_groups()
-
-
-def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+def new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    """Return a new process group of these global ranks. All of them must call it."""
     group: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group
 
 
-def _warmed_up(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+def warmed_up(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     """Return a process group in which collectives of every kind have run on the device."""
     if device.type != "meta":
         size = dist.get_world_size(group)

@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Pending, ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
+from quintic.optim.channels import Channel, Route
+from quintic.optim.comms import Pending
 from quintic.optim.layouts import Box, relative, size_of
 
 __all__ = ["Exchange"]
@@ -99,6 +100,17 @@ class Exchange:
     def _same_copy(self) -> tuple[bool, ...]:
         return tuple(copy == self.copies[self.position] for copy in self.copies)
 
+    @cached_property
+    def _gathering(self) -> Route:
+        def amount(sender: int, owner: int) -> int:
+            return self.counts[owner] * self._numels[sender] if self.copies[sender] == self.copies[owner] else 0
+
+        return Route(len(self.ranks), self.position, amount)
+
+    @cached_property
+    def _scattering(self) -> Route:
+        return Route(len(self.ranks), self.position, lambda owner, holder: self.counts[owner] * self._numels[holder])
+
     def gather_sends(self) -> list[int]:
         """Return how many entries this rank sends to each rank while gathering."""
         numel = self._numels[self.position]
@@ -120,12 +132,12 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------------- movement
 
-    def gather(self, pieces: Tensor, group: ProcessGroup) -> Pending:
+    def gather(self, pieces: Tensor, channel: Channel) -> Pending:
         """Start to collect the units that this rank owns. All ranks of the group must call it.
 
         Args:
             pieces: (num_units, *piece_shape) contiguous: this rank's piece of every unit.
-            group: the process group of `ranks`.
+            channel: of `ranks`.
 
         Returns:
             What `assemble` takes.
@@ -136,7 +148,7 @@ class Exchange:
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
             send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
-        return start_all_to_all(send, self.gather_sends(), self.gather_receives(), group)
+        return channel.all_to_all(send, self._gathering)
 
     def assemble(self, received: Tensor) -> Tensor:
         """Return (num_owned, *unit_shape) from what `gather` received."""
@@ -149,25 +161,25 @@ class Exchange:
                 self._within(units, box).copy_(part.view(self.num_owned, *size_of(box)))
         return units
 
-    def scatter(self, units: Tensor, group: ProcessGroup) -> Pending:
+    def scatter(self, units: Tensor, channel: Channel) -> Pending:
         """Start to hand out the units that this rank owns. All ranks of the group must call it.
 
         Args:
             units: (num_owned, *unit_shape), any strides.
-            group: the process group of `ranks`.
+            channel: of `ranks`.
 
         Returns:
             What `pieces_of` takes.
         """
         if self.is_local or self.is_replicated:
-            return self.all_gather(units, group)
+            return self.all_gather(units, channel)
         sends = self.scatter_sends()
         send = units.new_empty(sum(sends))
         for part, box in zip(send.split(sends), self.pieces, strict=True):
             if part.numel():
                 assert box is not None
                 part.view(self.num_owned, *size_of(box)).copy_(self._within(units, box))
-        return start_all_to_all(send, sends, self.scatter_receives(), group)
+        return channel.all_to_all(send, self._scattering)
 
     def pieces_of(self, received: Tensor) -> Tensor:
         """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""
@@ -175,12 +187,12 @@ class Exchange:
             received = self.in_order(received)
         return received.view(self.num_units, *self.piece_shape)
 
-    def all_gather(self, owned: Tensor, group: ProcessGroup) -> Pending:
+    def all_gather(self, owned: Tensor, channel: Channel) -> Pending:
         """Start to give every rank what each owner has. All ranks of the group must call it.
 
         Args:
             owned: (num_owned, ...), the same sizes behind the first on all ranks.
-            group: the process group of `ranks`.
+            channel: of `ranks`.
 
         Returns:
             What `in_order` takes.
@@ -190,13 +202,13 @@ class Exchange:
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.owned] = owned
-            return start_broadcasts(received, self.counts, group)
+            return channel.broadcasts(received, self.counts)
         most = max(self.counts)
         send = owned.contiguous()
         if self.num_owned < most:
             send = owned.new_empty((most, *owned.shape[1:]))
             send[: self.num_owned] = owned
-        return start_all_gather(send, len(self.ranks), group)
+        return channel.all_gather(send)
 
     def in_order(self, received: Tensor) -> Tensor:
         """Return (num_units, ...) from what `all_gather` received, without what was padding."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.averaging import Averaging
-from quintic.optim.comms import Communicators, this_rank
+from quintic.optim.comms import this_rank
+from quintic.optim.communicators import Communicators
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.layouts import Layout
 from quintic.optim.operands import BucketMemory, dense_gradient
@@ -131,10 +132,12 @@ class GradientAverages:
         return {number: found[number] for number in due}
 
     def _average_bucket(self, bucket: Bucket, memory: ShardedMemory, averages: OfGroup) -> Iterator[None]:
-        process_group = self._communicators[memory.sharding.ranks]
-        wait_for_mean = start_mean(bucket, memory, memory.local_operands(), process_group)
+        channel = self._communicators.channel(memory.sharding.ranks, bucket.device)
+        wait_for_mean = start_mean(bucket, memory, memory.local_operands(), channel)
         yield
-        averages.keep_bucket(bucket, wait_for_mean())
+        mean = wait_for_mean()
+        del wait_for_mean  # and what was sent
+        averages.keep_bucket(bucket, mean)
         yield
 
     def _average(self, number: int) -> None:
@@ -149,9 +152,9 @@ class GradientAverages:
             if dense is not gradient:
                 param.grad = dense
             gradients.append(dense)
-        process_group = self._communicators[self._ranks[number]]
+        channel = self._communicators.channel(self._ranks[number], gradients[0].device)
         for averaging, indices in self._averagings_of(number, gradients):
-            averaging.average_([gradients[index] for index in indices], process_group)
+            averaging.average_([gradients[index] for index in indices], channel)
 
     def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> list[tuple[Averaging, list[int]]]:
         """Return what averages a group's gradients, and which of them; `tensors` are like these, one per parameter."""

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
-from quintic.optim.comms import Communicators, ProcessGroup, this_rank
+from quintic.optim.comms import ProcessGroup, this_rank
+from quintic.optim.communicators import Communicators, Transport, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
@@ -107,6 +108,10 @@ class Muon(Optimizer):
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
             the same on all ranks. None for what the plan finds best (see `plan`).
         work_order: names of parameters that are stepped first once they have arrived, likewise.
+        transport: how gradients, directions, updates and weights travel between ranks, the same on all of them.
+            `"collectives"` of their process group; `"copy_engines"`: GPUs of one host write into each other's memory
+            with the same result, beside the multiprocessors instead of on them, for which the step keeps the memory of
+            its messages (`docs/distributed.md`).
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
@@ -119,6 +124,7 @@ class Muon(Optimizer):
     # What follows from the groups, made when needed and dropped when they change.
     _runner: Runner | None = None
     _orders: Orders
+    _transport: Transport = "collectives"
     _planned_options: list[list[Any]]
     _communicators: Communicators
     _rows: AnnouncedRows
@@ -162,10 +168,13 @@ class Muon(Optimizer):
         telemetry_every: int | None = None,
         launch_order: Sequence[str] | None = None,
         work_order: Sequence[str] | None = None,
+        transport: Transport = "collectives",
     ) -> None:
-        not_of_groups = ("self", "params", "launch_order", "work_order", "__class__")
+        not_of_groups = ("self", "params", "launch_order", "work_order", "transport", "__class__")
         defaults = {name: value for name, value in locals().items() if name not in not_of_groups}
         self._orders = orders_of(launch_order, work_order)
+        check_transport(transport, [])
+        self._transport = transport
         self._forget_steps()
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
@@ -186,6 +195,8 @@ class Muon(Optimizer):
         try:
             check_group(number, added)
             layouts = layouts_of(number, added)
+            shared = [param.device for param, layout in zip(added["params"], layouts, strict=True) if layout]
+            check_transport(self._transport, shared)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -403,7 +414,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep."""
-        return {**super().__getstate__(), "_orders": self._orders}
+        return {**super().__getstate__(), "_orders": self._orders, "_transport": self._transport}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
@@ -417,7 +428,7 @@ class Muon(Optimizer):
         self._skipped = None
         self._num_steps = 0
         self._report = StepReport(), None
-        self._communicators = Communicators()
+        self._communicators = Communicators(self._transport)
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
         self._forget_plan()

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Communicators, group_ranks, has_process_group, start_broadcasts, this_rank
+from quintic.optim.comms import group_ranks, has_process_group, start_broadcasts, this_rank
+from quintic.optim.communicators import Communicators
 from quintic.optim.layouts import Layout, local_tensor, mesh_layout, relative
 from quintic.optim.packing import in_memory_order
 from quintic.optim.precision import full_precision, store_

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.agreements import Agreements
-from quintic.optim.comms import Communicators, all_agree_, this_rank
+from quintic.optim.comms import all_agree_, this_rank
+from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
@@ -117,11 +118,12 @@ class Runner:
         Raises:
             ValueError: a gradient is sparse.
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
-            RuntimeError: the step before found rows that had not been announced; nothing was changed.
+            RuntimeError: the step before found rows that had not been announced, or the ranks have no memory for
+                `transport="copy_engines"`; nothing was changed.
         """
         self._num_steps = num_steps
         self.agreements.start()
-        with self._averages.of_step(pending_steps):
+        with self._communicators.messages(), self._averages.of_step(pending_steps):
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
@@ -138,7 +140,8 @@ class Runner:
             ValueError: a gradient is sparse.
         """
         self.agreements.agree()
-        return self._averages.make_early(numbers)
+        with self._communicators.messages():
+            return self._averages.make_early(numbers)
 
     def _step(self, pending_steps: Sequence[int]) -> Done:
         """Step, given gradients that are averaged where they have to be."""
@@ -260,7 +263,7 @@ class Runner:
             memory,
             self._passes(work, stepped) if active.params else None,
             self._state,
-            self._communicators[bucket.travel.exchange.ranks],
+            self._communicators.channel(bucket.travel.exchange.ranks, bucket.device),
             stepped,
             self._observer(work),
         )
@@ -271,20 +274,22 @@ class Runner:
         assert isinstance(memory, ShardedMemory)
         sharding = memory.sharding
         memory.early_mean = self._averages.of_bucket(bucket)
-        stepped = self._stepped(work, sharding.parts, (part.index for part in sharding.parts), go)
-        assert stepped is not None
-        owned = stepped[sharding.of_owners[sharding.position]]
 
-        def make_passes(active: Operands) -> Passes:
+        def stepped() -> Tensor:
+            found = self._stepped(work, sharding.parts, (part.index for part in sharding.parts), go)
+            assert found is not None
+            return found
+
+        def make_passes(active: Operands, owned: Tensor) -> Passes:
             return self._passes(work._replace(active=active), owned)
 
         def step_vectors(active: Operands, owned: Tensor) -> None:
             self._step_vectors(work._replace(active=active), owned)
 
         observer = self._observer(work)
-        process_group = self._communicators[sharding.ranks]
+        channel = self._communicators.channel(sharding.ranks, bucket.device)
         yield from step_sharded(
-            bucket, group, memory, self._state, process_group, local, stepped, make_passes, step_vectors, observer
+            bucket, group, memory, self._state, channel, local, stepped, make_passes, step_vectors, observer
         )
 
     def _passes(self, work: Work, stepped: Tensor | None) -> Passes:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Communicators, sum_over_ranks, this_rank
+from quintic.optim.comms import sum_over_ranks, this_rank
+from quintic.optim.communicators import Communicators
 from quintic.optim.packing import in_memory_order
 from quintic.optim.sharded import CUT_KEYS, Part, parts_of
 from quintic.optim.sharing import dividing_ranks, layouts_of

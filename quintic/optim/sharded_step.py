@@ -1,6 +1,7 @@
 """Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.averaging import mean_of_ranks
-from quintic.optim.comms import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
+from quintic.optim.channels import Channel, Route
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.operands import Operands, State, are_contiguous
 from quintic.optim.packing import Packing, Run, in_memory_order, run_of
@@ -107,10 +108,10 @@ def step_sharded(
     group: Mapping[str, Any],
     memory: ShardedMemory,
     state: State,
-    process_group: ProcessGroup,
+    channel: Channel,
     local: Operands,
-    go: Tensor,
-    make_passes: Callable[[Operands], Passes],
+    stepped: Callable[[], Tensor],
+    make_passes: Callable[[Operands, Tensor], Passes],
     step_adamw: Callable[[Operands, Tensor], None],
     observer: Observer | None,
 ) -> Iterator[None]:
@@ -121,11 +122,12 @@ def step_sharded(
         group: its parameter group.
         memory: the bucket's own.
         state: of all parameters.
-        process_group: of the ranks.
+        channel: of the ranks.
         local: the parameters that have a gradient on this rank, from `ShardedMemory.operands`.
-        go: (parts,) int32 on the device: where it is zero a part stays as it was.
-        make_passes: returns the passes over this rank's parts.
-        step_adamw: steps them, for AdamW, where `go` of these parts is not zero.
+        stepped: returns (parts,) int32 on the device: where it is zero a part stays as it was. The device waits for
+            what ranks agree on, so it is called after the first messages have started.
+        make_passes: returns the passes over this rank's parts, given what was returned of these.
+        step_adamw: steps them, for AdamW, likewise.
         observer: is shown what this rank orthogonalises, or None.
     """
     sharding, params = memory.sharding, group["params"]
@@ -133,30 +135,29 @@ def step_sharded(
     if table is not None and (memory.early_mean is not None or not table.is_sparse()):
         table = None
     if table is not None:
-        wait_for_mean = start_mean_of_rows(bucket, table, process_group)
+        wait_for_mean = start_mean_of_rows(bucket, table, channel.group)
     else:
-        wait_for_mean = start_mean(bucket, memory, local, process_group)
+        wait_for_mean = start_mean(bucket, memory, local, channel)
     yield
     gradients = wait_for_mean()
-    if table is not None:
-        go = table.guarded(go)
+    del wait_for_mean  # and what was sent
+    go = stepped() if table is None else table.guarded(stepped())
+    of_owned = go[sharding.of_owners[sharding.position]]
     owned = memory.owned_operands(bucket, group, state, gradients)
     del gradients
     if bucket.travel is not None:
-        _step_matrices(bucket, group, memory, state, owned, go, make_passes, observer)
+        _step_matrices(bucket, group, memory, state, owned, go, partial(make_passes, owned, of_owned), observer)
     else:
         if owned.params:
-            step_adamw(owned, go[sharding.of_owners[sharding.position]])
+            step_adamw(owned, of_owned)
         _count_elsewhere(bucket, sharding, memory, params, state, go)
     del owned
-    wait_for_weights = _start_weights(bucket, memory, process_group)
+    wait_for_weights = _start_weights(bucket, memory, channel)
     yield
     wait_for_weights()
 
 
-def start_mean(
-    bucket: Bucket, memory: ShardedMemory, local: Operands, process_group: ProcessGroup
-) -> Callable[[], Tensor]:
+def start_mean(bucket: Bucket, memory: ShardedMemory, local: Operands, channel: Channel) -> Callable[[], Tensor]:
     """Send gradients to the owners of their parts; the function returned waits for the mean of this rank's parts.
 
     Nothing is sent where the mean was made before (`memory.early_mean`). Arguments as those of `step_sharded`.
@@ -177,32 +178,45 @@ def start_mean(
     else:
         send = torch.empty(sum(sharding.entries), dtype=bucket.dtype, device=bucket.device)
         memory.gradients.pack(gradients, send)
-    pending = start_all_to_all(send, sharding.entries, [mine] * num_ranks, process_group)
-    return lambda: mean_of_ranks(pending.wait().view(num_ranks, mine), bucket.kernels)
+    route = Route(num_ranks, sharding.position, lambda _, owner: sharding.entries[owner])
+    pending = channel.all_to_all(send, route, own=False)
+    own = None
+    if pending.lacks_own:
+        first = sum(sharding.entries[: sharding.position])
+        own = sharding.position, send.view(-1)[first : first + mine]
+
+    def finish() -> Tensor:
+        mean = mean_of_ranks(pending.wait().view(num_ranks, mine), bucket.kernels, own=own)
+        pending.release()
+        return mean
+
+    return finish
 
 
-def _start_weights(bucket: Bucket, memory: ShardedMemory, process_group: ProcessGroup) -> Callable[[], None]:
+def _start_weights(bucket: Bucket, memory: ShardedMemory, channel: Channel) -> Callable[[], None]:
     """Send this rank's weights to everybody; the function returned waits for those of the others."""
     sharding = memory.sharding
-    entries, num_ranks = sharding.entries, len(sharding.ranks)
+    entries = sharding.entries
     most = max(entries)
     if sharding.is_direct:
         whole = in_memory_order(memory.params[0].detach())
         if min(entries) == most:
             own = whole[sharding.position * most :][:most]
-            pending = start_all_gather(own, num_ranks, process_group, out=whole)
+            pending = channel.all_gather(own, out=whole)
         else:
-            pending = start_broadcasts(whole, entries, process_group)
+            pending = channel.broadcasts(whole, entries)
+    else:
+        weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
+        memory.own_weights.pack(memory.params, weights)
+        pending = channel.all_gather(weights, own=False)
 
-        def finish() -> None:
-            pending.wait()
+    def finish() -> None:
+        received = pending.wait()
+        if not sharding.is_direct:
+            memory.weights.unpack(received, memory.params)
+        pending.release()
 
-        return finish
-    weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
-    memory.own_weights.pack(memory.params, weights)
-    pending = start_all_gather(weights, num_ranks, process_group)
-
-    return lambda: memory.weights.unpack(pending.wait(), memory.params)
+    return finish
 
 
 def _step_matrices(
@@ -212,14 +226,14 @@ def _step_matrices(
     state: State,
     active: Operands,
     go: Tensor,
-    make_passes: Callable[[Operands], Passes],
+    make_passes: Callable[[], Passes],
     observer: Observer | None,
 ) -> None:
     travel = bucket.travel
     assert travel is not None
     if not active.params:
         return
-    passes = make_passes(active)
+    passes = make_passes()
     directions = passes.directions()
     units = directions.contiguous().view(len(active.params), *travel.exchange.unit_shape)
     updates, factors = orthogonalized_units(bucket, group, memory, state, units, go, observer)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import (
-    Communicators,
     Pending,
     ProcessGroup,
     start_all_gather,
     start_all_max,
     start_all_to_all,
 )
+from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import HostCopy, is_capturing, upload
 from quintic.optim.operands import dense_gradient
 from quintic.optim.plan import Bucket

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.comms import Communicators, has_process_group, sum_over_ranks, this_rank
+from quintic.optim.comms import has_process_group, sum_over_ranks, this_rank
+from quintic.optim.communicators import Communicators
 from quintic.optim.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.sharing import layouts_of
 from quintic.optim.update import second_moment_shape

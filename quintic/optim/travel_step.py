@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup
+from quintic.optim.channels import Channel
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import DeviceMemory
 from quintic.optim.operands import State
@@ -96,7 +96,7 @@ def step_travelling(
     memory: TravelMemory,
     passes: Passes | None,
     state: State,
-    process_group: ProcessGroup,
+    channel: Channel,
     go: Tensor | None,
     observer: Observer | None,
 ) -> Iterator[None]:
@@ -108,24 +108,25 @@ def step_travelling(
         memory: the bucket's own.
         passes: over this rank's pieces; None if it has none.
         state: of all parameters.
-        process_group: of the bucket's ranks.
+        channel: of the bucket's ranks.
         go: (units,) int32 on the device: where it is zero the unit stays as it was. None for all.
         observer: is shown what this rank orthogonalises, or None.
     """
     travel = _travel_of(bucket)
     exchange = travel.exchange
     pieces = _empty_pieces(bucket) if passes is None else passes.directions()
-    pending = exchange.gather(pieces.contiguous(), process_group)
+    gathered = exchange.gather(pieces.contiguous(), channel)
     del pieces
     yield
     updates, factors = orthogonalized_units(
-        bucket, group, memory, state, exchange.assemble(pending.wait()), go, observer
+        bucket, group, memory, state, exchange.assemble(gathered.wait()), go, observer
     )
-    pending = exchange.scatter(updates, process_group)
-    neurons = Neurons(bucket, group, memory, state, factors, process_group) if group["normalize"] is not None else None
+    scattered = exchange.scatter(updates, channel)
+    gathered.release()
+    neurons = Neurons(bucket, group, memory, state, factors, channel) if group["normalize"] is not None else None
     del updates, factors
     yield
-    received = exchange.pieces_of(pending.wait())
+    received = exchange.pieces_of(scattered.wait())
     if neurons is None:
         scales = memory.scales(bucket, group)
         factors = [scales[:, number].view(-1, 1, 1) for number in range(len(travel.kinds))]
@@ -133,6 +134,9 @@ def step_travelling(
         factors = neurons.wait()
     if passes is not None:
         passes.apply(as_rows(received), factors_of_pieces(factors, travel))
+    scattered.release()
+    if neurons is not None:
+        neurons.release()
 
 
 def orthogonalized_units(
@@ -197,7 +201,7 @@ class Neurons:
         memory: the bucket's own.
         state: of all parameters.
         factors: of the units that this rank owns, for each kind.
-        process_group: of the bucket's ranks.
+        channel: of the bucket's ranks.
     """
 
     def __init__(
@@ -207,7 +211,7 @@ class Neurons:
         memory: TravelMemory,
         state: State,
         factors: Sequence[Tensor],
-        process_group: ProcessGroup,
+        channel: Channel,
     ) -> None:
         self._travel = _travel_of(bucket)
         exchange = self._travel.exchange
@@ -218,7 +222,7 @@ class Neurons:
         for of_kind, found in zip(self._moments, factors, strict=True):
             mine = torch.cat(of_kind[exchange.owned]).flatten(1) if exchange.num_owned else found.flatten(1)
             vectors.append(mine.to(found.dtype))
-        self._pending = exchange.all_gather(torch.cat(vectors, dim=1), process_group)
+        self._pending = exchange.all_gather(torch.cat(vectors, dim=1), channel)
 
     def wait(self) -> list[Tensor]:
         """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
@@ -227,6 +231,10 @@ class Neurons:
         if not exchange.is_local:
             self._packing.unpack(vectors.view(-1), [moment for of_kind in self._moments for moment in of_kind])
         return _unpacked(vectors.chunk(2, dim=1)[0], kinds)
+
+    def release(self) -> None:
+        """Give back the memory of the factors."""
+        self._pending.release()
 
 
 def _travel_of(bucket: Bucket) -> Travel:
