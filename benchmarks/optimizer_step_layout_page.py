@@ -32,10 +32,11 @@ Medians of n steps; of each step the time of the slowest rank.
 - **scaling**: one device's time to orthogonalise all matrices, over ranks times the time that the slowest rank needs
   for its own: efficiency of the work's division. Nothing but the orthogonalisation of random numbers, in the batches of
   the plan, on all ranks at the same time with busy devices.
-- **sent**: what leaves a rank in a step's collectives, at most. **state**: on a rank, at most.
+- **quintic-engines**: the same with `transport="copy_engines"`.
+- **sent**: what leaves a rank in a step's collectives, or messages, at most. **state**: on a rank, at most.
 - **peak**: most memory allocated over weights and gradients, with the first step. **temporary**: the same of a later
   step over state, too, and what Quintic's plan promises, of the rank where the former is largest; bold where any needs
-  over {WORKSPACE_TOLERANCE:.0%} more than its plan.
+  over {WORKSPACE_TOLERANCE:.0%} more than its plan. What copy engines keep between steps is counted in it.
 - **first step**: wall clock; of Quintic after one device's steps in the same process. A star: compilers' caches were
   empty."""
 
@@ -143,7 +144,8 @@ def temporary(row: Mapping[str, Any]) -> str:
         return f"- / {max(planned):,.0f}" if planned else "-"
     if not planned:
         return f"{max(row['temporary_mib']):,.0f}"
-    pairs = list(zip(row["temporary_mib"], planned, strict=True))
+    kept = row.get("kept_mib", [0.0] * len(planned))
+    pairs = [(one + other, plan) for one, other, plan in zip(row["temporary_mib"], kept, planned, strict=True)]
     peak, promised = max(pairs)
     text = f"{peak:,.0f} / {promised:,.0f}"
     return f"**{text}**" if any(one > plan * (1 + WORKSPACE_TOLERANCE) for one, plan in pairs) else text

@@ -216,6 +216,16 @@ LAYOUT_CONTESTANTS = (
         graph=True,
         preload=("torch", "torch.distributed.tensor"),
     ),
+    # Messages beside the multiprocessors instead of on them.
+    LayoutContestant(
+        name="quintic-engines",
+        family="quintic",
+        layouts=("ddp", "sharded", "fsdp2"),
+        build=_quintic(transport="copy_engines"),
+        needs_cuda=True,
+        graph=True,
+        preload=("torch", "torch.distributed.tensor"),
+    ),
     # What the speedrun's optimizer does: the neurons' statistics, cautious decay, and low bits of the weights kept.
     LayoutContestant(
         name="quintic-speedrun",

@@ -62,10 +62,9 @@ class Agreements:
         if self.has_agreed:
             return
         self._communicators.connect(self._groups, self._layouts)
-        transport = f"transport={self._communicators.transport!r}"
         for ranks, found in _describe(self._groups, self._layouts).items():
             descriptions = [description for _, description in found]
-            _check_same_plan([*descriptions, transport, str(self._orders)], ranks, self._communicators[ranks])
+            _check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
             params = [self._groups[group]["params"][index] for (group, index), _ in found]
             needed = [1 if self._groups[group]["comms"] in AVERAGING else len(ranks) for (group, _), _ in found]
             self._counted[ranks] = _Counted(params, upload(host_tensor(needed, torch.int32), params[0].device))
@@ -159,6 +158,7 @@ class _Selection(NamedTuple):
 _COLLECTIVE_OPTIONS = (
     "algorithm",
     "comms",
+    "transport",
     "view",
     "orthogonalizer",
     "compute_dtype",

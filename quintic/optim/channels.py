@@ -71,6 +71,11 @@ class Channel:
         ranks = group_ranks(group)
         self.group, self.num_ranks, self.position = group, len(ranks), ranks.index(this_rank())
 
+    @property
+    def num_bytes(self) -> int:
+        """Return how much memory this rank keeps for messages."""
+        return 0
+
     @contextmanager
     def messages(self) -> Iterator[None]:
         """Let the messages of a step be sent within. All ranks of the group must enter it."""

@@ -7,7 +7,7 @@ of a job connect the ranks, and doing that in the middle of a step is known to d
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,39 +18,38 @@ from quintic.optim.comms import ProcessGroup, group_ranks, new_group, this_rank,
 from quintic.optim.copy_engines import CopyEngines
 from quintic.optim.layouts import Layout
 
-__all__ = ["Communicators", "Transport", "check_transport"]
+__all__ = ["Communicators", "check_transport"]
 
-Transport = Literal["collectives", "copy_engines"]
-"""How the large messages of a step travel."""
+_Key: TypeAlias = tuple[tuple[int, ...], str]
+"""Ranks, and how messages travel among them."""
 
 
-def check_transport(transport: str, devices: Iterable[torch.device]) -> None:
-    """Reject a way to travel that does not exist, or not for these devices.
+def check_transport(number: int, group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> None:
+    """Reject a way to travel that is not for the devices of a group's parameters.
+
+    Args:
+        number: of the group, for messages.
+        group: the parameter group.
+        layouts: of its parameters.
 
     Raises:
-        ValueError: there is none of this name, or a device is no GPU that CUDA drives.
+        ValueError: names the first parameter that is on another device.
     """
-    if transport not in get_args(Transport):
-        raise ValueError(f"transport={transport!r}: choose one of {', '.join(map(repr, get_args(Transport)))}")
-    if transport == "copy_engines":
-        found = sorted({device.type for device in devices} - {"cuda", "meta"})
-        if found or torch.version.hip is not None:
+    if group["transport"] != "copy_engines":
+        return
+    for name, param, layout in zip(group["param_names"], group["params"], layouts, strict=True):
+        if layout is not None and (param.device.type not in ("cuda", "meta") or torch.version.hip is not None):
             raise ValueError(
-                f"transport='copy_engines' is for parameters on NVIDIA GPUs, and some are on "
-                f"{', '.join(found) or 'other ones'}; use transport='collectives'"
+                f"parameter group {number}: transport='copy_engines' is for NVIDIA GPUs, and {name} is on "
+                f"{param.device}; use transport='collectives'"
             )
 
 
 class Communicators:
-    """The process groups of one optimizer, by their ranks.
+    """The process groups of one optimizer, by their ranks."""
 
-    Args:
-        transport: how large messages travel in them.
-    """
-
-    def __init__(self, transport: Transport = "collectives") -> None:
-        self.transport = transport
-        self._channels: dict[tuple[int, ...], Channel] = {}
+    def __init__(self) -> None:
+        self._channels: dict[_Key, Channel] = {}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
 
@@ -75,18 +74,24 @@ class Communicators:
         """Return the process group of these global ranks, in ascending order."""
         return self._groups[ranks]
 
-    def channel(self, ranks: tuple[int, ...], device: torch.device) -> Channel:
+    def channel(self, ranks: tuple[int, ...], transport: str, device: torch.device) -> Channel:
         """Return what sends large messages among these ranks.
 
         Args:
             ranks: in ascending order.
+            transport: of the parameter group.
             device: of all messages among them.
         """
-        if ranks not in self._channels:
-            copies = self.transport == "copy_engines"
+        key = ranks, transport
+        if key not in self._channels:
             group = self._groups[ranks]
-            self._channels[ranks] = CopyEngines(group, device) if copies else Channel(group)
-        return self._channels[ranks]
+            self._channels[key] = CopyEngines(group, device) if transport == "copy_engines" else Channel(group)
+        return self._channels[key]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return how much memory this rank keeps for messages between steps."""
+        return sum(channel.num_bytes for channel in self._channels.values())
 
     @contextmanager
     def messages(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class Slots:
 
     def take(self, num_bytes: int) -> tuple[int, bool]:
         """Return where a place begins that nobody has, and whether somebody had a part of it since `renew`."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
         start = 0
         for first, end in self._taken:
             if first - start >= size:
@@ -97,7 +97,7 @@ class CopyEngines(Channel):
         open_memory: Callable[[int, ProcessGroup, torch.device], PeerMemory] = PeerMemory,
     ) -> None:
         super().__init__(group)
-        self._device, self._open_memory = device, open_memory
+        self.device, self._open_memory = device, open_memory
         self._memory: PeerMemory | None = None
         self._slots = Slots()
         self._num_messages = 0
@@ -110,6 +110,10 @@ class CopyEngines(Channel):
     def num_bytes(self) -> int:
         """Return how much memory this rank keeps for messages."""
         return 0 if self._memory is None else self._memory.num_bytes
+
+    def without_memory(self) -> "CopyEngines":
+        """Return a channel of the same ranks that has no memory yet."""
+        return CopyEngines(self.group, self.device, self._open_memory)
 
     @contextmanager
     def messages(self) -> Iterator[None]:
@@ -126,7 +130,7 @@ class CopyEngines(Channel):
     def _begin(self) -> None:
         self._slots.clear()
         self._num_messages = 0
-        capturing = is_capturing(self._device)
+        capturing = is_capturing(self.device)
         if self._is_open and self._memory is not None:
             self._memory.reset()
             self._is_even = True
@@ -134,7 +138,7 @@ class CopyEngines(Channel):
         if self._slots.needed > self.num_bytes and not capturing:
             if self._memory is not None:
                 self._memory.close()
-            self._memory = self._open_memory(self._slots.needed, self.group, self._device)
+            self._memory = self._open_memory(self._slots.needed, self.group, self.device)
         if self._memory is not None:
             self._meet(self._memory)
 
@@ -144,12 +148,12 @@ class CopyEngines(Channel):
             return
         if not self._is_even:
             self._meet(self._memory)
-        if is_capturing(self._device):
+        if is_capturing(self.device):
             self._memory.join()
             return
         # A GPU waits for a lost rank for ever. The backend's watchdog ends what waits for a collective.
         if self._token is None:
-            self._token = torch.zeros(1, device=self._device)
+            self._token = torch.zeros(1, device=self.device)
         with self._memory.entered():
             dist.all_reduce(self._token, group=self.group, async_op=True)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.averaging import Averaging
+from quintic.optim.channels import Channel
 from quintic.optim.comms import this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.early_averages import EarlyAverages, OfGroup
@@ -132,13 +133,16 @@ class GradientAverages:
         return {number: found[number] for number in due}
 
     def _average_bucket(self, bucket: Bucket, memory: ShardedMemory, averages: OfGroup) -> Iterator[None]:
-        channel = self._communicators.channel(memory.sharding.ranks, bucket.device)
+        channel = self._channel(bucket.group, memory.sharding.ranks, bucket.device)
         wait_for_mean = start_mean(bucket, memory, memory.local_operands(), channel)
         yield
         mean = wait_for_mean()
         del wait_for_mean  # and what was sent
         averages.keep_bucket(bucket, mean)
         yield
+
+    def _channel(self, number: int, ranks: tuple[int, ...], device: torch.device) -> Channel:
+        return self._communicators.channel(ranks, self._groups[number]["transport"], device)
 
     def _average(self, number: int) -> None:
         """Average the whole gradients of one group, in place."""
@@ -152,7 +156,7 @@ class GradientAverages:
             if dense is not gradient:
                 param.grad = dense
             gradients.append(dense)
-        channel = self._communicators.channel(self._ranks[number], gradients[0].device)
+        channel = self._channel(number, self._ranks[number], gradients[0].device)
         for averaging, indices in self._averagings_of(number, gradients):
             averaging.average_([gradients[index] for index in indices], channel)
 

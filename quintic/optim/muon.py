@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
 from quintic.optim.comms import ProcessGroup, this_rank
-from quintic.optim.communicators import Communicators, Transport, check_transport
+from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
@@ -91,6 +91,10 @@ class Muon(Optimizer):
             of embedding tables (AdamW groups only) just the touched rows travel, see `announce_rows`. Averages are sums
             in the order of the ranks, rounded once. Without an initialised process group there is one rank.
         process_group: the ranks that `comms` speaks of; None for all.
+        transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
+            process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
+            multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, see
+            `docs/distributed.md`.
         master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
             `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
             the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.
@@ -108,10 +112,6 @@ class Muon(Optimizer):
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
             the same on all ranks. None for what the plan finds best (see `plan`).
         work_order: names of parameters that are stepped first once they have arrived, likewise.
-        transport: how gradients, directions, updates and weights travel between ranks, the same on all of them.
-            `"collectives"` of their process group; `"copy_engines"`: GPUs of one host write into each other's memory
-            with the same result, beside the multiprocessors instead of on them, for which the step keeps the memory of
-            its messages (`docs/distributed.md`).
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
@@ -124,7 +124,6 @@ class Muon(Optimizer):
     # What follows from the groups, made when needed and dropped when they change.
     _runner: Runner | None = None
     _orders: Orders
-    _transport: Transport = "collectives"
     _planned_options: list[list[Any]]
     _communicators: Communicators
     _rows: AnnouncedRows
@@ -159,6 +158,7 @@ class Muon(Optimizer):
         step_every: int = 1,
         comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
+        transport: Literal["collectives", "copy_engines"] = "collectives",
         master: Literal["fp32", "mantissa"] | None = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,
@@ -168,13 +168,10 @@ class Muon(Optimizer):
         telemetry_every: int | None = None,
         launch_order: Sequence[str] | None = None,
         work_order: Sequence[str] | None = None,
-        transport: Transport = "collectives",
     ) -> None:
-        not_of_groups = ("self", "params", "launch_order", "work_order", "transport", "__class__")
+        not_of_groups = ("self", "params", "launch_order", "work_order", "__class__")
         defaults = {name: value for name, value in locals().items() if name not in not_of_groups}
         self._orders = orders_of(launch_order, work_order)
-        check_transport(transport, [])
-        self._transport = transport
         self._forget_steps()
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
@@ -195,8 +192,7 @@ class Muon(Optimizer):
         try:
             check_group(number, added)
             layouts = layouts_of(number, added)
-            shared = [param.device for param, layout in zip(added["params"], layouts, strict=True) if layout]
-            check_transport(self._transport, shared)
+            check_transport(number, added, layouts)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -241,7 +237,7 @@ class Muon(Optimizer):
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
-        return self._planned().plan
+        return replace(self._planned().plan, kept_bytes=self._communicators.kept_bytes)
 
     def _planned(self) -> Runner:
         options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
@@ -414,7 +410,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep."""
-        return {**super().__getstate__(), "_orders": self._orders, "_transport": self._transport}
+        return {**super().__getstate__(), "_orders": self._orders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
@@ -428,7 +424,7 @@ class Muon(Optimizer):
         self._skipped = None
         self._num_steps = 0
         self._report = StepReport(), None
-        self._communicators = Communicators(self._transport)
+        self._communicators = Communicators()
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
         self._forget_plan()

@@ -47,6 +47,7 @@ PLANNED_OPTIONS = (
     "max_workspace_bytes",
     "view",
     "comms",
+    "transport",
     "offload",
 )
 """Options of a group that the plan depends on: when one changes, the plan is made anew."""
@@ -190,6 +191,10 @@ class Plan:
         """Iterate over the buckets."""
         return iter(self.buckets)
 
+    kept_bytes: int = 0
+    """Part of the temporary memory that is kept between steps, from the second one on: what other ranks write messages
+    to with `transport="copy_engines"`."""
+
     @property
     def flops(self) -> int:
         """Return the floating-point operations of all orthogonalisations of one step."""
@@ -256,6 +261,8 @@ class Plan:
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
         )
+        if self.kept_bytes:
+            lines.append(f"{self.kept_bytes / 2**20:.1f} MiB of the temporary memory are kept between steps")
         if offloaded:
             lines.append(
                 f"{sum(one.num_bytes for one in offloaded) / 2**20:.1f} MiB of state in host memory, loaded and stored "

@@ -263,7 +263,7 @@ class Runner:
             memory,
             self._passes(work, stepped) if active.params else None,
             self._state,
-            self._communicators.channel(bucket.travel.exchange.ranks, bucket.device),
+            self._communicators.channel(bucket.travel.exchange.ranks, group["transport"], bucket.device),
             stepped,
             self._observer(work),
         )
@@ -287,7 +287,7 @@ class Runner:
             self._step_vectors(work._replace(active=active), owned)
 
         observer = self._observer(work)
-        channel = self._communicators.channel(sharding.ranks, bucket.device)
+        channel = self._communicators.channel(sharding.ranks, group["transport"], bucket.device)
         yield from step_sharded(
             bucket, group, memory, self._state, channel, local, stepped, make_passes, step_vectors, observer
         )

@@ -352,7 +352,7 @@ def _bucket(
     if travel is not None:
         per_unit = sum(workspace_bytes(*kind.shape, dtype, device, kind.form, kernels) for kind in travel.kinds)
         work = max(travel.exchange.counts) * per_unit
-    stages = _stages(sharding, dtype, kernels, work)
+    stages = _stages(sharding, group["transport"], dtype, kernels, work)
     return Bucket(
         algorithm=group["algorithm"],
         group=number,
@@ -372,7 +372,7 @@ def _bucket(
     )
 
 
-def _stages(sharding: Sharding, dtype: torch.dtype, kernels: Kernels, work: int) -> Stages:
+def _stages(sharding: Sharding, transport: str, dtype: torch.dtype, kernels: Kernels, work: int) -> Stages:
     """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead."""
     most, num_ranks, width = max(sharding.entries), len(sharding.ranks), dtype.itemsize
     numel = sum(sharding.entries)
@@ -381,13 +381,15 @@ def _stages(sharding: Sharding, dtype: torch.dtype, kernels: Kernels, work: int)
     if kernels == "torch":
         sums = most * max(width, 4)
         work = work or 2 * 4 * most
+    # Collectives receive weights of direct ones where they belong, copy engines in memory that all ranks know.
+    weights = received if transport == "copy_engines" else 0
     # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
     marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
     return Stages(
         gathering=marks + (received if sharding.is_direct else numel * width + received),
         computing=marks + max(received + sums, work) + mean,
         updates=0,
-        scattering=0 if sharding.is_direct else mean + received,
+        scattering=weights if sharding.is_direct else mean + received,
     )
 
 

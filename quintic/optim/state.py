@@ -57,7 +57,7 @@ _MASTER_KEYS = ("master", "mantissa")
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 
 # Where the work is done and in how much memory: of this run, not of the one that was saved.
-_PLACE_KEYS = ("comms", "offload", "max_workspace_bytes")
+_PLACE_KEYS = ("comms", "transport", "offload", "max_workspace_bytes")
 
 # Integers that hold every mantissa.
 _MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)

@@ -31,6 +31,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
+    "transport": ("collectives", "copy_engines"),
     "master": (None, "fp32", "mantissa"),
     "offload": (False, True),
     "on_nonfinite": ("propagate", "skip", "raise"),
