@@ -194,7 +194,11 @@ def messages_of(rank, world_size):
 
     def step() -> list[torch.Tensor]:
         with channel.messages():
-            pending = [channel.all_to_all(mine, route), channel.all_gather(mine), channel.broadcasts(mine, [4, 0])]
+            pending = [
+                channel.all_to_all(mine, route),
+                channel.all_gather(mine),
+                channel.broadcasts(mine.clone(), [4, 0]),
+            ]
             found = [one.wait().clone() for one in pending]
             for one in pending:
                 one.release()
