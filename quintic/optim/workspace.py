@@ -1,0 +1,274 @@
+"""What a bucket's computation allocates: upper bounds in bytes, moment by moment, before anything is computed.
+
+The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables of addresses
+come on top (`plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
+The products of an orthogonalisation (`program.py`) need, in whole matrices (m, n) and small ones (s, s):
+
+    one by one   operands that are still read, and the result: each is freed after the product that reads it last
+    queue        two whole matrices and `Program.num_squares` small ones, from the first product to the last; the result
+                 is one of the two whole ones, and keeps the other
+
+Directions that are multiplied belong to somebody else, and are not counted unless they have to be copied.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels, queued_matrices
+from quintic.optim.forms import Form
+from quintic.optim.plan import Kind, direction_dtype, update_dtype
+from quintic.optim.products import ALIGNMENT, SMALL_PRODUCT
+from quintic.optim.program import Product, Program, products_of
+from quintic.optim.views import View
+
+__all__ = [
+    "Matrices",
+    "Work",
+    "applied_bytes",
+    "directions_bytes",
+    "factor_bytes",
+    "factors_of_pieces_bytes",
+    "is_plain",
+    "neuron_bytes",
+    "polar_work",
+    "units_work",
+    "width_of",
+]
+
+
+class Work(NamedTuple):
+    """Bytes of a computation besides its operands."""
+
+    peak: int
+    """The most at one time."""
+    kept: int
+    """What its result keeps alive."""
+
+
+class Matrices(NamedTuple):
+    """What bounds depend on besides shapes and numbers."""
+
+    dtype: torch.dtype
+    """Of the weights."""
+    device: torch.device
+    """Need not be there."""
+    kernels: Kernels
+    normalizes: bool
+    """Whether neurons are evened out."""
+    anywhere: bool = False
+    """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
+    and is the same on all ranks."""
+
+
+def width_of(dtype: torch.dtype) -> int:
+    """Return the bytes of an entry of momentum and of arithmetic on weights of a dtype."""
+    return max(4, dtype.itemsize)
+
+
+# --------------------------------------------------------------------------------------------------- orthogonalisation
+
+
+@lru_cache(maxsize=4096)
+def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Work:
+    """Return what the polar factors of (batch, m, n) contiguous directions need; None stands for a user's function."""
+    size = batch * m * n
+    if form is None:
+        width = direction_dtype(form, of.dtype).itemsize
+        return Work(3 * width * size, width * size)
+    item = form.compute_dtype.itemsize
+    if form.method == "svd":
+        work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
+        return Work((work + 8 * item) * size, item * size)
+    alone = max(_normalisation(form, batch, m, n, of), _one_by_one(form, batch, m, n, of))
+    queued = 0 if of.kernels == "torch" else queued_matrices(m, n, form.compute_dtype, of.device, anywhere=of.anywhere)
+    if batch > queued and not (of.anywhere and queued):
+        return Work(alone, item * size)
+    count = min(batch, queued)
+    pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
+    counters = 4 * count * -(-min(m, n) // 128)
+    squares = _program(form).num_squares * square + counters
+    queue = pair + max(squares, _scratch(form, count, m, n, of))
+    return Work(max(alone, queue), max(item * size, pair))
+
+
+def _program(form: Form) -> Program:
+    return products_of(tuple(form.segments), form.coefficients, 1.0)
+
+
+def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return what normalisation allocates besides its result."""
+    dtype = direction_dtype(form, of.dtype)
+    if of.kernels == "triton" and torch.float64 not in (dtype, form.compute_dtype) and m * n < 2**31:
+        from quintic.kernels.normalize import scratch_bytes
+
+        return batch * scratch_bytes(m, n)
+    work = torch.promote_types(torch.promote_types(dtype, torch.float32), form.compute_dtype)
+    vectors = 4 * batch * (m + 4) * work.itemsize
+    return vectors + (0 if work == form.compute_dtype else batch * m * n * work.itemsize)
+
+
+def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    return batch * m * n * form.compute_dtype.itemsize + _scratch(form, batch, m, n, of)
+
+
+def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return the most that `run_products` has at a time, the normalised matrices included."""
+    program, item = _program(form), form.compute_dtype.itemsize
+    whole, square = m * n, min(m, n) ** 2
+    entries = {0: whole}
+    live = peak = item * batch * whole
+    for number, product in enumerate(program.products):
+        entries[number + 1] = whole if product.kind == "apply" else square
+        live += item * batch * entries[number + 1]
+        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, of))
+        for matrix in [matrix for matrix in entries if program.last_uses[matrix] == number]:
+            live -= item * batch * entries.pop(matrix)
+    return peak
+
+
+def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return what `products.multiply` allocates besides its result."""
+    whole, side, item = m * n, min(m, n), dtype.itemsize
+    left, right = {
+        "gram": (whole, whole),
+        "square": (side**2, side**2),
+        "apply": (side**2, whole),
+    }[product.kind]
+    out = whole if product.kind == "apply" else side**2
+    on_cpu = of.device.type == "cpu"
+    diagonal = 16 * batch * side if product.diagonal else 0
+    if item == 2 and not on_cpu:
+        return diagonal
+    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
+    copies = 0 if batch == 1 or aligned else left + right + out
+    if item != 2:
+        return max(item * copies, diagonal)
+    multiplications = side * side * (side if product.kind == "square" else max(m, n))
+    if dtype == torch.float16 or product.alpha == 0 or multiplications <= SMALL_PRODUCT:
+        # Everything in float32.
+        addend = 0 if product.c is None else out
+        return 4 * (batch * (left + right + addend + out) + left + right + out) + diagonal
+    # oneDNN's copies of operands, one matrix at a time; then the diagonal, in float32.
+    return max(2 * item * (left + right + out), 12 * batch * left if product.diagonal else 0) + diagonal
+
+
+# --------------------------------------------------------------------------------------------------------------- units
+
+
+def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Work:
+    """Return what `travel_step.orthogonalized_units` needs for so many units, besides their directions.
+
+    Args:
+        kinds: the matrices of a unit.
+        view: of each unit.
+        unit_shape: of each unit.
+        count: units.
+        of: their weights, device and kernels.
+    """
+    if count == 0:
+        return Work(0, 0)
+    numel = math.prod(unit_shape)
+    peak = kept = factors = copied = 0
+    for ((m, n), form), order in zip(kinds, _orders(view, unit_shape), strict=True):
+        gapless = order != "gaps" and (count == 1 or m * n == numel)
+        if of.kernels == "torch":
+            copies = not gapless or order == "columns"
+        else:
+            is_wide = form is not None and form.compute_dtype.itemsize != 2
+            copies = not gapless or (order == "columns" and is_wide)
+        copied = count * m * n * direction_dtype(form, of.dtype).itemsize if copies else 0
+        work = polar_work(form, count, m, n, of)
+        peak = max(peak, kept + factors + copied + work.peak)
+        kept += work.kept
+        peak = max(peak, kept + factors + copied + neuron_bytes(count, m, n, of))
+        factors += factor_bytes(count, m, n, of)
+    if not is_plain(view, unit_shape):
+        # The updates of all kinds as units.
+        units = count * numel * max(update_dtype(kind.form, of.dtype).itemsize for kind in kinds)
+        peak, kept = max(peak, kept + factors + copied + units), units
+    return Work(peak, kept)
+
+
+def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
+    """Return the bytes of neurons' factors; without them it is a number per matrix."""
+    return count * max(m, n) * width_of(of.dtype) if of.normalizes else 0
+
+
+def factors_of_pieces_bytes(
+    kinds: Sequence[Kind],
+    view: View,
+    unit_shape: tuple[int, ...],
+    piece_shape: tuple[int, ...],
+    count: int,
+    of: Matrices,
+) -> int:
+    """Return what `travel_step.factors_of_pieces` allocates of so many units."""
+    pieces = count * math.prod(piece_shape) * width_of(of.dtype)
+    if len(kinds) > 1 or (of.normalizes and not is_plain(view, unit_shape)):
+        # Factors of whole units, each as often as it is used.
+        return count * math.prod(unit_shape) * width_of(of.dtype) + pieces
+    return pieces if of.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
+
+
+def neuron_bytes(count: int, m: int, n: int, of: Matrices) -> int:
+    """Return what advancing neurons allocates, its result included."""
+    if not of.normalizes:
+        return 0
+    if of.kernels == "triton":
+        from quintic.kernels.neuron import neuron_bytes as per_matrix
+
+        return count * per_matrix(m, n)
+    return 10 * factor_bytes(count, m, n, of)
+
+
+@lru_cache(maxsize=256)
+def is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
+    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
+    blocks = view.blocks(torch.empty(unit_shape, device="meta"))
+    return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
+
+
+@lru_cache(maxsize=256)
+def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return for each matrix of a unit whether its rows, or columns, follow each other in memory without gaps."""
+
+    def order(matrix: Tensor) -> str:
+        if matrix.is_contiguous():
+            return "rows"
+        return "columns" if matrix.shape[0] == 1 and matrix[0].mT.is_contiguous() else "gaps"
+
+    return tuple(order(matrix) for block in view.blocks(torch.empty(unit_shape, device="meta")) for matrix in block)
+
+
+# ---------------------------------------------------------------------------------------------------------- the passes
+
+
+def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_order: bool = True) -> int:
+    """Return what the first pass over so many entries allocates, its result included.
+
+    Args:
+        numel: entries.
+        direction: dtype of directions.
+        of: weights, device and kernels.
+        in_order: whether matrices lie in memory row by row, in one group of rows.
+    """
+    if of.kernels == "triton":
+        # Those in other orders are put side by side.
+        return numel * direction.itemsize * (1 if in_order else 2)
+    width = width_of(of.dtype)
+    # Gradients widened, and directions of each parameter; or these, rounded, and all of them together.
+    return numel * width * (2 if in_order else 3)
+
+
+def applied_bytes(numel: int, of: Matrices) -> int:
+    """Return what the second pass allocates if the largest parameter, or part of one, has so many entries."""
+    if of.kernels == "triton":
+        return 0
+    width = width_of(of.dtype)
+    # Five tensors and a mask; with what completes weights to float32 (`precision.py`) seven.
+    return numel * (7 * width + 1 if of.dtype.itemsize == 2 else 5 * width + 1)
