@@ -1,7 +1,7 @@
 """What a bucket's computation allocates: upper bounds in bytes, moment by moment, before anything is computed.
 
-The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables of addresses
-come on top (`plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
+The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables come on top (see
+`plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
 The products of an orthogonalisation (`program.py`) need, in whole matrices (m, n) and small ones (s, s):
 
     one by one   operands that are still read, and the result: each is freed after the product that reads it last
@@ -100,20 +100,36 @@ def _program(form: Form) -> Program:
     return products_of(tuple(form.segments), form.coefficients, 1.0)
 
 
+def _uses_kernel(form: Form, m: int, n: int, of: Matrices) -> bool:
+    """Return whether a kernel normalises, see `kernels.normalize.can_normalize`."""
+    is_double = torch.float64 in (direction_dtype(form, of.dtype), form.compute_dtype)
+    return of.kernels == "triton" and not is_double and m * n < 2**31
+
+
 def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
     """Return what normalisation allocates besides its result."""
-    dtype = direction_dtype(form, of.dtype)
-    if of.kernels == "triton" and torch.float64 not in (dtype, form.compute_dtype) and m * n < 2**31:
+    if _uses_kernel(form, m, n, of):
         from quintic.kernels.normalize import scratch_bytes
 
         return batch * scratch_bytes(m, n)
-    work = torch.promote_types(torch.promote_types(dtype, torch.float32), form.compute_dtype)
-    vectors = 4 * batch * (m + 4) * work.itemsize
-    return vectors + (0 if work == form.compute_dtype else batch * m * n * work.itemsize)
+    work = _work_dtype(form, of).itemsize
+    return batch * (m * n + m + 4) * work
 
 
 def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
-    return batch * m * n * form.compute_dtype.itemsize + _scratch(form, batch, m, n, of)
+    """Return what normalisation allocates, its result included."""
+    item, work = form.compute_dtype.itemsize, _work_dtype(form, of).itemsize
+    if _uses_kernel(form, m, n, of):
+        return batch * m * n * item + _scratch(form, batch, m, n, of)
+    # CPUs widen operands before they divide.
+    widened = work if of.device.type == "cpu" and direction_dtype(form, of.dtype).itemsize < work else 0
+    result = 0 if item == work else item
+    return batch * (m * n * max(widened, result) + (m * n + m + 4) * work)
+
+
+def _work_dtype(form: Form, of: Matrices) -> torch.dtype:
+    wide = torch.float64 if form.compute_dtype == torch.float64 else torch.float32
+    return torch.promote_types(direction_dtype(form, of.dtype), wide)
 
 
 def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
@@ -140,21 +156,25 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
         "apply": (side**2, whole),
     }[product.kind]
     out = whole if product.kind == "apply" else side**2
-    on_cpu = of.device.type == "cpu"
-    diagonal = 16 * batch * side if product.diagonal else 0
-    if item == 2 and not on_cpu:
+    # The diagonal apart, and an addend that stands for none.
+    diagonal = 16 * batch * side * (product.diagonal != 0) + 8
+    if item == 2 and of.device.type != "cpu":
         return diagonal
-    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
-    copies = 0 if batch == 1 or aligned else left + right + out
-    if item != 2:
-        return max(item * copies, diagonal)
     multiplications = side * side * (side if product.kind == "square" else max(m, n))
-    if dtype == torch.float16 or product.alpha == 0 or multiplications <= SMALL_PRODUCT:
+    if dtype == torch.float16 or (item == 2 and (product.alpha == 0 or multiplications <= SMALL_PRODUCT)):
         # Everything in float32.
         addend = 0 if product.c is None else out
-        return 4 * (batch * (left + right + addend + out) + left + right + out) + diagonal
-    # oneDNN's copies of operands, one matrix at a time; then the diagonal, in float32.
-    return max(2 * item * (left + right + out), 12 * batch * left if product.diagonal else 0) + diagonal
+        widened, item = 4 * batch * (left + right + addend + out), 4
+    else:
+        widened = 0
+    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
+    copies = 0 if batch == 1 or aligned else item * (left + right + out)
+    if item == 2:
+        # oneDNN's copies, one matrix at a time, with padding; then the diagonal, in float32.
+        short, long = (-(-length // 64) * 64 for length in sorted((m, n)))
+        padded = item * (3 * short**2 if product.kind == "square" else 2 * short * long + short**2)
+        copies = max(copies + padded, 12 * batch * left if product.diagonal else 0)
+    return widened + copies + diagonal
 
 
 # --------------------------------------------------------------------------------------------------------------- units
@@ -260,9 +280,11 @@ def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_ord
     if of.kernels == "triton":
         # Those in other orders are put side by side.
         return numel * direction.itemsize * (1 if in_order else 2)
-    width = width_of(of.dtype)
-    # Gradients widened, and directions of each parameter; or these, rounded, and all of them together.
-    return numel * width * (2 if in_order else 3)
+    width, item = width_of(of.dtype), direction.itemsize
+    # Gradients widened, and directions of each parameter; or these, in one group of rows and rounded, and all together.
+    widened = width if width == 4 else 0
+    rounded = item if item != width or not in_order else 0
+    return numel * max(widened + width, width + rounded + item)
 
 
 def applied_bytes(numel: int, of: Matrices) -> int:
