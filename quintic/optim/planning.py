@@ -153,7 +153,7 @@ def _workspace_bytes(count: int, largest: int, shape: tuple[int, int, int], form
     m, direction = g * r, direction_dtype(form, of.dtype)
     work = polar_work(form, count, m, n, of)
     factors = factor_bytes(count, m, n, of)
-    computing = max(work.peak, work.kept + neuron_bytes(count, m, n, of))
+    computing = max(work.peak, work.kept + neuron_bytes(form, count, m, n, of))
     applying = work.kept + factors + applied_bytes(largest * m * n, of)
     held = count * m * n * direction.itemsize
     starting = directions_bytes(count * m * n, direction, of, in_order=g == 1 or of.kernels == "triton")

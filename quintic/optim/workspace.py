@@ -170,10 +170,10 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
     aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
     copies = 0 if batch == 1 or aligned else item * (left + right + out)
     if item == 2:
-        # oneDNN's copies, one matrix at a time, with padding; then the diagonal, in float32.
+        # oneDNN's copies, one matrix at a time, with padding and some KiB; then the diagonal, in float32.
         short, long = (-(-length // 64) * 64 for length in sorted((m, n)))
         padded = item * (3 * short**2 if product.kind == "square" else 2 * short * long + short**2)
-        copies = max(copies + padded, 12 * batch * left if product.diagonal else 0)
+        copies = max(copies + padded + 2**14, 12 * batch * left if product.diagonal else 0)
     return widened + copies + diagonal
 
 
@@ -205,7 +205,7 @@ def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], c
         work = polar_work(form, count, m, n, of)
         peak = max(peak, kept + factors + copied + work.peak)
         kept += work.kept
-        peak = max(peak, kept + factors + copied + neuron_bytes(count, m, n, of))
+        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, of))
         factors += factor_bytes(count, m, n, of)
     if not is_plain(view, unit_shape):
         # The updates of all kinds as units.
@@ -235,15 +235,18 @@ def factors_of_pieces_bytes(
     return pieces if of.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
 
 
-def neuron_bytes(count: int, m: int, n: int, of: Matrices) -> int:
-    """Return what advancing neurons allocates, its result included."""
+def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) -> int:
+    """Return what advancing the neurons of so many updates allocates, the factors included."""
     if not of.normalizes:
         return 0
     if of.kernels == "triton":
         from quintic.kernels.neuron import neuron_bytes as per_matrix
 
         return count * per_matrix(m, n)
-    return 10 * factor_bytes(count, m, n, of)
+    width, item = width_of(of.dtype), update_dtype(form, of.dtype).itemsize
+    # Sums of other entries than float32's are made of widened copies, except of 16 bits on GPUs.
+    widens = item < width and not (of.device.type == "cuda" and width == 4)
+    return 10 * factor_bytes(count, m, n, of) + (count * m * n * width if widens else 0)
 
 
 @lru_cache(maxsize=256)
@@ -292,5 +295,5 @@ def applied_bytes(numel: int, of: Matrices) -> int:
     if of.kernels == "triton":
         return 0
     width = width_of(of.dtype)
-    # Five tensors and a mask; with what completes weights to float32 (`precision.py`) seven.
-    return numel * (7 * width + 1 if of.dtype.itemsize == 2 else 5 * width + 1)
+    # Four tensors and a mask, one more to widen, and two for what completes weights to float32 (`precision.py`).
+    return numel * (width * {2: 7, 4: 5, 8: 4}[of.dtype.itemsize] + 1) + 64
