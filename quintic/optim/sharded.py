@@ -24,18 +24,11 @@ from quintic.optim.exchange import Exchange
 from quintic.optim.offload_size import offloaded_entries
 from quintic.optim.owners import assign_owners
 from quintic.optim.packing import in_memory_order
-from quintic.optim.plan import ADAMW_BYTES, Bucket, Member, Stages, adamw_entries, direction_dtype, form_of
-from quintic.optim.row_division import MARK_BYTES, RowDivision, divided_rows
+from quintic.optim.plan import Bucket, Member, form_of
+from quintic.optim.row_division import RowDivision, divided_rows
+from quintic.optim.sharded_memory import stages_of_parts
 from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 from quintic.optim.views import Unit, View
-from quintic.optim.workspace import (
-    Matrices,
-    applied_bytes,
-    directions_bytes,
-    factor_bytes,
-    factors_of_pieces_bytes,
-    units_work,
-)
 
 __all__ = [
     "CUT_KEYS",
@@ -356,13 +349,10 @@ def _bucket(
         )
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
-    of = Matrices(dtype, device, kernels, group["normalize"] is not None)
-    in_order = all(group["params"][part.index].is_contiguous() for part in parts)
-    if travel is not None:
-        work, shared = (_matrices_bytes(travel, found, in_order) for found in (of, of._replace(anywhere=True)))
-    else:
-        work = shared = 0 if kernels == "triton" else _adamw_bytes(parts, group)
-    stages, shared_stages = (_stages(sharding, dtype, kernels, found) for found in (work, shared))
+    stages, shared_stages = (
+        stages_of_parts(sharding, travel, group, dtype, device, kernels, anywhere=anywhere)
+        for anywhere in (False, True)
+    )
     return Bucket(
         algorithm=group["algorithm"],
         group=number,
@@ -379,46 +369,6 @@ def _bucket(
         shared_stages=shared_stages,
         travel=travel,
         sharding=sharding,
-    )
-
-
-def _matrices_bytes(travel: Travel, of: Matrices, in_order: bool) -> int:
-    """Return an upper bound of what the step of matrices allocates on any rank, given their gradients."""
-    exchange, kinds = travel.exchange, travel.kinds
-    shape = exchange.unit_shape
-    direction = max((direction_dtype(kind.form, of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
-    most = 0
-    for count in set(exchange.counts):
-        numel = count * math.prod(shape)
-        held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
-        work = units_work(kinds, travel.view, shape, count, of)
-        factors = sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
-        factors += factors_of_pieces_bytes(kinds, travel.view, shape, shape, count, of)
-        applying = work.kept + factors + applied_bytes(math.prod(shape), of)
-        most = max(most, directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
-    return most
-
-
-def _adamw_bytes(parts: Sequence[Part], group: Mapping[str, Any]) -> int:
-    largest = max(part.numel for part in parts)
-    return ADAMW_BYTES * min(largest, adamw_entries(group["max_workspace_bytes"]) or largest)
-
-
-def _stages(sharding: Sharding, dtype: torch.dtype, kernels: Kernels, work: int) -> Stages:
-    """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead."""
-    most, num_ranks, width = max(sharding.entries), len(sharding.ranks), dtype.itemsize
-    numel = sum(sharding.entries)
-    received, mean = num_ranks * most * width, most * width
-    sums = 0
-    if kernels == "torch":
-        sums = most * max(width, 4)
-    # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
-    marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
-    return Stages(
-        gathering=marks + (received if sharding.is_direct else numel * width + received),
-        computing=marks + max(received + sums, work) + mean,
-        updates=0,
-        scattering=0 if sharding.is_direct else mean + received,
     )
 
 
