@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quintic.kernels.dispatch import fits_copy_engine
 from quintic.kernels.launch import launch
 
 __all__ = [
@@ -51,9 +52,6 @@ __all__ = [
 ]
 
 _DTYPES = (torch.bfloat16, torch.float16)
-
-# Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
-_MIN_SIDE = 256
 
 # Rows and columns of a tile, and what a stage holds of k.
 TILE = gl.constexpr(128)
@@ -310,18 +308,9 @@ def _product_kernel(
 
 
 def can_multiply_on_hopper(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel takes products with contiguous matrices (b, m, n), and pays for them.
-
-    The copy engine wants rows that start at multiples of 16 bytes; less than two tiles are left to other kernels.
-    """
+    """Return whether the kernel takes products with contiguous matrices (b, m, n) there, and pays for them."""
     _, m, n = shape
-    return (
-        dtype in _DTYPES
-        and min(m, n) >= _MIN_SIDE
-        and m % 8 == 0
-        and n % 8 == 0
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    return fits_copy_engine(m, n, dtype) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class _Operand(NamedTuple):

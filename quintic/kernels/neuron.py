@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.kernels.launch import launch
 from quintic.kernels.weights import flags_of, pointers_at
 
-__all__ = ["advance_neuron_factors_"]
+__all__ = ["advance_neuron_factors_", "neuron_bytes"]
 
 # These decide the order of sums, and with it the last bits.
 _LOG_LANES = 6
@@ -229,6 +229,12 @@ def advance_neuron_factors_(
         num_warps=factor_block // _NEURONS_PER_WARP,
     )
     return factors
+
+
+def neuron_bytes(m: int, n: int) -> int:
+    """Return what `advance_neuron_factors_` allocates per (m, n) matrix, its result included."""
+    neurons, entries = max(m, n), min(m, n)
+    return 4 * neurons * (1 + -(-entries // _segment(neurons, entries)))
 
 
 def _segment(neurons: int, entries: int) -> int:

@@ -181,7 +181,8 @@ def _describe(
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group["param_names"][index], group["params"][index]
-                text = f"{name} of shape {layout.shape}, {param.dtype}, on ranks {layout.ranks} with {options}"
+                order = "" if param.is_contiguous() else ", not contiguous"
+                text = f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} with {options}"
                 found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
     return dict(sorted(found.items()))
 

@@ -75,28 +75,6 @@ class Form:
             return 8 * short * short * long + 20 * short**3
         return sum(4 * short * short * long + (4 * (b - a) - 3) * 2 * short**3 for a, b in self.segments)
 
-    def workspace_bytes(self, m: int, n: int, device_type: str = "cuda", dtype: torch.dtype = torch.float32) -> int:
-        """Return an upper bound of the bytes that `polar_factor` allocates per (m, n) matrix, its result included.
-
-        Args:
-            m: rows.
-            n: columns.
-            device_type: CPUs need more for 16-bit products.
-            dtype: of the matrices before they are normalised.
-        """
-        size, square = m * n, min(m, n) ** 2
-        item = self.compute_dtype.itemsize
-        work = 8 if torch.float64 in (dtype, self.compute_dtype) else 4
-        if self.method == "svd":
-            return (work + 8 * item) * size
-        longest = max(stop - start for start, stop in self.segments)
-        products = item * (2 * size + (6 if longest > 1 else 3) * square)
-        if device_type == "cpu" and item == 2:  # products through float32, or oneDNN's copies of operands
-            products += (
-                4 * (3 * size + square) if self.compute_dtype == torch.float16 else item * 2 * size + 12 * square
-            )
-        return max((work + item) * size, products)
-
 
 def check_orthogonalizer(
     method: str,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAMW_BYTES",
     "PLANNED_OPTIONS",
+    "SMALL_BYTES",
     "Bucket",
     "Kind",
     "Member",
@@ -35,7 +36,6 @@ __all__ = [
     "direction_dtype",
     "form_of",
     "update_dtype",
-    "workspace_bytes",
 ]
 
 PLANNED_OPTIONS = (
@@ -44,6 +44,7 @@ PLANNED_OPTIONS = (
     "coefficients",
     "compute_dtype",
     "kernels",
+    "normalize",
     "max_workspace_bytes",
     "view",
     "comms",
@@ -54,6 +55,9 @@ PLANNED_OPTIONS = (
 
 ADAMW_BYTES = 7 * 8
 """Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""
+
+SMALL_BYTES = 64 * 1024
+"""Allowance for flags, scales and tables of a step on a CUDA device, where each takes 512 bytes at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,18 +90,27 @@ class Stages(NamedTuple):
     """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
 
     gathering: int
-    """From its start until its gather is over."""
+    """Once it has started, until its gather is over."""
     computing: int
     """Then, until its updates are there."""
     updates: int
     """What goes from there into the last stage."""
     scattering: int
-    """From then to its end."""
+    """From then until it is finished."""
+    starting: int = 0
+    """While it starts, if that is more than what it has then."""
+    finishing: int = 0
+    """While it is finished, if that is more than what it had."""
 
     @property
     def working(self) -> int:
         """Return the most from when it is worked on until its last stage has begun."""
         return max(self.gathering, self.computing, self.updates + self.scattering)
+
+    @property
+    def most(self) -> int:
+        """Return the most at any time."""
+        return max(self.starting, self.working, self.finishing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +230,7 @@ class Plan:
                 continue
             stage = stages[number]
             if parts[number] == 0:
+                peak = max(peak, held + stage.starting)
                 held += stage.gathering
             elif parts[number] == 1:
                 held -= stage.gathering
@@ -224,9 +238,11 @@ class Plan:
                 held += stage.scattering
             else:
                 held -= stage.scattering
+                peak = max(peak, held + stage.finishing)
             parts[number] += 1
             peak = max(peak, held)
-        return max(peak + self.offload_buffer_bytes, self.averaging_bytes)
+        small = SMALL_BYTES if any(bucket.device.type == "cuda" for bucket in self.buckets) else 0
+        return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + small
 
     @property
     def offload_buffer_bytes(self) -> int:
@@ -306,20 +322,6 @@ def direction_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
 def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of orthogonalised updates, in which they travel; a user's function gives that of directions."""
     return direction_dtype(form, dtype) if form is None else form.compute_dtype
-
-
-def workspace_bytes(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, form: Form | None, kernels: Kernels
-) -> int:
-    """Return an upper bound of the temporary bytes per matrix."""
-    direction = direction_dtype(form, dtype).itemsize
-    if form is None:
-        return m * n * 4 * direction
-    total = direction * m * n + form.workspace_bytes(m, n, device.type)
-    if kernels == "torch":
-        # Directions of each parameter before they are stacked; afterwards the update of one parameter, widened.
-        total += max(2, dtype.itemsize // 2) * 4 * m * n
-    return total
 
 
 def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:

@@ -1,18 +1,22 @@
 """Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with divided state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, local_tensor
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.plan import ADAMW_BYTES, Bucket, Member, Plan, adamw_entries, form_of, workspace_bytes
+from quintic.optim.plan import ADAMW_BYTES, Bucket, Member, Plan, adamw_entries, direction_dtype, form_of
 from quintic.optim.schedule import Orders, arranged
 from quintic.optim.sharded import sharded_buckets
 from quintic.optim.travel import shared_buckets, travelling_buckets
+from quintic.optim.workspace import Matrices, applied_bytes, directions_bytes, factor_bytes, neuron_bytes, polar_work
 
 __all__ = ["build_plan", "local_buckets"]
 
@@ -106,9 +110,14 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
     for (g, r, n, _, dtype, device, kernels), members in found.items():
         m = g * r
         form = form_of(group, m, n, dtype, device)
-        per_matrix = workspace_bytes(m, n, dtype, device, form, kernels)
+        of = Matrices(dtype, device, kernels, group["normalize"] is not None)
         total = sum(member.num_matrices for member in members)
-        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, per_matrix)):
+        largest = max(member.num_matrices for member in members)
+
+        most = functools.partial(
+            _most_bytes, largest=largest, shape=(g, r, n), form=form, of=of._replace(anywhere=True)
+        )
+        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, most)):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
                 Bucket(
@@ -122,19 +131,56 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
                     form=form,
                     numel=count * m * n,
                     flops=0 if form is None else count * form.flops(m, n),
-                    workspace_bytes=count * per_matrix,
+                    workspace_bytes=_workspace_bytes(
+                        count, max(member.num_matrices for member in chunk), (g, r, n), form, of
+                    ),
                 )
             )
     return buckets
 
 
-def _matrices_at_a_time(group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: int) -> int:
-    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state."""
+def _workspace_bytes(count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices) -> int:
+    """Return an upper bound of what `pipeline.step_matrices` allocates.
+
+    Args:
+        count: matrices.
+        largest: how many of them are one parameter's at most.
+        shape: (g, r, n) of each.
+        form: how they are orthogonalised.
+        of: their weights, device and kernels.
+    """
+    g, r, n = shape
+    m, direction = g * r, direction_dtype(form, of.dtype)
+    work = polar_work(form, count, m, n, of)
+    factors = factor_bytes(count, m, n, of)
+    computing = max(work.peak, work.kept + neuron_bytes(form, count, m, n, of))
+    applying = work.kept + factors + applied_bytes(largest * m * n, of)
+    held = count * m * n * direction.itemsize
+    starting = directions_bytes(count * m * n, direction, of, in_order=g == 1 or of.kernels == "triton")
+    return max(starting, held + max(computing, applying))
+
+
+def _most_bytes(count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices) -> int:
+    return _workspace_bytes(count, min(count, largest), shape, form, of)
+
+
+def _matrices_at_a_time(
+    group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
+) -> int:
+    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state.
+
+    Args:
+        group: their parameter group.
+        total: >= 0.
+        numel: entries of each.
+        dtype: of them.
+        workspace: returns what so many need, which grows with their number.
+    """
     entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
     limit = max(1, total)
     if budget is not None:
-        per_matrix = workspace + RING_BUFFERS * offloaded_bytes(group, dtype) * numel
-        limit = min(limit, max(1, budget // max(1, per_matrix)))
+        ring = RING_BUFFERS * offloaded_bytes(group, dtype) * numel
+        limit = max(1, bisect_right(range(1, limit + 1), budget, key=lambda count: workspace(count) + ring * count))
     if entries is not None:
         # Alike, as one is loaded while another is computed.
         number = -(-total // min(limit, max(1, entries // max(1, numel))))

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Multiply", "multiply", "nothing_ambient"]
+__all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "nothing_ambient"]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
-_SMALL_PRODUCT = 16**3
+SMALL_PRODUCT = 16**3
 
 # Bytes that new tensors' addresses are multiples of, at least; kernels are chosen by it, too.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 # torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
 _REDUCTIONS = {
@@ -110,17 +110,23 @@ def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float)
     batch = a.shape[0]
     if batch <= 1 or (a.is_cuda and a.itemsize == 2):
         return _batched(a, b, alpha, c, beta)
+
     # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last bit
     # would follow. On GPUs those of 16 bits do not.
-    rows = [(_alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]) for i in range(batch)]
+    def operands(i: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return _alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]
+
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, c)):
+        rows = (operands(i) for i in range(batch))
         return torch.cat([_batched(left, right, alpha, addend, beta) for left, right, addend in rows])
     out = a.new_empty((batch, a.shape[1], b.shape[2]))
-    for target, (left, right, addend) in zip(out.split(1), rows, strict=True):
+    for i, target in enumerate(out.split(1)):
+        left, right, addend = operands(i)
         if _is_aligned(target):
             _batched(left, right, alpha, addend, beta, out=target)
         else:
             target.copy_(_batched(left, right, alpha, addend, beta))
+        del left, right  # copies of one matrix at a time
     return out
 
 
@@ -138,7 +144,7 @@ def _alone(a: Tensor, i: int) -> Tensor:
 
 
 def _is_aligned(a: Tensor) -> bool:
-    return a.data_ptr() % _ALIGNMENT == 0
+    return a.data_ptr() % ALIGNMENT == 0
 
 
 def _add_to_diagonal(a: Tensor, value: float) -> Tensor:
@@ -158,7 +164,7 @@ def _needs_float32(a: Tensor, b: Tensor, alpha: float) -> bool:
     """
     if a.device.type != "cpu" or a.itemsize != 2:
         return False
-    return a.dtype == torch.float16 or alpha == 0 or a.shape[-2] * a.shape[-1] * b.shape[-1] <= _SMALL_PRODUCT
+    return a.dtype == torch.float16 or alpha == 0 or a.shape[-2] * a.shape[-1] * b.shape[-1] <= SMALL_PRODUCT
 
 
 @contextlib.contextmanager

@@ -130,7 +130,8 @@ def overlapping(launch_order: Sequence[int], memory: Sequence["Stages"], budget:
             more = 0
             if step != needed:
                 more = memory[step].gathering + max(0, largest - sum(memory[one].scattering for one in unfinished))
-            fits = budget is None or held_at_work(needed) + more <= budget
+            most = max(held_at_work(needed) + more, held + memory[step].starting)
+            fits = budget is None or most <= budget
             if not fits and unfinished and (needed in waiting or unfinished[0] < needed - 1):
                 finish()
             elif fits or needed in waiting:

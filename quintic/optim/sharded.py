@@ -24,8 +24,9 @@ from quintic.optim.exchange import Exchange
 from quintic.optim.offload_size import offloaded_entries
 from quintic.optim.owners import assign_owners
 from quintic.optim.packing import in_memory_order
-from quintic.optim.plan import Bucket, Member, Stages, form_of, workspace_bytes
-from quintic.optim.row_division import MARK_BYTES, RowDivision, divided_rows
+from quintic.optim.plan import Bucket, Member, form_of
+from quintic.optim.row_division import RowDivision, divided_rows
+from quintic.optim.sharded_memory import stages_of_parts
 from quintic.optim.travel import Travel, TravellingUnit, kinds_of
 from quintic.optim.views import Unit, View
 
@@ -348,11 +349,10 @@ def _bucket(
         )
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
-    work = 0
-    if travel is not None:
-        per_unit = sum(workspace_bytes(*kind.shape, dtype, device, kind.form, kernels) for kind in travel.kinds)
-        work = max(travel.exchange.counts) * per_unit
-    stages = _stages(sharding, group["transport"], dtype, kernels, work)
+    stages, shared_stages = (
+        stages_of_parts(sharding, travel, group, dtype, device, kernels, anywhere=anywhere)
+        for anywhere in (False, True)
+    )
     return Bucket(
         algorithm=group["algorithm"],
         group=number,
@@ -366,30 +366,9 @@ def _bucket(
         flops=flops,
         workspace_bytes=stages.working,
         stages=stages,
-        shared_stages=stages,
+        shared_stages=shared_stages,
         travel=travel,
         sharding=sharding,
-    )
-
-
-def _stages(sharding: Sharding, transport: str, dtype: torch.dtype, kernels: Kernels, work: int) -> Stages:
-    """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead."""
-    most, num_ranks, width = max(sharding.entries), len(sharding.ranks), dtype.itemsize
-    numel = sum(sharding.entries)
-    received, mean = num_ranks * most * width, most * width
-    sums = 0
-    if kernels == "torch":
-        sums = most * max(width, 4)
-        work = work or 2 * 4 * most
-    # Collectives receive weights of direct ones where they belong, copy engines in memory that all ranks know.
-    weights = received if transport == "copy_engines" else 0
-    # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
-    marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
-    return Stages(
-        gathering=marks + (received if sharding.is_direct else numel * width + received),
-        computing=marks + max(received + sums, work) + mean,
-        updates=0,
-        scattering=weights if sharding.is_direct else mean + received,
     )
 
 

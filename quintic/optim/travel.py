@@ -7,7 +7,8 @@ Every rank makes the same plan from the same groups, so that nothing about sizes
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.owners import assign_owners, balance
-from quintic.optim.plan import Bucket, Kind, Member, Stages, direction_dtype, form_of, update_dtype
-from quintic.optim.plan import workspace_bytes as matrix_workspace_bytes
+from quintic.optim.plan import Bucket, Kind, Member, Stages, form_of
+from quintic.optim.travel_memory import different_positions, is_transposed, piece_entries, stages_of
 from quintic.optim.views import Unit, View
+from quintic.optim.workspace import is_plain
 
-__all__ = ["SharedBucket", "Travel", "TravellingUnit", "kinds_of", "shared_buckets", "travelling_buckets"]
+__all__ = ["Key", "SharedBucket", "Travel", "TravellingUnit", "kinds_of", "shared_buckets", "travelling_buckets"]
 
 
 # How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
@@ -57,12 +59,12 @@ class Travel:
     @cached_property
     def is_plain(self) -> bool:
         """Return whether a unit is one matrix or its transpose, with no groups of rows."""
-        return _is_plain(self.view, self.exchange.unit_shape)
+        return is_plain(self.view, self.exchange.unit_shape)
 
     @cached_property
     def is_transposed(self) -> bool:
         """Return whether a unit stores (in, out), a matrix being (out, in)."""
-        return _is_transposed(self.view)
+        return is_transposed(self.view)
 
     @property
     def owned(self) -> tuple[TravellingUnit, ...]:
@@ -80,7 +82,7 @@ class _Share(NamedTuple):
     cost: int
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """What units of one bucket have in common."""
 
     group: int
@@ -92,13 +94,16 @@ class _Key(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     kernels: Any
+    normalizes: bool
+    in_order: bool
+    """Whether parameters lie in memory row by row."""
 
 
 @dataclass(frozen=True)
 class SharedBucket:
     """A bucket that travels, before any rank's part in it."""
 
-    key: _Key
+    key: Key
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
     units: tuple[TravellingUnit, ...]
@@ -113,17 +118,17 @@ class SharedBucket:
 
     def workspace_bytes(self, exchange: Exchange) -> int:
         """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""
-        return self.stages(exchange).working
+        return self.stages(exchange).most
 
     @cached_property
     def most(self) -> Stages:
-        """Return the most temporary bytes of any rank, by stage."""
-        of_ranks = [self.stages(replace(self.exchange, position=p)) for p in _different_positions(self.exchange)]
+        """Return the most temporary bytes of any rank on any device of the type, by stage."""
+        of_ranks = [stages_of(self.key, self.kinds, one, anywhere=True) for one in _different(self.exchange)]
         return Stages(*map(max, zip(*of_ranks, strict=True)))
 
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return _stages(self.key, self.kinds, exchange)
+        return stages_of(self.key, self.kinds, exchange)
 
 
 def shared_buckets(
@@ -139,9 +144,9 @@ def shared_buckets(
             if layout is not None:
                 shares += _shares(number, group, index, layout)
     owners = _owners(shares)
-    together: dict[_Key, list[tuple[int, TravellingUnit]]] = {}
+    together: dict[Key, list[tuple[int, TravellingUnit]]] = {}
     for share, owner in zip(shares, owners, strict=True):
-        together.setdefault(_Key(*share.key), []).append((owner, share.unit))
+        together.setdefault(Key(*share.key), []).append((owner, share.unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, param_groups[key.group], units)
@@ -155,7 +160,19 @@ def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -
     ranks, copies, cuts = _cuts(layout, view)
     for unit, first_matrices, pieces, holders in cuts:
         shape = size_of(unit.box)
-        key = _Key(number, ranks, shape, unit.view, pieces, copies, local.dtype, local.device, kernels)
+        key = Key(
+            number,
+            ranks,
+            shape,
+            unit.view,
+            pieces,
+            copies,
+            local.dtype,
+            local.device,
+            kernels,
+            group["normalize"] is not None,
+            param.is_contiguous(),
+        )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
         yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
 
@@ -232,18 +249,17 @@ def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
 
 
 def _shared_buckets(
-    key: _Key, group: Mapping[str, Any], units: Sequence[tuple[int, TravellingUnit]]
+    key: Key, group: Mapping[str, Any], units: Sequence[tuple[int, TravellingUnit]]
 ) -> Iterator[SharedBucket]:
     kinds = kinds_of(key.view, key.shape, group, key.dtype, key.device)
     per_owner: list[list[TravellingUnit]] = [[] for _ in key.ranks]
     for owner, unit in units:
         per_owner[owner].append(unit)
 
-    def exchange_of(parts: Sequence[Sequence[TravellingUnit]]) -> Exchange:
-        counts = tuple(map(len, parts))
-        return Exchange(key.ranks, 0, key.shape, key.pieces, key.copies, counts)
+    def exchange_of(counts: Iterable[int]) -> Exchange:
+        return Exchange(key.ranks, 0, key.shape, key.pieces, key.copies, tuple(counts))
 
-    owners, limit = _at_a_time(key, group, kinds, exchange_of([part[:1] for part in per_owner]))
+    owners, limit = _at_a_time(key, group, kinds, [len(units) for units in per_owner], exchange_of)
     for start in range(0, max(map(len, per_owner)), limit):
         for first in range(0, len(per_owner), owners):
             parts = [
@@ -251,7 +267,9 @@ def _shared_buckets(
                 for owner, part in enumerate(per_owner)
             ]
             if any(parts):
-                yield SharedBucket(key, kinds, tuple(unit for part in parts for unit in part), exchange_of(parts))
+                yield SharedBucket(
+                    key, kinds, tuple(unit for part in parts for unit in part), exchange_of(map(len, parts))
+                )
 
 
 def travelling_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
@@ -307,7 +325,13 @@ def kinds_of(
     return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
 
 
-def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: Exchange) -> tuple[int, int]:
+def _at_a_time(
+    key: Key,
+    group: Mapping[str, Any],
+    kinds: Sequence[Kind],
+    counts: Sequence[int],
+    exchange_of: Callable[[Iterable[int]], Exchange],
+) -> tuple[int, int]:
     """Return of how many owners a bucket may have units, and how many of each: what is in flight fits the workspace.
 
     A single unit may exceed it.
@@ -316,22 +340,28 @@ def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: 
         key: of the bucket.
         group: its parameter group.
         kinds: of its units.
-        one: the exchange of one unit of each owner; on the rank that needs most the answer is the same for all.
+        counts: how many units each rank owns.
+        exchange_of: returns the exchange of so many units of each owner.
     """
     budget, num_ranks = group["max_workspace_bytes"], len(key.ranks)
-    pieces = max(_piece_entries(replace(one, position=p)) for p in _different_positions(one))
+    one = exchange_of(min(count, 1) for count in counts)
+    pieces = max(piece_entries(replace(one, position=p)) for p in different_positions(one))
     entries = offloaded_entries(group, key.dtype)
     limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
         return num_ranks, limit
-    most = _peak(key, kinds, one) + RING_BUFFERS * offloaded_bytes(group, key.dtype) * pieces
-    if most <= budget:
-        return num_ranks, min(limit, int(budget // max(1, most)))
+    ring = RING_BUFFERS * offloaded_bytes(group, key.dtype) * pieces
+
+    def peak_of_each(limit: int) -> int:
+        return _peak(key, kinds, exchange_of(min(count, limit) for count in counts)) + limit * ring
+
+    fitting = bisect_right(range(1, max(counts) + 1), budget, key=peak_of_each)
+    if fitting:
+        return num_ranks, min(limit, fitting)
 
     # Not even one unit of each: fewer owners at a time, if that helps. What one unit needs, it needs in any case.
     def peak_of(owners: int) -> int:
-        counts = tuple(count if owner < owners else 0 for owner, count in enumerate(one.counts))
-        return _peak(key, kinds, replace(one, counts=counts))
+        return _peak(key, kinds, exchange_of(count * (owner < owners) for owner, count in enumerate(one.counts)))
 
     bound = max(budget, peak_of(next(owner for owner, count in enumerate(one.counts) if count) + 1) * _TOLERANCE)
     owners = num_ranks
@@ -340,72 +370,12 @@ def _at_a_time(key: _Key, group: Mapping[str, Any], kinds: Sequence[Kind], one: 
     return owners, 1
 
 
-def _peak(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
+def _peak(key: Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
     """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
-    stages = (_stages(key, kinds, replace(exchange, position=p)) for p in _different_positions(exchange))
-    return max(stage.scattering + stage.working + stage.gathering for stage in stages)
+    stages = [stages_of(key, kinds, one, anywhere=True) for one in _different(exchange)]
+    return max(stage.scattering + stage.most + stage.gathering for stage in stages)
 
 
-def _piece_entries(exchange: Exchange) -> int:
-    """Return how many entries the exchange's rank holds."""
-    return exchange.num_units * math.prod(exchange.piece_shape)
-
-
-def _different_positions(exchange: Exchange) -> list[int]:
-    """Return one position for each different need of memory."""
-    of_copies: dict[int, int] = {}
-    for copy, count in zip(exchange.copies, exchange.counts, strict=True):
-        of_copies[copy] = of_copies.get(copy, 0) + count
-    found: dict[Any, int] = {}
-    for position, (piece, count, copy) in enumerate(
-        zip(exchange.pieces, exchange.counts, exchange.copies, strict=True)
-    ):
-        found.setdefault((None if piece is None else size_of(piece), count, of_copies[copy]), position)
-    return list(found.values())
-
-
-def _stages(key: _Key, kinds: Sequence[Kind], exchange: Exchange) -> Stages:
-    """Return upper bounds of the temporary bytes of a bucket on the exchange's rank."""
-    # Matrices that a unit is no copy of are a part of it; else the workspace has them a second time.
-    shares = _is_plain(key.view, exchange.unit_shape) and (key.kernels != "torch" or not _is_transposed(key.view))
-    direction = max(direction_dtype(kind.form, key.dtype).itemsize for kind in kinds)
-    update = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
-    unit = math.prod(exchange.unit_shape)
-    owned = exchange.num_owned * unit
-    pieces = _piece_entries(exchange)
-    sent, received = sum(exchange.gather_sends()), sum(exchange.gather_receives())
-    work = exchange.num_owned * sum(
-        matrix_workspace_bytes(*kind.shape, key.dtype, key.device, kind.form, key.kernels) for kind in kinds
-    )
-    if exchange.is_local or exchange.is_replicated:
-        # The units are a part of the pieces, which they keep alive.
-        gathering = pieces * direction
-        computing = gathering + work
-    else:
-        gathering = (pieces + (0 if sent == pieces else sent) + received) * direction
-        # What was sent is given back once it has arrived, what was received once it is assembled.
-        computing = max(received + owned, pieces + received) * direction
-        computing = max(computing, work if shares else owned * direction + work)
-    if exchange.is_local:
-        scattering = 0
-    elif exchange.is_replicated:
-        most, padded = max(exchange.counts), len(exchange.ranks) * max(exchange.counts)
-        # Padding before it is sent, and what is received without it.
-        uneven = 0 if padded == exchange.num_units else exchange.num_units + most
-        entries = exchange.num_units if exchange.is_sparse else padded + uneven
-        scattering = entries * unit * update
-    else:
-        scattering = (sum(exchange.scatter_sends()) + pieces) * update
-    return Stages(gathering, computing, owned * update, scattering)
-
-
-@lru_cache(maxsize=256)
-def _is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
-    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
-    blocks = view.blocks(torch.empty(unit_shape, device="meta"))
-    return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
-
-
-def _is_transposed(view: View) -> bool:
-    """Return whether a unit stores (in, out), a matrix being (out, in)."""
-    return bool(getattr(view, "transposed", False))
+def _different(exchange: Exchange) -> list[Exchange]:
+    """Return the exchange as ranks see it that need different memory."""
+    return [replace(exchange, position=position) for position in different_positions(exchange)]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quintic import Experts, Matrix, Muon
+from quintic.optim.plan import SMALL_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,9 +176,9 @@ def test_temporary_memory_stays_under_the_bound(dtype, options, shape):
     optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
     planned = optimizer.plan().peak_workspace_bytes
-    assert planned <= bound
-    assert peak <= 1.05 * planned
-    assert peak > 0.5 * planned  # the bound is used, not merely kept
+    assert planned <= bound + SMALL_BYTES
+    assert 0.9 * planned <= peak <= planned
+    assert peak > 0.5 * bound  # which is used, not merely kept
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])

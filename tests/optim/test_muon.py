@@ -236,10 +236,11 @@ def test_the_strides_of_the_gradient_do_not_matter(group, shape, gradient):
 def test_workspace_bound_splits_buckets_and_changes_nothing():
     free = [parameter(16, 16) for _ in range(5)]
     bound = [nn.Parameter(p.detach().clone()) for p in free]
-    per_matrix = Muon([free[0]]).plan().peak_workspace_bytes
-    first, second = Muon(free), Muon(bound, max_workspace_bytes=2 * per_matrix)
+    of_two = Muon(free[:2]).plan().peak_workspace_bytes
+    first, second = Muon(free), Muon(bound, max_workspace_bytes=of_two)
     assert [b.num_matrices for b in second.plan()] == [2, 2, 1]
-    assert second.plan().peak_workspace_bytes == 2 * per_matrix
+    assert second.plan().peak_workspace_bytes == of_two
+    assert [b.num_matrices for b in Muon(free, max_workspace_bytes=of_two - 1).plan()] == [1] * 5
     give_gradients(free)
     for p, q in zip(free, bound, strict=True):
         q.grad = p.grad.clone()

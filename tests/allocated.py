@@ -1,0 +1,27 @@
+"""How much memory something takes, by PyTorch's own account, on CPUs and GPUs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["peak_bytes"]
+
+
+def peak_bytes(function: Callable[[], Any], device_type: str = "cpu") -> int:
+    """Return the most bytes that were allocated at one time on top of what there was before the call."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    del result
+    level = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
