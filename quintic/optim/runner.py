@@ -120,8 +120,7 @@ class Runner:
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
         self._num_steps = num_steps
-        self.agreements.start()
-        with self._averages.of_step(pending_steps):
+        with self.agreements.of_step(pending_steps), self._averages.of_step(pending_steps):
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
