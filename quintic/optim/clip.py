@@ -78,7 +78,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: `optimizer` is not a `quintic.Muon`.
         ValueError: `scope` is unknown, `max_norm` is not positive, or a gradient is sparse.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; ranks were given different parameters or
+            options, or do not agree about which gradients are `Partial`.
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
