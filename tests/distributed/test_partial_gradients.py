@@ -1,5 +1,6 @@
 """Gradients that are sums still to be made over ranks (`Partial`), and missing on some of them: never a hang."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -237,6 +238,74 @@ def check_groups_that_wait(rank, world_size):
 
 def test_gradients_of_groups_that_wait_are_left_alone():
     run(check_groups_that_wait, 4, timeout=60)
+
+
+def check_stopped(rank, world_size):
+    """A step that raises has told ranks nonetheless what is a sum."""
+    mesh = mesh_of(world_size)
+    params, plain, _, _ = of_mesh(mesh)
+    groups = [[("norm", some["norm"]), ("bias", some["bias"])] for some in (params, plain)]
+    options = {"algorithm": "adamw", "on_nonfinite": "raise", "cautious": True}
+    optimizer, alone = (quintic.Muon([{"params": group, **options}], adamw_lr=0.1) for group in groups)
+    optimizer.step()
+    give(params, plain, mesh, 1, GAPS["one"])
+    wrong = torch.full(PARAMS["bias"][0], torch.nan, device=DEVICE)
+    params["bias"].grad = distribute_tensor(wrong, mesh, params["bias"].placements, src_data_rank=None)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    give(params, plain, mesh, 2, GAPS["one"])
+    params["bias"].grad = plain["bias"].grad = None
+    optimizer.step()
+    alone.step()
+    assert torch.equal(params["norm"].detach().full_tensor(), plain["norm"].detach())
+
+
+def test_a_step_that_raises_has_told_what_are_sums():
+    run(check_stopped, 4, timeout=60)
+
+
+def check_many_meshes(rank, world_size, clip):
+    """Parameters of all ranks, of pairs and of one, whose gradients are missing at random from the first step on."""
+    square = DeviceMesh(DEVICE, torch.arange(world_size).view(2, -1), mesh_dim_names=("outer", "inner"))
+    meshes = {"all": square, "row": square["inner"], "column": square["outer"], "one": DeviceMesh(DEVICE, [rank])}
+    groups = [], []
+    for name, mesh in meshes.items():
+        for index, shape in enumerate([(5,), (4, 6), (4, 6), (3,)]):
+            placements = [Replicate()] * mesh.ndim
+            weight = addend(name, shape, 99, 0).to(DEVICE)
+            param = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+            groups[len(shape) - 1].append((f"{name}{index}", param))
+    optimizer = quintic.Muon(
+        [{"params": groups[0], "algorithm": "adamw"}, {"params": groups[1]}], lr=0.1, compute_dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(rank)
+    named = groups[0] + groups[1]
+    first = {name: param.detach().to_local().clone() for name, param in named}
+    for step in range(12):
+        for name, param in named:
+            param.grad = None
+            # Hardly any at first, so that some are sums for the first time late.
+            if torch.rand((), generator=generator) < (0.1 if step < 3 else 0.6):
+                value = addend(name, param.shape, step, rank).to(DEVICE)
+                cut = [Partial()] * param.device_mesh.ndim
+                param.grad = DTensor.from_local(value, param.device_mesh, cut, run_check=False)
+        if clip and step % 3:
+            # Ranks have other parameters besides, and so other norms: they must not scale.
+            quintic.clip_grad_norm_(optimizer, math.inf, scope=("adamw", "all")[step % 2])
+        optimizer.step()
+    for name, param in named:
+        local = param.detach().to_local()
+        assert not torch.equal(local, first[name]), name
+        for dim in range(param.device_mesh.ndim):
+            group = param.device_mesh.get_group(dim)
+            found = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(found, local, group=group)
+            assert all(torch.equal(other, local) for other in found), name
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_ranks_of_many_meshes_do_not_wait_for_each_other(clip):
+    run(check_many_meshes, 4, clip, timeout=60)
 
 
 def check_nothing_is_added(rank, world_size):
