@@ -124,10 +124,20 @@ class Agreements:
         """
         self.agree()
         wanted = set(numbers)
-        for counted in self._counted.values():
-            counted.learn()
+        self.learn()
         for counted in self._counted.values():
             self.partial.replace(p for p, group in zip(counted.params, counted.groups, strict=True) if group in wanted)
+
+    def learn(self) -> None:
+        """Find out what other ranks had in the last step as sums still to be made; `of_step` does it by itself.
+
+        Needed only before a CUDA graph is captured. All ranks that share parameters must call it.
+
+        Raises:
+            RuntimeError: ranks do not agree about what is a sum.
+        """
+        for counted in self._counted.values():
+            counted.learn()
 
     def stepped(self, number: int, bucket: Bucket, parts: object, indices: Iterable[int]) -> Tensor | None:
         """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
@@ -192,7 +202,7 @@ class _Counted:
         self.params, self.groups = params, groups
         self._num_needed, self._group, self._partial = needed, process_group, partial
         self._present: list[int] | None = None
-        self._flags = self._enough = self._needed = torch.empty(0)
+        self._flags = self._enough = torch.empty(0)
         self._pending: Pending | None = None
         self._is_due: Sequence[bool] = ()
         self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
@@ -206,7 +216,7 @@ class _Counted:
             watched = [params[number] for number in self._watched]
             partial.late(watched, [param.grad for param in watched])
             partial.exchange(watched, process_group)
-        self._num_known = -1
+        self._needed = self._upload_needed()
 
     def start(self, is_due: Sequence[bool]) -> None:
         """Begin to count.
@@ -214,9 +224,8 @@ class _Counted:
         Args:
             is_due: of each parameter, whether it is stepped now.
         """
-        self.learn()
-        if self._partial.num_known != self._num_known:
-            self._upload_needed()
+        if not is_capturing(self._needed.device):
+            self.learn()
         self._is_due = is_due
         gradients = [param.grad for param in self.params]
         present = [int(gradient is not None) for gradient in gradients]
@@ -250,16 +259,14 @@ class _Counted:
                 self.enough()  # now, so that no error of the step keeps this rank from reading them
             return
         if is_capturing(self._needed.device):
-            raise RuntimeError(
-                "a gradient is a sum still to be made over ranks, and was none in the steps before: make one step "
-                "before a CUDA graph is captured"
-            )
+            raise self._partial.unknown(self.params[self._late[0]])
         assert self._pending is not None
         counts, self._pending = self._pending.wait(), None
         self._read(counts.tolist())
         unknown = set(self._unknown)
         in_all = [number for number in self._late if number not in unknown]
         self._partial.learn([self.params[number] for number in in_all])
+        self._needed = self._upload_needed()
         # Where some rank lacks it, that is still too few.
         self._enough = (counts.remainder(_LATE) >= self._needed).int()
 
@@ -271,6 +278,8 @@ class _Counted:
         if self._unknown:
             unknown, self._unknown = self._unknown, []
             self._partial.exchange([self.params[number] for number in unknown], self._group)
+        if self._num_known != self._partial.num_known:
+            self._needed = self._upload_needed()
 
     def due(self) -> Iterator[Tensor]:
         """Yield the parameters that are stepped now and may have gradients that are sums."""
@@ -297,13 +306,14 @@ class _Counted:
             if num_sums < num_ranks:
                 self._unknown.append(number)
 
-    def _upload_needed(self) -> None:
+    def _upload_needed(self) -> Tensor:
+        """Return (parameters,) int32: of how many ranks each needs a gradient, as far as is known."""
         self._num_known = self._partial.num_known
         needed = [
             1 if self._partial.may_lack_addends(param) else number
             for param, number in zip(self.params, self._num_needed, strict=True)
         ]
-        self._needed = upload(host_tensor(needed, torch.int32), self.params[0].device)
+        return upload(host_tensor(needed, torch.int32), self.params[0].device)
 
 
 class _Selection(NamedTuple):

@@ -208,6 +208,13 @@ class PartialGradients:
             f"the step, on all ranks"
         )
 
+    def unknown(self, param: Tensor) -> RuntimeError:
+        """Return the error for a gradient that is a sum for the first time while a CUDA graph is being captured."""
+        return RuntimeError(
+            f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none in the "
+            f"steps before; make a step with such gradients before a CUDA graph is captured"
+        )
+
     def mixed(self, param: Tensor) -> RuntimeError:
         """Return the error for a gradient that only some of the ranks that have one have as a sum."""
         return RuntimeError(

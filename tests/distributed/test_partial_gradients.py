@@ -337,6 +337,31 @@ def test_without_partial_gradients_nothing_is_added():
     run(check_nothing_is_added, 4, timeout=60)
 
 
+def check_capture(rank, world_size):
+    """While a graph is captured nobody looks at counts, and what is a sum for the first time is an error."""
+    mesh = mesh_of(world_size)
+    params, plain, optimizer, _ = of_mesh(mesh)
+    give(params, plain, mesh, 0, lambda name, other: name in ("norm", "bias"))
+    optimizer.step()
+    before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
+    with (
+        mock.patch.object(agreements, "is_capturing", return_value=True),
+        mock.patch.object(agreements.HostCopy, "read", side_effect=AssertionError),
+    ):
+        optimizer.step()
+        give(params, plain, mesh, 1, lambda name, other: name == "bias")
+        with pytest.raises(RuntimeError, match=r"norm: .*sum still to be made.*before a CUDA graph is captured"):
+            optimizer.step()
+    assert torch.equal(params["norm"].detach().full_tensor(), before["norm"])
+    assert not torch.equal(params["rows"].detach().full_tensor(), before["rows"])
+    optimizer.step()
+    assert not torch.equal(params["norm"].detach().full_tensor(), before["norm"])
+
+
+def test_capturing_waits_for_nothing():
+    run(check_capture, 4, timeout=60)
+
+
 def mixed(rank, world_size):
     mesh = DeviceMesh(DEVICE, torch.arange(world_size))
     param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
