@@ -1,16 +1,18 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, start_sum, this_rank
+from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, group_ranks, start_sum, this_rank
 from quintic.optim.communicators import Communicators
-from quintic.optim.device_memory import host_tensor, upload
+from quintic.optim.device_memory import HostCopy, host_tensor, is_capturing, upload
 from quintic.optim.layouts import Layout
+from quintic.optim.partial_gradients import PartialGradients
 from quintic.optim.plan import Bucket
 from quintic.optim.schedule import Orders
 from quintic.optim.sharing import AVERAGING
@@ -19,6 +21,10 @@ __all__ = ["Agreements"]
 
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
+
+# What a rank takes off the count of a gradient that is a sum still to be made, which other ranks do not know of: more
+# than there are ranks, so that the count says how many do so, and is too small for a step.
+_LATE = 1 << 16
 
 
 class Agreements:
@@ -29,7 +35,8 @@ class Agreements:
     how many ranks have a gradient, which they count first. No host waits for a device.
 
     Where a gradient is that of all ranks already, a parameter is stepped if every rank has one. Where the optimizer
-    averages gradients, it is if any rank has one; a missing one counts as zeros.
+    averages gradients, or sums are still to be made (`partial_gradients.py`), it is if any rank has one; a missing one
+    counts as zeros.
 
     Args:
         groups: parameter groups.
@@ -48,6 +55,8 @@ class Agreements:
         self._groups, self._layouts, self._communicators, self._orders = groups, layouts, communicators, orders
         self.has_agreed = False
         """Whether ranks have compared their plans."""
+        self.partial = PartialGradients()
+        """Which gradients are sums still to be made."""
         self._counted: dict[tuple[int, ...], _Counted] = {}
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Of each parameter that ranks share which ones, and its number among those that they share."""
@@ -66,20 +75,62 @@ class Agreements:
             descriptions = [description for _, description in found]
             _check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
             params = [self._groups[group]["params"][index] for (group, index), _ in found]
+            names = [self._groups[group]["param_names"][index] for (group, index), _ in found]
             needed = [1 if self._groups[group]["comms"] in AVERAGING else len(ranks) for (group, _), _ in found]
-            self._counted[ranks] = _Counted(params, upload(host_tensor(needed, torch.int32), params[0].device))
+            self.partial.watch(names, params)
+            groups = [group for (group, _), _ in found]
+            self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
             self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
         self.has_agreed = True
 
-    def start(self) -> None:
-        """Begin to count the ranks that have a gradient. All ranks that share parameters must call it.
+    @contextmanager
+    def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
+        """Begin to count the ranks that have a gradient; meanwhile sums still to be made stand in `p.grad`.
+
+        All ranks that share parameters must call it. Waits for the device only where this rank has such a sum for the
+        first time.
+
+        Args:
+            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
 
         Raises:
-            RuntimeError: as `agree`.
+            RuntimeError: as `agree`, or ranks do not agree about what is a sum.
         """
         self.agree()
-        for ranks, counted in self._counted.items():
-            counted.start(self._communicators[ranks])
+        for counted in self._counted.values():
+            counted.start([pending_steps[group] == 0 for group in counted.groups])
+        for counted in self._counted.values():
+            counted.settle()
+        with self.partial.summed(param for counted in self._counted.values() for param in counted.due()):
+            yield
+
+    def sum_early(self, numbers: Iterable[int]) -> None:
+        """Make sums of gradients before the step, and put them in `p.grad`, also where this rank has none.
+
+        Sums that not all ranks know of are left. All ranks that share parameters must call it.
+
+        Args:
+            numbers: of the groups.
+
+        Raises:
+            RuntimeError: as `of_step`.
+        """
+        self.agree()
+        wanted = set(numbers)
+        self.learn()
+        for counted in self._counted.values():
+            self.partial.replace(p for p, group in zip(counted.params, counted.groups, strict=True) if group in wanted)
+
+    def learn(self) -> None:
+        """Find out what other ranks had in the last step as sums still to be made; `of_step` does it by itself.
+
+        Needed only before a CUDA graph is captured. All ranks that share parameters must call it.
+
+        Raises:
+            RuntimeError: ranks do not agree about what is a sum.
+        """
+        for counted in self._counted.values():
+            counted.learn()
 
     def stepped(self, number: int, bucket: Bucket, parts: object, indices: Iterable[int]) -> Tensor | None:
         """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
@@ -123,27 +174,139 @@ class Agreements:
 
 
 class _Counted:
-    """The parameters that some ranks share, and how many of these have gradients."""
+    """The parameters that some ranks share, and how many of these have gradients.
 
-    def __init__(self, params: Sequence[Tensor], needed: Tensor) -> None:
-        self._params, self._needed = params, needed
-        self._present: list[bool] | None = None
+    Args:
+        params: the parameters.
+        groups: the number of each one's group.
+        needed: of how many ranks each needs a gradient to be stepped.
+        process_group: of the ranks.
+        partial: which gradients are sums still to be made.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[int],
+        needed: Sequence[int],
+        process_group: ProcessGroup,
+        partial: PartialGradients,
+    ) -> None:
+        self.params, self.groups = params, groups
+        self._num_needed, self._group, self._partial = needed, process_group, partial
+        self._present: list[int] | None = None
         self._flags = self._enough = torch.empty(0)
         self._pending: Pending | None = None
+        self._is_due: Sequence[bool] = ()
+        self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
+        self._late: list[int] = []
+        self._asks = False
+        self._copy: HostCopy | None = None
+        """The last step's counts, where this rank lacked a gradient that may be a sum on others."""
+        self._unknown: list[int] = []
+        """Those that are sums, which not all ranks have known in the last step."""
+        if self._watched:
+            watched = [params[number] for number in self._watched]
+            partial.late(watched, [param.grad for param in watched])
+            partial.exchange(watched, process_group)
+        self._needed = self._upload_needed()
 
-    def start(self, group: ProcessGroup) -> None:
-        present = [param.grad is not None for param in self._params]
+    def start(self, is_due: Sequence[bool]) -> None:
+        """Begin to count.
+
+        Args:
+            is_due: of each parameter, whether it is stepped now.
+        """
+        if not is_capturing(self._needed.device):
+            self.learn()
+        self._is_due = is_due
+        gradients = [param.grad for param in self.params]
+        present = [int(gradient is not None) for gradient in gradients]
+        self._late, is_open = [], False
+        if self._watched:
+            watched = [number for number in self._watched if is_due[number]]
+            params = [self.params[number] for number in watched]
+            late = self._partial.late(params, [gradients[number] for number in watched])
+            self._late = [watched[position] for position in late]
+            if self._partial.has_stand_ins:
+                for number, param in zip(watched, params, strict=True):
+                    present[number] -= self._partial.is_stand_in(param)
+            lacking = [self.params[number] for number in watched if not present[number]]
+            is_open = not all(map(self._partial.is_known, lacking))
+            for number in self._late:
+                present[number] = 1 - _LATE
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
-        self._pending = start_sum(self._flags.clone(), group)
+        self._pending = start_sum(self._flags.clone(), self._group)
+        self._asks = is_open and not is_capturing(self._needed.device)
+
+    def settle(self) -> None:
+        """Find out who has those gradients that are sums, and unknown to other ranks.
+
+        Raises:
+            RuntimeError: for some of those who have it, it is none; or a CUDA graph is being captured.
+        """
+        if not self._late:
+            if self._asks:
+                self.enough()  # now, so that no error of the step keeps this rank from reading them
+            return
+        if is_capturing(self._needed.device):
+            raise self._partial.unknown(self.params[self._late[0]])
+        assert self._pending is not None
+        counts, self._pending = self._pending.wait(), None
+        self._read(counts.tolist())
+        unknown = set(self._unknown)
+        in_all = [number for number in self._late if number not in unknown]
+        self._partial.learn([self.params[number] for number in in_all])
+        self._needed = self._upload_needed()
+        # Where some rank lacks it, that is still too few.
+        self._enough = (counts.remainder(_LATE) >= self._needed).int()
+
+    def learn(self) -> None:
+        """Remember what are sums since the last step. All ranks must call it; they wait if there was a new one."""
+        if self._copy is not None:
+            counts, self._copy = self._copy.read(), None
+            self._read(counts)
+        if self._unknown:
+            unknown, self._unknown = self._unknown, []
+            self._partial.exchange([self.params[number] for number in unknown], self._group)
+        if self._num_known != self._partial.num_known:
+            self._needed = self._upload_needed()
+
+    def due(self) -> Iterator[Tensor]:
+        """Yield the parameters that are stepped now and may have gradients that are sums."""
+        return (self.params[number] for number in self._watched if self._is_due[number])
 
     def enough(self) -> Tensor:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
         if self._pending is not None:
-            self._enough = (self._pending.wait() >= self._needed).int()
-            self._pending = None
+            counts, self._pending = self._pending.wait(), None
+            self._enough = (counts >= self._needed).int()
+            if self._asks:
+                self._copy = HostCopy(counts)
         return self._enough
+
+    def _read(self, counts: Sequence[int]) -> None:
+        """Find out which gradients are sums that some rank lacks and not all know of."""
+        num_ranks = len(group_ranks(self._group))
+        for number, count in enumerate(counts):
+            if count >= 0:
+                continue
+            num_sums, num_present = -(count // _LATE), count % _LATE
+            if num_sums < num_present:
+                raise self._partial.mixed(self.params[number])
+            if num_sums < num_ranks:
+                self._unknown.append(number)
+
+    def _upload_needed(self) -> Tensor:
+        """Return (parameters,) int32: of how many ranks each needs a gradient, as far as is known."""
+        self._num_known = self._partial.num_known
+        needed = [
+            1 if self._partial.may_lack_addends(param) else number
+            for param, number in zip(self.params, self._num_needed, strict=True)
+        ]
+        return upload(host_tensor(needed, torch.int32), self.params[0].device)
 
 
 class _Selection(NamedTuple):

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, group_ranks, start_all_gather
+from quintic.optim.comms import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
-from quintic.optim.layouts import local_tensor
+from quintic.optim.layouts import local_gradient, local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.partial_gradients import PartialGradients, cut_of
 from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
@@ -43,7 +44,8 @@ def clip_grad_norm_(
 
     Call it between `backward` and `step`; with `torch.amp.GradScaler` after `unscale_`. The norm is that of the whole
     gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
-    zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum.
+    zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum, also
+    on ranks that have none; one that not all ranks know of yet counts as missing (see `docs/distributed.md`).
 
     Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
     next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
@@ -54,10 +56,10 @@ def clip_grad_norm_(
     size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only weights the steps
     in the momentum differently, and the large gradients of matrices would decide how much of the others is left.
 
-    Collective: all ranks of the parameters' meshes (and of `process_group`) must call it, with the same parameters in
-    the same order, whichever gradients are None on which rank; a gradient that is `Partial` must be there on all ranks
-    of its mesh. Does not wait for the device unless `error_if_nonfinite`. Groups that are between two of their steps
-    (`step_every`) are left alone: their gradients still add up.
+    Collective: all ranks that share parameters (and of `process_group`) must call it, with the same parameters in the
+    same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`, or
+    a gradient is `Partial` for the first time. Groups that are between two of their steps (`step_every`) are left
+    alone: their gradients still add up.
 
     Args:
         optimizer: whose gradients are clipped; weights and state are not read.
@@ -76,7 +78,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: `optimizer` is not a `quintic.Muon`.
         ValueError: `scope` is unknown, `max_norm` is not positive, or a gradient is sparse.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; ranks were given different parameters or
+            options, or do not agree about which gradients are `Partial`.
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
@@ -88,7 +91,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
     params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    squared = _squared_norm(params, gradients, device)
+    squared = _squared_norm(params, gradients, device, optimizer._planned().agreements.partial)
     for ranks, parts in divided.items():
         squared += _squared_norm_of_parts(parts, optimizer._communicators[ranks], len(ranks), device)
     if process_group is not None:
@@ -125,6 +128,8 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
         if (group["pending_steps"] + 1) % group["step_every"] == 0 and scope in ("all", group["algorithm"])
     ]
     optimizer._early.fresh()  # forgets what was touched, before what remains is touched here
+    if has_process_group():
+        optimizer._planned().agreements.sum_early(numbers)
     averages: Mapping[int, OfGroup] = {}
     if any(groups[number]["comms"] in AVERAGING for number in numbers):
         averages = optimizer._planned().average_early(numbers)
@@ -132,7 +137,9 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
         group = groups[number]
         if number not in averages:
             found.params.extend(group["params"])
-            found.gradients.extend(map(_summed_gradient, group["param_names"], group["params"]))
+            partial = optimizer._planned().agreements.partial
+            rows = zip(group["param_names"], group["params"], strict=True)
+            found.gradients.extend(_own_gradient(name, param, partial) for name, param in rows)
             continue
         params, gradients = zip(*averages[number].tensors(), strict=True)
         ranks = dividing_ranks(group, layouts_of(number, group))
@@ -144,7 +151,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
     return found
 
 
-def _summed_gradient(name: str, param: Any) -> Tensor | None:
+def _own_gradient(name: str, param: Any, partial: PartialGradients) -> Tensor | None:
     """Return this rank's piece of the gradient of a tensor or `DTensor`, cut as that is; None where there is none.
 
     Raises:
@@ -157,6 +164,8 @@ def _summed_gradient(name: str, param: Any) -> Tensor | None:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
+        if partial.is_watched(param) and cut_of(param) is not None:
+            return None  # a sum that other ranks do not know of
         # Kept, so that `step` need not do it again.
         param.grad = gradient = gradient.redistribute(param.device_mesh, wanted)
     return local_tensor(gradient)
@@ -176,13 +185,16 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _squared_norm(params: Sequence[Tensor], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+def _squared_norm(
+    params: Sequence[Tensor], gradients: list[Tensor | None], device: torch.device, partial: PartialGradients
+) -> Tensor:
     """Return () on `device`: the sum of the squares of all entries of the whole gradients.
 
     Args:
         params: their meshes say what a gradient's piece is a piece of.
-        gradients: this rank's pieces.
+        gradients: this rank's pieces; those of sums that turn out to be there on all ranks are put there.
         device: of the result.
+        partial: which gradients are sums still to be made.
     """
     norms = _norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
@@ -195,7 +207,20 @@ def _squared_norm(params: Sequence[Tensor], gradients: Sequence[Tensor | None], 
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
-            squares = _over_mesh(squares, mesh, [params[place] for place in members])
+            of_mesh = [params[place] for place in members]
+            late = partial.late(of_mesh, [param.grad for param in of_mesh])
+            whole, num_sums = _over_mesh(squares, late, mesh, of_mesh)
+            new = {members[n]: params[members[n]] for n in late if num_sums[n] == mesh.size()}
+            if new:
+                # All ranks of the mesh have these sums, and come here.
+                partial.learn(new.values())
+                partial.replace(new.values())
+                for place, param in new.items():
+                    gradients[place] = local_gradient(param)
+                norms = _norms(gradients)
+                squares = torch.stack([norms.get(place, zero) for place in members]).square()
+                whole, _ = _over_mesh(squares, [], mesh, of_mesh)
+            squares = whole
         total += squares.sum().to(device)
     return total
 
@@ -228,18 +253,28 @@ def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch
     return found
 
 
-def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any]) -> Tensor:
-    """Return the squared norms of whole gradients, (n,), on every rank of the mesh.
+def _over_mesh(
+    squares: Tensor, late: Sequence[int], mesh: "DeviceMesh", params: Sequence[Any]
+) -> tuple[Tensor, list[float]]:
+    """Return the squared norms of whole gradients, (n,), on every rank of the mesh; waits for nothing but `late`.
 
     Args:
         squares: (n,) those of this rank's pieces.
+        late: the numbers of those that this rank could not count, because they are sums that others do not know of.
         mesh: of all these parameters.
         params: the n parameters, `DTensor`s.
+
+    Returns:
+        The squares, and how many ranks say so of each parameter; nothing of that where this rank does not.
     """
+    says = torch.zeros_like(squares)
+    if late:
+        says = upload(host_tensor([float(number in late) for number in range(len(params))], says.dtype), says.device)
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
             continue
-        found = _gathered(squares, mesh.get_group(axis), mesh.size(axis))
+        both = _gathered(torch.cat([squares, says]), mesh.get_group(axis), mesh.size(axis))
+        found, says = both[:, : len(params)], both[:, len(params) :].sum(dim=0)
         is_copy = [param.placements[axis].is_replicate() for param in params]
         # Of copies the largest counts: they are equal, unless a rank lacks the gradient.
         if all(is_copy):
@@ -248,7 +283,7 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any]) -> Te
             squares = found.sum(dim=0)
         else:
             squares = torch.where(upload(host_tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
-    return squares
+    return squares, says.tolist() if late else []
 
 
 def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:

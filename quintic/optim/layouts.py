@@ -207,7 +207,8 @@ def local_gradient(param: Tensor) -> Tensor | None:
     """Return what this rank holds of a parameter's gradient, cut as the parameter is; None where there is none.
 
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
-    made over ranks: these are made here, in which case all ranks of the mesh must call it.
+    made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
+    made before, see `partial_gradients.py`, where ranks may lack them.)
     """
     return local_gradients([param])[0]
 

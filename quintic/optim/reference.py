@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, this_rank
+from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, all_gather_values, this_rank
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.packing import in_memory_order
+from quintic.optim.partial_gradients import Cut, cut_of, zeros
 from quintic.optim.placement import state_on_device
 from quintic.optim.plan import direction_dtype, form_of
 from quintic.optim.sharded import CUT_KEYS, divided_state
@@ -177,7 +178,8 @@ def reference_step(optimizer: Muon) -> None:
     For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
     `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
     parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
-    with `comms="replicated"` and `"sharded"` if any has, and the others count as zeros.
+    with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
+    if any has, and the others count as zeros.
 
     Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
     any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
@@ -209,10 +211,11 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     is_finite = _all_finite(parameters)
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
-        is_stepped = _is_stepped(found)
+        cut = _partial_cut(found)
+        is_stepped = _is_stepped(found, cut)
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
             with state_on_device(found.param, optimizer.state[found.param]) as state:
-                _step_parameter(found, state, observer)
+                _step_parameter(found, cut, state, observer)
     for group, pending in zip(groups, pending_steps, strict=True):
         group["pending_steps"] = pending
 
@@ -236,17 +239,28 @@ def _is_finite(gradient: Tensor) -> bool:
     return bool(torch.isfinite(local_tensor(gradient)).all())
 
 
-def _is_stepped(found: Parameter) -> bool:
-    """Return whether all ranks have a gradient; where gradients are averaged, whether any has."""
-    one_is_enough: bool = found.group["comms"] in AVERAGING
+def _partial_cut(found: Parameter) -> Cut | None:
+    """Return how a `DTensor`'s gradient is cut on the ranks that have one, if it is a sum still to be made."""
+    if found.process_group is None or not hasattr(found.param, "device_mesh"):
+        return None
+    return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
+
+
+def _is_stepped(found: Parameter, cut: Cut | None) -> bool:
+    """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
+    has_addends = cut is not None and not cut.has_copies(found.param)
+    one_is_enough: bool = has_addends or found.group["comms"] in AVERAGING
     flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
     if found.process_group is not None:
         all_agree_(flag, found.process_group)
     return bool(flag) is not one_is_enough
 
 
-def _gradient_of(found: Parameter) -> Tensor:
+def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
     """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part."""
+    if cut is not None and found.param.grad is None:
+        param: Any = found.param
+        return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
     gradient = local_gradient(found.param)
     if gradient is not None and gradient.layout is not torch.strided:
         raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
@@ -269,8 +283,8 @@ def _gradient_of(found: Parameter) -> Tensor:
     return (total / count).to(gradient.dtype).view(gradient.shape)
 
 
-def _step_parameter(found: Parameter, state: Mapping[str, Tensor], observer: Observer | None) -> None:
-    gradient = _gradient_of(found)
+def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], observer: Observer | None) -> None:
+    gradient = _gradient_of(found, cut)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = found.group["algorithm"] == "adamw"
     if is_adamw and found.divided is None:

@@ -122,8 +122,8 @@ class Runner:
                 `transport="copy_engines"`; nothing was changed.
         """
         self._num_steps = num_steps
-        self.agreements.start()
-        with self._communicators.messages(), self._averages.of_step(pending_steps):
+        messages = self._communicators.messages
+        with self.agreements.of_step(pending_steps), messages(), self._averages.of_step(pending_steps):
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:

@@ -69,7 +69,10 @@ class ShardedMemory(TravelMemory):
 
     def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
         """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
-        return self.local_operands()
+        local = self.local_operands()
+        if self.sparse_table is not None:
+            self.sparse_table.hold(next(iter(local.gradients), None))
+        return local
 
     def local_operands(self) -> Operands:
         """Return the same, which follows from nothing else.

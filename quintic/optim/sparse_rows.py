@@ -61,6 +61,8 @@ class Table:
         # Of this rank. What is sent is kept until the step is over, also for the stream that copies counts to the host.
         self._marks = self._counts = torch.empty(0)
         self._is_announced = False
+        self._held: Tensor | None = None
+        self._is_held = False
         # Of all ranks.
         self._pending_marks: Pending | None = None
         self._pending_counts: Pending | None = None
@@ -119,13 +121,22 @@ class Table:
             self._pending_counts = pending
         self.is_sent = True
 
+    def hold(self, gradient: Tensor | None) -> None:
+        """Keep this rank's gradient of a step that begins, contiguous, or that it has none; until `release`."""
+        self._held, self._is_held = gradient, True
+
+    def release(self) -> None:
+        """Forget what `hold` was given: gradients may be other ones now."""
+        self._held, self._is_held = None, False
+
     def gradient(self) -> Tensor | None:
         """Return this rank's gradient, contiguous.
 
         Raises:
             ValueError: it is sparse.
         """
-        found = self.param.grad
+        found = self._held if self._is_held else self.param.grad
+        # What is held has the parameter's strides.
         return None if found is None else dense_gradient(self.param, found, self.name).detach()
 
     def is_sparse(self) -> bool:
@@ -316,6 +327,8 @@ class AnnouncedRows:
         """Forget what was announced for the step."""
         for table in self._due:
             table.reset()
+        for table in self._tables.values():
+            table.release()
         self._due = []
 
     def check(self, wait: bool) -> None:

@@ -113,6 +113,18 @@ def optimizer_of(params, comms, **options):
     return quintic.Muon(groups, lr=0.05, adamw_lr=0.01, compute_dtype=torch.float32)
 
 
+def touch(params, rows, value, name="table"):
+    """Give a table a gradient of zeros but for some rows."""
+    params[name].grad = torch.zeros_like(params[name])
+    params[name].grad[rows] = value
+
+
+def two_tables(comms="sharded_sparse", **options):
+    """Return two copies of a table, and the optimizer of each: with `comms`, and with "sharded"."""
+    params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
+    return params, expected, optimizer_of(params, comms, **options), optimizer_of(expected, "sharded", **options)
+
+
 def touched(name, step, rank, num_rows):
     """Return the rows that a rank touches: few at first, then none, then too many, then few of which many are equal."""
     if step == 1:
@@ -250,11 +262,9 @@ def test_the_bits_are_those_of_sharded(name, world_size):
 def send_few(rank, world_size):
     params = {"table": nn.Parameter(torch.randn(2000, 32, generator=generator(0)))}
     optimizer = optimizer_of(params, "sharded_sparse")
-    param = params["table"]
     sent = []
     for rows in ([[5, 999, 1000], [1000, 1999]], [[], [0]], [list(range(1000)), [1007]], [list(range(1000)), [7]]):
-        param.grad = torch.zeros_like(param)
-        param.grad[rows[rank]] = 1.0
+        touch(params, rows[rank], 1.0)
         with Watch() as watch:
             optimizer.step()
         sent.append([(sends // 32, receives // 32) for sends, receives in watch.sent])
@@ -287,9 +297,8 @@ def fails_softly(rank, world_size):
     optimizer.step()
     before = {name: param.detach().clone() for name, param in params.items()}
     state = copy.deepcopy(dict(optimizer.state[params["first"]]))
-    for param in params.values():
-        param.grad = torch.zeros_like(param)
-        param.grad[[3, 599]] = 1.0
+    for name, param in params.items():
+        touch(params, [3, 599], 1.0, name)
         optimizer.announce_rows(param, torch.tensor([599, 3]) if rank or param is params["second"] else torch.tensor(3))
     with pytest.raises(RuntimeError, match=r"first: rank 0 has a gradient in rows that it had not announced"):
         step_and_look(optimizer)
@@ -321,8 +330,7 @@ def fails_later(rank, world_size):
         lambda: optimizer.announce_rows("table", torch.tensor([1])),
     ]
     for look in looks:
-        params["table"].grad = torch.zeros(600, 64)
-        params["table"].grad[7] = 1.0
+        touch(params, 7, 1.0)
         optimizer.announce_rows("table", torch.tensor([6]))
         with mock.patch.object(sparse_rows.HostCopy, "is_there", False):
             optimizer.step()
@@ -355,14 +363,12 @@ def test_graphs_cannot_capture_messages_that_vary():
 @on_rank
 def switch(rank, world_size):
     """The state of both is divided alike: groups change between them at any time."""
-    params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
-    optimizer, dense = optimizer_of(params, "sharded"), optimizer_of(expected, "sharded")
+    params, expected, optimizer, dense = two_tables("sharded")
     for comms in ("sharded", "sharded_sparse", "sharded", "sharded_sparse"):
         for group in optimizer.param_groups:
             group["comms"] = comms
         for one in (params, expected):
-            one["table"].grad = torch.zeros(600, 64)
-            one["table"].grad[rank] = 0.3
+            touch(one, rank, 0.3)
         with Watch() as watch:
             optimizer.step()
         dense.step()
@@ -430,8 +436,7 @@ def test_without_ranks_announcements_change_nothing():
 @on_rank
 def leave_steps_out(rank, world_size):
     """Announce, leave the step out, and go on with other rows; the last rank never announces."""
-    params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
-    optimizer, dense = optimizer_of(params, "sharded_sparse"), optimizer_of(expected, "sharded")
+    params, expected, optimizer, dense = two_tables()
     for step in range(4):
         rows = touched("table", 4 + step, rank, 600)
         if rank < world_size - 1:
@@ -440,8 +445,7 @@ def leave_steps_out(rank, world_size):
             optimizer.withdraw_rows()
             continue
         for one, comms in ((params, optimizer), (expected, dense)):
-            one["table"].grad = torch.zeros(600, 64)
-            one["table"].grad[rows] = float(step + rank + 1)
+            touch(one, rows, float(step + rank + 1))
             comms.step()
         assert not differences(params, optimizer, expected, dense)
 
@@ -452,14 +456,11 @@ def test_a_step_that_is_left_out():
 
 @on_rank
 def step_with_nan(rank, world_size, on_nonfinite):
-    params, expected = ({"table": nn.Parameter(torch.ones(600, 64))} for _ in range(2))
-    optimizer = optimizer_of(params, "sharded_sparse", on_nonfinite=on_nonfinite)
-    dense = optimizer_of(expected, "sharded", on_nonfinite=on_nonfinite)
+    params, expected, optimizer, dense = two_tables(on_nonfinite=on_nonfinite)
     for step in range(3):
         rows = touched("table", 4 + step, rank, 600)
         for one in (params, expected):
-            one["table"].grad = torch.zeros(600, 64)
-            one["table"].grad[rows] = 1.0
+            touch(one, rows, 1.0)
             if rank == 1 and step == 1:
                 one["table"].grad[rows[0], 3] = float("nan")
         optimizer.announce_rows("table", rows)
@@ -537,8 +538,7 @@ def copy_and_go_on(rank, world_size):
         for name in params:
             rows = touched(name, 4, rank, 600)
             for optimizer_, of_optimizer in ((one, params), (other, expected)):
-                of_optimizer[name].grad = torch.zeros(600, 64)
-                of_optimizer[name].grad[rows] = rank + 0.3
+                touch(of_optimizer, rows, rank + 0.3, name)
                 if optimizer_ is one and any(name in group["param_names"] for group in one.param_groups):
                     one.announce_rows(name, rows)
         one.step()
@@ -571,9 +571,8 @@ def load(rank, world_size, comms, weights, state_dict):
     params = {"table": nn.Parameter(weights.to(DEVICE, copy=True)), "vector": nn.Parameter(torch.ones(4096))}
     optimizer = optimizer_of(params, comms)
     optimizer.load_state_dict(state_dict)
-    for param in params.values():
-        param.grad = torch.zeros_like(param)
-        param.grad[5] = 0.5
+    for name in params:
+        touch(params, 5, 0.5, name)
     optimizer.step()
     return params["table"].detach()
 
@@ -582,9 +581,8 @@ def load(rank, world_size, comms, weights, state_dict):
 def save(rank, world_size):
     params = {"table": nn.Parameter(torch.ones(600, 64)), "vector": nn.Parameter(torch.ones(4096))}
     optimizer = optimizer_of(params, "sharded_sparse")
-    for param in params.values():
-        param.grad = torch.zeros_like(param)
-        param.grad[7] = 0.5
+    for name in params:
+        touch(params, 7, 0.5, name)
     optimizer.step()
     return params["table"].detach(), optimizer.state_dict()
 

@@ -28,13 +28,7 @@ KEY = DeviceKey("NVIDIA A100-SXM4-80GB", "8.0", "2.13.0", "3.9.0", "0123456789ab
 
 needs_triton = pytest.mark.skipif(not triton_is_installed(), reason="Triton is not installed")
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUINTIC_CACHE", str(tmp_path / "cache"))
-    configurations.forget_tuned()
-    yield tmp_path / "cache"
-    configurations.forget_tuned()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.kernels import configurations, tuning, tuning_problems
+from quintic.kernels import tuning, tuning_problems
 from quintic.kernels.configuration_cache import cache_file, device_key, read_configurations
 from quintic.kernels.configurations import TUNABLES, Configuration, Tunable, candidates_by_name
 from quintic.kernels.tuning_problems import Subject
@@ -17,13 +17,7 @@ from quintic.kernels.tuning_problems import Subject
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUINTIC_CACHE", str(tmp_path / "cache"))
-    configurations.forget_tuned()
-    yield tmp_path / "cache"
-    configurations.forget_tuned()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

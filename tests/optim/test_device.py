@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from on_cuda import ON_CUDA
 from torch import nn
 
 from quintic import Experts, Matrix, Muon
 from quintic.optim.plan import SMALL_BYTES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = ON_CUDA
 
 OPTIONS = [
     {},

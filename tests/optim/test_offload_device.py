@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from delayed_copies import SlowCopies
+from on_cuda import ON_CUDA
 from torch import nn
 
 import quintic
@@ -12,11 +13,7 @@ from quintic import Muon, QKClip, Rows
 from quintic.optim import offload
 from quintic.optim.sharded import CUT_KEYS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = ON_CUDA
 
 OPTIONS = [
     {},

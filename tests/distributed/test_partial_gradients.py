@@ -1,0 +1,391 @@
+"""Gradients that are sums still to be made over ranks (`Partial`), and missing on some of them: never a hang."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import DEVICE, run
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import quintic
+from quintic.optim import agreements, comms
+from quintic.optim.reference import reference_step
+
+# Of each parameter: shape, placements of the parameter and of its gradient on a mesh of 2 x (ranks / 2).
+PARAMS = {
+    "norm": ((6,), (Replicate(), Replicate()), (Partial(), Partial())),
+    "copies": ((6, 4), (Replicate(), Replicate()), (Replicate(), Partial())),
+    "rows": ((7, 4), (Shard(0), Replicate()), (Shard(0), Partial())),
+    "cut": ((5, 6), (Shard(0), Shard(1)), (Partial(), Shard(1))),
+    "bias": ((7,), (Shard(0), Replicate()), (Shard(0), Partial())),
+}
+
+
+def addend(name, shape, step, rank):
+    """Small integers, which add up exactly in any order."""
+    generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)) + 77 * rank)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+def mesh_of(world_size):
+    return DeviceMesh(DEVICE, torch.arange(world_size).view(2, -1))
+
+
+def of_mesh(mesh):
+    """A model of DTensors, one of plain tensors with the same weights, and an optimizer of each."""
+    params, plain = {}, {}
+    for name, (shape, placements, _) in PARAMS.items():
+        weight = addend(name, shape, 99, 0).to(DEVICE) / 8
+        plain[name] = nn.Parameter(weight.clone())
+        params[name] = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+    vectors = [name for name, (shape, _, _) in PARAMS.items() if len(shape) == 1]
+
+    def optimizer_of(found):
+        groups = [
+            {"params": [(n, p) for n, p in found.items() if n in vectors], "algorithm": "adamw"},
+            {"params": [(n, p) for n, p in found.items() if n not in vectors], "algorithm": "muon"},
+        ]
+        # Fused AdamW of CPUs rounds the ends of pieces otherwise.
+        return quintic.Muon(groups, lr=0.1, adamw_lr=0.1, compute_dtype=torch.float32, cautious=True)
+
+    return params, plain, optimizer_of(params), optimizer_of(plain)
+
+
+def local_part(whole, mesh, placements, rank):
+    """The addend that a rank has: zeros but for what the sum over the partial dimensions takes from it."""
+    kept = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return distribute_tensor(whole.to(DEVICE), mesh, kept, src_data_rank=None).to_local().clone()
+
+
+def give(params, plain, mesh, step, missing):
+    """Gradients on this rank and whole ones; `missing(name, rank)` says who lacks one, then counted as zeros."""
+    rank = dist.get_rank()
+    for name, (shape, _, cut) in PARAMS.items():
+        params[name].grad = plain[name].grad = None
+        lacking = [missing(name, other) for other in range(dist.get_world_size())]
+        if not lacking[rank]:
+            # Along dimensions that are not summed ranks have pieces of, or the same, addend.
+            local = local_part(addend(name, shape, step, source(mesh, cut, rank)), mesh, cut, rank)
+            params[name].grad = DTensor.from_local(
+                local, mesh, cut, run_check=False, shape=params[name].shape, stride=params[name].stride()
+            )
+        # Ranks have copies of the addends of one of them: what zeros in one copy gave would differ among ranks.
+        if not all(lacking) and not (name == "copies" and any(lacking)):
+            plain[name].grad = expected(name, mesh, step, lacking).to(DEVICE)
+
+
+def source(mesh, cut, rank):
+    """The number of a rank's addend: its coordinates on the dimensions that are summed."""
+    [coordinate] = (mesh.mesh == rank).nonzero().tolist()
+    return 1 + sum(
+        10**dim * place for dim, (place, p) in enumerate(zip(coordinate, cut, strict=True)) if p.is_partial()
+    )
+
+
+def expected(name, mesh, step, lacking):
+    """The sum of all addends; where a rank lacks one, its piece of it counts as zeros."""
+    shape, _, cut = PARAMS[name]
+    total = torch.zeros(shape)
+    seen = set()
+    for other, is_lacking in enumerate(lacking):
+        [coordinate] = (mesh.mesh == other).nonzero().tolist()
+        # Ranks that differ only where the gradient is replicated have the same piece of the same addend.
+        key = tuple(c for c, p in zip(coordinate, cut, strict=True) if not p.is_replicate())
+        if key in seen or is_lacking:
+            continue
+        seen.add(key)
+        piece = addend(name, shape, step, source(mesh, cut, other))
+        box = [slice(None)] * len(shape)
+        for dim, placement in enumerate(cut):
+            if placement.is_shard():
+                each = -(-shape[placement.dim] // mesh.size(dim))
+                box[placement.dim] = slice(coordinate[dim] * each, (coordinate[dim] + 1) * each)
+        total[tuple(box)] += piece[tuple(box)]
+    return total
+
+
+def assert_equal(params, plain, what):
+    for name, param in params.items():
+        found = param.detach().full_tensor()
+        assert torch.equal(found, plain[name].detach()), f"{what}: {name}"
+
+
+def lacks_nothing(name, rank):
+    return False
+
+
+GAPS = {
+    "one": lambda name, rank: rank == 3,
+    "all but one": lambda name, rank: rank != 2,
+    "all": lambda name, rank: True,
+    "none": lacks_nothing,
+    "some names": lambda name, rank: name in ("norm", "cut") and rank in (0, 3),
+}
+
+
+def but_copies(gap):
+    """The norm counts a gradient that one of several copies lacks, which is not stepped then."""
+    return lambda name, rank: name != "copies" and gap(name, rank)
+
+
+def check_gaps(rank, world_size, first, clip, with_reference):
+    mesh = mesh_of(world_size)
+    params, plain, optimizer, alone = of_mesh(mesh)
+    for step, gap in enumerate([first, "none", "all but one", "all", "one", "some names"]):
+        give(params, plain, mesh, step, but_copies(GAPS[gap]) if clip else GAPS[gap])
+        before = {name: param.grad for name, param in params.items()}
+        if clip:
+            norms = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
+            again = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
+            assert norms[0] == norms[1]
+            assert again[0] == pytest.approx(again[1].item(), rel=1e-6)
+        if with_reference:
+            reference_step(optimizer)
+        else:
+            optimizer.step()
+        alone.step()
+        assert_equal(params, plain, f"step {step} ({gap})")
+        if not clip:
+            # A step leaves gradients as they are.
+            assert all(param.grad is before[name] for name, param in params.items())
+
+
+@pytest.mark.parametrize("first", ["none", "one", "all but one"])
+def test_missing_addends_count_as_zeros(first):
+    run(check_gaps, 4, first, False, False, timeout=60)
+
+
+@pytest.mark.parametrize("first", ["none", "one"])
+def test_missing_addends_count_as_zeros_when_gradients_are_clipped(first):
+    run(check_gaps, 4, first, True, False, timeout=60)
+
+
+def test_the_reference_counts_missing_addends_as_zeros():
+    run(check_gaps, 4, "one", False, True, timeout=60)
+
+
+def check_late(rank, world_size, clip, earlier):
+    """Gradients that become partial after the first step."""
+    mesh = mesh_of(world_size)
+    params, plain, optimizer, alone = of_mesh(mesh)
+
+    def steps(step):
+        if clip:
+            for found in (optimizer, alone):
+                quintic.clip_grad_norm_(found, 0.5, scope="all")
+        optimizer.step()
+        alone.step()
+        assert_equal(params, plain, f"step {step}")
+
+    # What ranks know after the first step: nothing, or that gradients are cut as the parameters are.
+    for name, param in params.items():
+        whole = addend(name, param.shape, 0, 0).to(DEVICE)
+        plain[name].grad = whole.clone() if earlier else None
+        param.grad = distribute_tensor(whole, mesh, param.placements, src_data_rank=None) if earlier else None
+    steps(0)
+    # For the first time, and on some ranks only: not stepped, on all of them.
+    give(params, plain, mesh, 1, GAPS["one"])
+    for param in plain.values():
+        param.grad = None
+    steps(1)
+    for step, gap in enumerate(["all but one", "one", "none", "all"], start=2):
+        give(params, plain, mesh, step, but_copies(GAPS[gap]) if clip else GAPS[gap])
+        steps(step)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_are_partial_later_on_some_ranks(clip, earlier):
+    run(check_late, 4, clip, earlier, timeout=60)
+
+
+def check_late_everywhere(rank, world_size, clip):
+    mesh = mesh_of(world_size)
+    params, plain, optimizer, alone = of_mesh(mesh)
+    optimizer.step()
+    for step, gap in enumerate(["none", "one"], start=1):
+        give(params, plain, mesh, step, but_copies(GAPS[gap]))
+        if clip:
+            norms = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
+            assert norms[0] == norms[1] > 0
+        optimizer.step()
+        alone.step()
+        assert_equal(params, plain, f"step {step}")
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_are_partial_later_on_all_ranks_are_stepped_at_once(clip):
+    run(check_late_everywhere, 4, clip, timeout=60)
+
+
+def check_groups_that_wait(rank, world_size):
+    mesh = mesh_of(world_size)
+    params, plain, _, _ = of_mesh(mesh)
+    found = [
+        quintic.Muon([{"params": [("norm", some["norm"])], "algorithm": "adamw"}], step_every=2, cautious=True)
+        for some in (params, plain)
+    ]
+    for step, gap in enumerate(["one", "one", "none", "all but one"]):
+        give(params, plain, mesh, step, GAPS[gap])
+        for optimizer in found:
+            optimizer.step()
+        assert torch.equal(params["norm"].detach().full_tensor(), plain["norm"].detach()), step
+
+
+def test_gradients_of_groups_that_wait_are_left_alone():
+    run(check_groups_that_wait, 4, timeout=60)
+
+
+def check_stopped(rank, world_size):
+    """A step that raises has told ranks nonetheless what is a sum."""
+    mesh = mesh_of(world_size)
+    params, plain, _, _ = of_mesh(mesh)
+    groups = [[("norm", some["norm"]), ("bias", some["bias"])] for some in (params, plain)]
+    options = {"algorithm": "adamw", "on_nonfinite": "raise", "cautious": True}
+    optimizer, alone = (quintic.Muon([{"params": group, **options}], adamw_lr=0.1) for group in groups)
+    optimizer.step()
+    give(params, plain, mesh, 1, GAPS["one"])
+    wrong = torch.full(PARAMS["bias"][0], torch.nan, device=DEVICE)
+    params["bias"].grad = distribute_tensor(wrong, mesh, params["bias"].placements, src_data_rank=None)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    give(params, plain, mesh, 2, GAPS["one"])
+    params["bias"].grad = plain["bias"].grad = None
+    optimizer.step()
+    alone.step()
+    assert torch.equal(params["norm"].detach().full_tensor(), plain["norm"].detach())
+
+
+def test_a_step_that_raises_has_told_what_are_sums():
+    run(check_stopped, 4, timeout=60)
+
+
+def check_many_meshes(rank, world_size, clip):
+    """Parameters of all ranks, of pairs and of one, whose gradients are missing at random from the first step on."""
+    square = DeviceMesh(DEVICE, torch.arange(world_size).view(2, -1), mesh_dim_names=("outer", "inner"))
+    meshes = {"all": square, "row": square["inner"], "column": square["outer"], "one": DeviceMesh(DEVICE, [rank])}
+    groups = [], []
+    for name, mesh in meshes.items():
+        for index, shape in enumerate([(5,), (4, 6), (4, 6), (3,)]):
+            placements = [Replicate()] * mesh.ndim
+            weight = addend(name, shape, 99, 0).to(DEVICE)
+            param = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+            groups[len(shape) - 1].append((f"{name}{index}", param))
+    optimizer = quintic.Muon(
+        [{"params": groups[0], "algorithm": "adamw"}, {"params": groups[1]}], lr=0.1, compute_dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(rank)
+    named = groups[0] + groups[1]
+    first = {name: param.detach().to_local().clone() for name, param in named}
+    for step in range(12):
+        for name, param in named:
+            param.grad = None
+            # Hardly any at first, so that some are sums for the first time late.
+            if torch.rand((), generator=generator) < (0.1 if step < 3 else 0.6):
+                value = addend(name, param.shape, step, rank).to(DEVICE)
+                cut = [Partial()] * param.device_mesh.ndim
+                param.grad = DTensor.from_local(value, param.device_mesh, cut, run_check=False)
+        if clip and step % 3:
+            # Ranks have other parameters besides, and so other norms: they must not scale.
+            quintic.clip_grad_norm_(optimizer, math.inf, scope=("adamw", "all")[step % 2])
+        optimizer.step()
+    for name, param in named:
+        local = param.detach().to_local()
+        assert not torch.equal(local, first[name]), name
+        for dim in range(param.device_mesh.ndim):
+            group = param.device_mesh.get_group(dim)
+            found = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(found, local, group=group)
+            assert all(torch.equal(other, local) for other in found), name
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_ranks_of_many_meshes_do_not_wait_for_each_other(clip):
+    run(check_many_meshes, 4, clip, timeout=60)
+
+
+def check_nothing_is_added(rank, world_size):
+    """Without partial gradients: one count per step, no exchange of values, no copy to the host."""
+    mesh = mesh_of(world_size)
+    params, _, optimizer, _ = of_mesh(mesh)
+
+    def give_cut_gradients(step):
+        for name, param in params.items():
+            whole = addend(name, param.shape, step, 0).to(DEVICE)
+            param.grad = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
+
+    give_cut_gradients(0)
+    optimizer.step()
+    with (
+        mock.patch.object(agreements, "start_sum", wraps=agreements.start_sum) as counts,
+        mock.patch.object(agreements, "HostCopy", side_effect=AssertionError),
+        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
+    ):
+        give_cut_gradients(1)
+        optimizer.step()
+        assert counts.call_count == 1
+        quintic.clip_grad_norm_(optimizer, 1.0, scope="all")
+        assert counts.call_count == 1
+    assert comms.all_gather_values(rank, None) == list(range(world_size))
+
+
+def test_without_partial_gradients_nothing_is_added():
+    run(check_nothing_is_added, 4, timeout=60)
+
+
+def check_capture(rank, world_size):
+    """While a graph is captured nobody looks at counts, and what is a sum for the first time is an error."""
+    mesh = mesh_of(world_size)
+    params, plain, optimizer, _ = of_mesh(mesh)
+    give(params, plain, mesh, 0, lambda name, other: name in ("norm", "bias"))
+    optimizer.step()
+    before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
+    with (
+        mock.patch.object(agreements, "is_capturing", return_value=True),
+        mock.patch.object(agreements.HostCopy, "read", side_effect=AssertionError),
+    ):
+        optimizer.step()
+        give(params, plain, mesh, 1, lambda name, other: name == "bias")
+        with pytest.raises(RuntimeError, match=r"norm: .*sum still to be made.*before a CUDA graph is captured"):
+            optimizer.step()
+    assert torch.equal(params["norm"].detach().full_tensor(), before["norm"])
+    assert not torch.equal(params["rows"].detach().full_tensor(), before["rows"])
+    optimizer.step()
+    assert not torch.equal(params["norm"].detach().full_tensor(), before["norm"])
+
+
+def test_capturing_waits_for_nothing():
+    run(check_capture, 4, timeout=60)
+
+
+def mixed(rank, world_size):
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
+    optimizer = quintic.Muon([{"params": [("gain", param)], "algorithm": "adamw"}])
+    optimizer.step()
+    cut = Partial() if rank else Replicate()
+    param.grad = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [cut], run_check=False)
+    optimizer.step()
+
+
+def test_a_gradient_that_is_a_sum_on_some_ranks_only_is_an_error_with_its_name():
+    with pytest.raises(Exception, match=r"gain: .*sum still to be made.*redistribute"):
+        run(mixed, 2, timeout=20)
+
+
+def other_cut(rank, world_size):
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
+    optimizer = quintic.Muon([{"params": [("gain", param)], "algorithm": "adamw"}])
+    for operation in ("sum", "avg"):
+        param.grad = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [Partial(operation)], run_check=False)
+        optimizer.step()
+
+
+def test_a_gradient_that_is_another_sum_than_before_is_an_error_with_its_name():
+    with pytest.raises(Exception, match=r"gain: .*Partial\(sum\).*Partial\(avg\)"):
+        run(other_cut, 2, timeout=20)
