@@ -94,6 +94,7 @@ class CapturedStep:
             self._optimizer.upload_hyperparameters()
         assert self._graph is not None
         self._graph.replay()
+        self._optimizer._communicators.mark_end()
 
     def _capture(self) -> None:
         self._check()

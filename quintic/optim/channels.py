@@ -81,6 +81,9 @@ class Channel:
         """Let the messages of a step be sent within. All ranks of the group must enter it."""
         yield
 
+    def mark_end(self) -> None:
+        """Say that a step was started that is not within `messages`: replayed from a CUDA graph."""
+
     def all_to_all(self, send: Tensor, route: Route, own: bool = True) -> Pending:
         """Start to send a run of entries to each rank. All ranks of the group must call it.
 

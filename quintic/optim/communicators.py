@@ -106,6 +106,11 @@ class Communicators:
                 stack.enter_context(channel.messages())
             yield
 
+    def mark_end(self) -> None:
+        """Say that a step was replayed from a CUDA graph, see `PeerMemory.mark_end`."""
+        for channel in self._channels.values():
+            channel.mark_end()
+
     def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
         return self._groups_of_marks[ranks]

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quintic.optim.channels import Channel, Route
@@ -84,7 +83,7 @@ class CopyEngines(Channel):
     """Sends messages by the copy engines of the ranks' GPUs, which are on one host.
 
     Args:
-        group: the process group; its collectives send what has no place, and one at the end of each step.
+        group: the process group; its collectives send what has no place.
         device: of the messages.
         open_memory: makes the memory that ranks write to, given its bytes, the process group and the device; all ranks
             call it.
@@ -104,7 +103,6 @@ class CopyEngines(Channel):
         self._is_even = True
         """Whether the ranks have met an even number of times: a CUDA graph is replayed as it was captured."""
         self._is_open = False
-        self._token: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -150,17 +148,18 @@ class CopyEngines(Channel):
             self._meet(self._memory)
         if is_capturing(self.device):
             self._memory.join()
-            return
-        # A GPU waits for a lost rank for ever. The backend's watchdog ends what waits for a collective.
-        if self._token is None:
-            self._token = torch.zeros(1, device=self.device)
-        with self._memory.entered():
-            dist.all_reduce(self._token, group=self.group, async_op=True)
+        else:
+            self._memory.mark_end()
+
+    def mark_end(self) -> None:
+        """See `PeerMemory.mark_end`; for steps that were captured and are replayed."""
+        if self._memory is not None:
+            self._memory.mark_end()
 
     def _meet(self, memory: PeerMemory) -> None:
         """Let copies wait until all ranks have come here: whatever is free now is so on all of them."""
-        with memory.entered():
-            memory.meet(0 if self._is_even else 1)
+        memory.follow()
+        memory.meet(0 if self._is_even else 1)
         self._is_even = not self._is_even
         self._slots.renew()
 
@@ -236,11 +235,11 @@ class CopyEngines(Channel):
         self._num_messages += 1
         # Each begins with another one, so that nobody receives from all at a time.
         in_turn = sorted(messages, key=lambda message: (message.rank - self.position) % self.num_ranks)
-        with memory.entered():
-            for message in in_turn:
-                memory.write(message.rank, message.start, message.first, message.num_bytes, send)
-                memory.tell(message.rank, number)
-            arrival = _Arrived(memory.arrival(number), copies)
+        memory.follow()
+        for message in in_turn:
+            memory.write(message.rank, message.start, message.first, message.num_bytes, send)
+            memory.tell(message.rank, number)
+        arrival = _Arrived(memory.arrival(number), copies)
         return Pending(arrival, received, send, lacks_own=not own).released_by(self._release(place))
 
     def _place(self, num_bytes: int) -> tuple[int, PeerMemory | None]:

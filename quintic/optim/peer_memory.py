@@ -6,8 +6,7 @@ anywhere; without a GPU nothing of it can be made.
 """
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import ProcessGroup, all_gather_values, group_ranks, this_rank
+from quintic.optim.lost_ranks import LostRanks, timeout_of
 
 __all__ = ["MOST_MESSAGES", "Arrival", "PeerMemory"]
 
@@ -50,7 +50,17 @@ class PeerMemory:
         self.num_bytes, self._group, self._device = num_bytes, group, device
         self._position = ranks.index(this_rank())
         self._driver = _import_driver()
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._stream = torch.cuda.Stream(device)
+        self._here = torch.cuda.Event()
+        seconds = timeout_of(group, device)
+        self._marks = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        others = [rank for rank in ranks if rank != this_rank()]
+        text = (
+            f"rank {this_rank()} has waited {seconds:.0f} s, the time-out of its process group, for messages of ranks "
+            f"{others}; the process ends, as it would had they been collectives"
+        )
+        self._lost = LostRanks(self._marks, seconds, text)
         self._bases: list[int] = [0] * len(ranks)
         """Where each rank's memory is in this process."""
         self._flags_start = -(-num_bytes // 16) * 16
@@ -76,16 +86,20 @@ class PeerMemory:
         found: Tensor = self._bytes[start : start + numel * dtype.itemsize].view(dtype)
         return found
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run what is started within on the memory's stream, after what the current stream was given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def follow(self) -> None:
+        """Let the memory's stream wait for all that the current one was given so far."""
+        self._here.record(torch.cuda.current_stream(self._index))
+        self._stream.wait_event(self._here)
 
     def join(self) -> None:
         """Let the current stream wait for all that the memory's was given so far."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._index).wait_stream(self._stream)
+
+    def mark_end(self) -> None:
+        """Say that the current stream was given all of a step: if it is not over in time, the process ends."""
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        address, number = self._marks.data_ptr(), self._lost.expect()
+        self._checked(self._driver.cuStreamWriteValue32(stream, address, number & 0x7FFFFFFF, 0))
 
     def write(self, rank: int, start: int, first: int, num_bytes: int, send: Tensor) -> None:
         """Copy bytes of a contiguous tensor, from its byte `first` on, to byte `start` of a rank's memory.
@@ -118,7 +132,7 @@ class PeerMemory:
         event = self._stream.record_event()
 
         def wait() -> None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self._index)
             stream.wait_event(event)
             self._run(stream, self._waiting(_MEETINGS + message))
 

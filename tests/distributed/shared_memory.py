@@ -43,12 +43,13 @@ class SharedMemory:
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         return self._opened[self._own][start : start + numel * dtype.itemsize].view(dtype)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def follow(self) -> None:
         assert not self.is_closed
-        yield
 
     def join(self) -> None:
+        pass
+
+    def mark_end(self) -> None:
         pass
 
     def write(self, rank: int, start: int, first: int, num_bytes: int, send: Tensor) -> None:
