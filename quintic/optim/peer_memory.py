@@ -49,7 +49,7 @@ class PeerMemory:
         ranks = group_ranks(group)
         self.num_bytes, self._group, self._device = num_bytes, group, device
         self._position = ranks.index(this_rank())
-        self._driver = _import_driver()
+        self._driver: Any = None
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._stream = torch.cuda.Stream(device)
         self._here = torch.cuda.Event()
@@ -67,6 +67,7 @@ class PeerMemory:
         handle, error = b"", ""
         with torch.cuda.device(device):
             try:
+                self._driver = _import_driver()
                 handle = self._allocate(self._flags_start + _FLAGS * len(ranks) * _FLAG_BYTES)
             except RuntimeError as failure:
                 error = str(failure)
@@ -78,7 +79,6 @@ class PeerMemory:
                 error = str(failure)
             self._raise_together(all_gather_values(error, group), ranks)
         self._others = [position for position in range(len(ranks)) if position != self._position]
-        self._tellings: dict[tuple[int, int], list[Any]] = {}
         self._waits: dict[int, list[Any]] = {}
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -112,7 +112,7 @@ class PeerMemory:
 
     def tell(self, rank: int, message: int) -> None:
         """Let a rank know that all that was written to it before is there: a message of this number."""
-        self._run(self._stream, self._telling(rank, _MEETINGS + message))
+        self._set(rank, _MEETINGS + message)
 
     def meet(self, which: int) -> None:
         """Let the stream wait until all ranks' streams have come here. All ranks must call it, with 0 and 1 in turn.
@@ -121,8 +121,8 @@ class PeerMemory:
         one of this kind.
         """
         for rank in self._others:
-            self._run(self._stream, self._telling(rank, which))
-        self._run(self._stream, self._waiting(which))
+            self._set(rank, which)
+        self._wait(self._stream, which)
 
     def arrival(self, message: int) -> "Arrival":
         """Return what waits until all ranks have told of a message, and the stream has done what it was given so far.
@@ -134,7 +134,7 @@ class PeerMemory:
         def wait() -> None:
             stream = torch.cuda.current_stream(self._index)
             stream.wait_event(event)
-            self._run(stream, self._waiting(_MEETINGS + message))
+            self._wait(stream, _MEETINGS + message)
 
         return Arrival(wait)
 
@@ -196,26 +196,26 @@ class PeerMemory:
         self._checked(self._driver.cuMemsetD8(start, 0, num_bytes))
         torch.cuda.synchronize(self._device)
 
-    def _telling(self, rank: int, number: int) -> list[Any]:
-        """Return what sets this rank's flag on another one."""
-        if (rank, number) not in self._tellings:
-            self._tellings[rank, number] = [self._written(self._flag(rank, self._position, number), 1)]
-        return self._tellings[rank, number]
+    def _set(self, rank: int, number: int) -> None:
+        """Set this rank's flag on another one, when the stream has done what it was given so far."""
+        # Whoever sees it sees all that was copied before: the default of `cuStreamWriteValue32`.
+        flag = self._flag(rank, self._position, number)
+        self._checked(self._driver.cuStreamWriteValue32(self._stream.cuda_stream, flag, 1, 0))
 
-    def _waiting(self, number: int) -> list[Any]:
-        """Return what waits for all others' flags here, and clears them."""
+    def _wait(self, stream: torch.cuda.Stream, number: int) -> None:
+        """Let a stream wait for all others' flags here, and clear them."""
         if number not in self._waits:
             flags = [self._flag(self._position, rank, number) for rank in self._others]
-            self._waits[number] = [*map(self._awaited, flags), *(self._written(flag, 0) for flag in flags)]
-        return self._waits[number]
+            self._waits[number] = [*map(self._awaited, flags), *map(self._cleared, flags)]
+        waits = self._waits[number]
+        self._checked(self._driver.cuStreamBatchMemOp(stream.cuda_stream, len(waits), waits, 0))
 
-    def _written(self, address: int, value: int) -> Any:
+    def _cleared(self, address: int) -> Any:
         driver = self._driver
         found = driver.CUstreamBatchMemOpParams()
         found.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
         found.writeValue.address = driver.CUdeviceptr(address)
-        found.writeValue.value = driver.cuuint32_t(value)
-        # What the stream did before can be seen by whoever sees the flag.
+        found.writeValue.value = driver.cuuint32_t(0)
         found.writeValue.flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
         return found
 
@@ -227,9 +227,6 @@ class PeerMemory:
         found.waitValue.value = driver.cuuint32_t(1)
         found.waitValue.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
         return found
-
-    def _run(self, stream: torch.cuda.Stream, operations: list[Any]) -> None:
-        self._checked(self._driver.cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0))
 
     def _raise_together(self, errors: list[str], ranks: tuple[int, ...]) -> None:
         for rank, error in zip(ranks, errors, strict=True):
