@@ -174,7 +174,8 @@ def test_temporary_memory_stays_under_the_bound(dtype, options, shape):
     peak = torch.cuda.max_memory_allocated() - before
     planned = optimizer.plan().peak_workspace_bytes
     assert planned <= bound + SMALL_BYTES
-    assert 0.9 * planned <= peak <= planned
+    # PyTorch leaves a block whole if not more than a MiB of it would be left over.
+    assert 0.9 * planned <= peak <= planned + 3 * 2**20
     assert peak > 0.5 * bound  # which is used, not merely kept
 
 
