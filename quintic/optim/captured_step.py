@@ -53,6 +53,7 @@ class CapturedStep:
         self._gradients: list[Tensor | None] = []
         self._captured: object = None
         self._num_eager = 0
+        self._kept_bytes = 0
 
     def __enter__(self) -> "CapturedStep":
         """Return itself."""
@@ -80,7 +81,9 @@ class CapturedStep:
                 round; nothing was changed.
         """
         found = self._fingerprint()
-        if found != self._captured:
+        # Other ranks write to memory that is another one where it had to become larger.
+        moved = self._graph is not None and self._kept_bytes != self._optimizer._communicators.kept_bytes
+        if found != self._captured or moved:
             self.close()
             self._captured = found
         if self._graph is None and self._num_eager < _EAGER_STEPS:
@@ -106,7 +109,7 @@ class CapturedStep:
         # Other threads, as NCCL's watchdog, ask for events meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._optimizer.step()
-        self._graph = graph
+        self._graph, self._kept_bytes = graph, self._optimizer._communicators.kept_bytes
 
     def _bring_gradients(self) -> None:
         """Copy gradients that are somewhere else than those captured."""

@@ -1,4 +1,4 @@
-"""The collectives that run in process groups: with `peer_memory.py` the only file that talks to other ranks."""
+"""The collectives that run in process groups: with `peer_memory.py` the only code that talks to other ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ __all__ = [
     "all_agree_",
     "all_gather_uneven",
     "all_gather_values",
+    "default_group",
     "group_ranks",
     "has_process_group",
     "new_group",
@@ -203,6 +204,11 @@ def all_agree_(go: Tensor, group: ProcessGroup | None) -> None:
 def group_ranks(process_group: ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of a process group, of the default one for None."""
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def default_group() -> ProcessGroup | None:
+    """Return the process group of all ranks."""
+    return dist.group.WORLD
 
 
 def new_group(ranks: tuple[int, ...]) -> ProcessGroup:

@@ -10,11 +10,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quintic.optim.channels import Channel
-from quintic.optim.comms import ProcessGroup, group_ranks, new_group, this_rank, warmed_up
+from quintic.optim.comms import ProcessGroup, default_group, group_ranks, new_group, this_rank, warmed_up
 from quintic.optim.copy_engines import CopyEngines
 from quintic.optim.layouts import Layout
 
@@ -126,7 +125,7 @@ def _group_of(ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -
 
 def _candidates(param: Tensor, group: Mapping[str, Any]) -> Iterable[ProcessGroup | None]:
     yield group["process_group"]
-    yield dist.group.WORLD
+    yield default_group()
     mesh = getattr(param, "device_mesh", None)
     if mesh is not None and mesh.get_coordinate() is not None:
         yield from mesh.get_all_groups()

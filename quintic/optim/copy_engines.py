@@ -136,6 +136,7 @@ class CopyEngines(Channel):
         if self._slots.needed > self.num_bytes and not capturing:
             if self._memory is not None:
                 self._memory.close()
+                self._memory = None
             self._memory = self._open_memory(self._slots.needed, self.group, self.device)
         if self._memory is not None:
             self._meet(self._memory)
