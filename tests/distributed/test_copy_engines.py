@@ -197,3 +197,34 @@ def check_no_memory(rank, world_size):
 
 def test_an_error_of_the_memory_ends_the_step_that_would_need_it():
     run(check_no_memory, 2, timeout=60)
+
+
+def check_failed_growth(rank, world_size):
+    device = device_of(rank)
+    opened = []
+
+    def second_fails(*arguments):
+        if len(opened) == 1:
+            opened.append(None)
+            raise RuntimeError("no memory")
+        opened.append(open_memory(*arguments))
+        return opened[-1]
+
+    engines = CopyEngines(dist.group.WORLD, device, second_fails)
+    for numel in (100, 100, 1000):
+        with engines.messages():
+            pending = engines.all_gather(torch.ones(numel, device=device))
+            pending.wait()
+            pending.release()
+    with pytest.raises(RuntimeError, match="no memory"), engines.messages():
+        raise AssertionError("entered")
+    assert engines.num_bytes == 0
+    with engines.messages():
+        pending = engines.all_gather(torch.full((1000,), float(rank), device=device))
+        assert pending.wait()[::1000].tolist() == [0.0, 1.0]
+        pending.release()
+    assert len(opened) == 3
+
+
+def test_a_step_can_be_tried_again_after_too_little_memory():
+    run(check_failed_growth, 2, timeout=60)
