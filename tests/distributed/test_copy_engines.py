@@ -21,16 +21,15 @@ from quintic.optim.peer_memory import PeerMemory
 ENGINES = "copy_engines"
 
 LAYOUTS = {
-    "averaged-3": Layout((3,), comms="averaged", cases=("neuron", "workspace"), transport=ENGINES),
-    "averaged-2": Layout((2,), comms="averaged", cases=("neuron", "bf16"), transport=ENGINES),
-    "replicated-2": Layout((2,), comms="replicated", cases=("plain", "workspace"), transport=ENGINES),
-    "sharded-2": Layout((2,), comms="sharded", cases=("plain", "mantissa", "workspace"), transport=ENGINES),
-    "sharded-3": Layout((3,), comms="sharded", cases=("neuron", "bf16"), transport=ENGINES),
-    "fsdp2-2": Layout((2,), wrappings.data_parallel, cases=("neuron", "bf16", "workspace"), transport=ENGINES),
-    "fsdp2-3": Layout((3,), wrappings.data_parallel, cases=("neuron", "workspace"), transport=ENGINES),
+    "averaged-2": Layout((2,), comms="averaged", cases=("neuron",), transport=ENGINES),
+    "averaged-3": Layout((3,), comms="averaged", cases=("workspace",), transport=ENGINES),
+    "replicated-2": Layout((2,), comms="replicated", cases=("plain",), transport=ENGINES),
+    "sharded-2": Layout((2,), comms="sharded", cases=("mantissa", "workspace"), transport=ENGINES),
+    "sharded-3": Layout((3,), comms="sharded", cases=("neuron",), transport=ENGINES),
+    "fsdp2-2": Layout((2,), wrappings.data_parallel, cases=("bf16",), transport=ENGINES),
+    "fsdp2-3": Layout((3,), wrappings.data_parallel, cases=("neuron",), transport=ENGINES),
     "tp-2": Layout((2,), wrappings.tensor_parallel, cases=("neuron",), transport=ENGINES),
     "hsdp-2x2": Layout((2, 2), wrappings.data_parallel, cases=("neuron",), transport=ENGINES),
-    "tp_fsdp2-2x2": Layout((2, 2), wrappings.tensor_and_data_parallel, cases=("neuron",), transport=ENGINES),
 }
 
 WITHOUT = Gaps(("stack.2.weight", "attention.qkv.weight", "experts.up", "embedding.weight", "mlp.0.bias"), others=True)
@@ -46,7 +45,7 @@ def test_the_way_messages_travel_changes_nothing(name):
     run(check, LAYOUTS[name].world_size, LAYOUTS[name], Gaps(), timeout=100)
 
 
-@pytest.mark.parametrize("name", ["replicated-2", "sharded-3", "fsdp2-3"])
+@pytest.mark.parametrize("name", ["sharded-3", "fsdp2-3"])
 def test_nor_with_missing_gradients(name):
     run(check, LAYOUTS[name].world_size, LAYOUTS[name], WITHOUT, timeout=100)
 
@@ -112,7 +111,7 @@ def check_messages(rank, world_size):
     assert engines.num_bytes == 4 * 4096 * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_messages_arrive_as_by_collectives(world_size):
     run(check_messages, world_size, timeout=60)
 
@@ -138,7 +137,7 @@ def check_one_place(rank, world_size):
     return engines.num_bytes
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_a_place_is_not_overwritten_before_it_was_read(world_size):
     size = -(-4000 * world_size // 512) * 512
     assert run(check_one_place, world_size, timeout=60) == [size] * world_size
