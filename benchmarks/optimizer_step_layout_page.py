@@ -36,7 +36,7 @@ Medians of n steps; of each step the time of the slowest rank.
 - **sent**: what leaves a rank in a step's collectives, or messages, at most. **state**: on a rank, at most.
 - **peak**: most memory allocated over weights and gradients, with the first step. **temporary**: the same of a later
   step over state, too, and what Quintic's plan promises, of the rank where the former is largest; bold where any needs
-  over {WORKSPACE_TOLERANCE:.0%} more than its plan. What copy engines keep between steps is counted in it.
+  over {WORKSPACE_TOLERANCE:.0%} more than its plan. What copy engines keep between steps comes on top.
 - **first step**: wall clock; of Quintic after one device's steps in the same process. A star: compilers' caches were
   empty."""
 
@@ -144,11 +144,11 @@ def temporary(row: Mapping[str, Any]) -> str:
         return f"- / {max(planned):,.0f}" if planned else "-"
     if not planned:
         return f"{max(row['temporary_mib']):,.0f}"
-    kept = row.get("kept_mib", [0.0] * len(planned))
-    pairs = [(one + other, plan) for one, other, plan in zip(row["temporary_mib"], kept, planned, strict=True)]
+    pairs = list(zip(row["temporary_mib"], planned, strict=True))
     peak, promised = max(pairs)
+    kept = f" + {max(row['kept_mib']):,.0f}" if "kept_mib" in row else ""
     text = f"{peak:,.0f} / {promised:,.0f}"
-    return f"**{text}**" if any(one > plan * (1 + WORKSPACE_TOLERANCE) for one, plan in pairs) else text
+    return (f"**{text}**" if any(one > plan * (1 + WORKSPACE_TOLERANCE) for one, plan in pairs) else text) + kept
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -93,8 +93,8 @@ class Muon(Optimizer):
         process_group: the ranks that `comms` speaks of; None for all.
         transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
-            multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, see
-            `docs/distributed.md`.
+            multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
+            addition to temporary memory, see `docs/distributed.md`.
         master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
             `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
             the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.

@@ -205,8 +205,8 @@ class Plan:
         return iter(self.buckets)
 
     kept_bytes: int = 0
-    """Part of the temporary memory that is kept between steps, from the second one on: what other ranks write messages
-    to with `transport="copy_engines"`."""
+    """Memory that is kept between steps besides, from the second one on: what other ranks write messages to with
+    `transport="copy_engines"`. The first step receives them in temporary memory."""
 
     @property
     def flops(self) -> int:
@@ -278,7 +278,7 @@ class Plan:
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
         )
         if self.kept_bytes:
-            lines.append(f"{self.kept_bytes / 2**20:.1f} MiB of the temporary memory are kept between steps")
+            lines.append(f"{self.kept_bytes / 2**20:.1f} MiB for messages besides, kept between steps")
         if offloaded:
             lines.append(
                 f"{sum(one.num_bytes for one in offloaded) / 2**20:.1f} MiB of state in host memory, loaded and stored "

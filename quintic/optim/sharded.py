@@ -349,8 +349,12 @@ def _bucket(
         )
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
+    # Touched rows travel in collectives. What all ranks agree on bounds messages, too.
+    elsewhere = group["transport"] == "copy_engines" and sharding.rows is None
     stages, shared_stages = (
-        stages_of_parts(sharding, travel, group, dtype, device, kernels, anywhere=anywhere)
+        stages_of_parts(
+            sharding, travel, group, dtype, device, kernels, anywhere=anywhere, elsewhere=elsewhere and not anywhere
+        )
         for anywhere in (False, True)
     )
     return Bucket(

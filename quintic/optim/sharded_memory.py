@@ -38,6 +38,7 @@ def stages_of_parts(
     kernels: Kernels,
     *,
     anywhere: bool,
+    elsewhere: bool = False,
 ) -> Stages:
     """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead.
 
@@ -49,6 +50,7 @@ def stages_of_parts(
         device: of the weights.
         kernels: implementation.
         anywhere: bound them for any device of the type, see `Matrices`.
+        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
     if travel is not None:
         in_order = all(group["params"][part.index].is_contiguous() for part in sharding.parts)
@@ -57,21 +59,21 @@ def stages_of_parts(
     else:
         work = 0 if kernels == "triton" else _adamw_bytes(sharding.parts, group)
     most, num_ranks, width = max(sharding.entries), len(sharding.ranks), dtype.itemsize
-    numel = sum(sharding.entries)
-    received, mean = num_ranks * most * width, most * width
+    received, mean = 0 if elsewhere else num_ranks * most * width, most * width
     sums = 0
     if kernels == "torch":
         sums = most * max(width, 4)
     # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
     marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
-    sent = 0 if sharding.is_direct else numel * width
-    # Copy engines leave this rank's own part where it was sent from, and weights in memory that all ranks know.
+    sent = 0 if sharding.is_direct else sum(sharding.entries) * width
+    # Copy engines leave this rank's own part where it was sent from; collectives receive weights where they belong.
     copies = group["transport"] == "copy_engines"
+    own, weights = (sent, received) if copies else (0, 0)
     return Stages(
         gathering=marks + sent + received,
-        computing=marks + max(received + sums + (sent if copies else 0), work) + mean,
+        computing=marks + max(received + sums + own, work) + mean,
         updates=0,
-        scattering=(received if copies else 0) if sharding.is_direct else mean + received,
+        scattering=weights if sharding.is_direct else mean + received,
     )
 
 

@@ -97,6 +97,8 @@ class Key(NamedTuple):
     normalizes: bool
     in_order: bool
     """Whether parameters lie in memory row by row."""
+    elsewhere: bool
+    """Whether messages are received in memory that is kept."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class SharedBucket:
 
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return stages_of(self.key, self.kinds, exchange)
+        return stages_of(self.key, self.kinds, exchange, elsewhere=self.key.elsewhere)
 
 
 def shared_buckets(
@@ -172,6 +174,7 @@ def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -
             kernels,
             group["normalize"] is not None,
             param.is_contiguous(),
+            group["transport"] == "copy_engines",
         )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
         yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)

@@ -65,7 +65,9 @@ def is_transposed(view: View) -> bool:
     return bool(getattr(view, "transposed", False))
 
 
-def stages_of(key: "Key", kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False) -> Stages:
+def stages_of(
+    key: "Key", kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False, elsewhere: bool = False
+) -> Stages:
     """Return upper bounds of the temporary bytes of a bucket on the exchange's rank.
 
     Args:
@@ -73,6 +75,7 @@ def stages_of(key: "Key", kinds: Sequence[Kind], exchange: Exchange, *, anywhere
         kinds: of its units.
         exchange: as the rank sees it.
         anywhere: bound them for any device of the type, see `Matrices`.
+        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
     of = Matrices(key.dtype, key.device, key.kernels, key.normalizes, anywhere)
     direction = max((direction_dtype(kind.form, key.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
@@ -84,18 +87,20 @@ def stages_of(key: "Key", kinds: Sequence[Kind], exchange: Exchange, *, anywhere
         # The units are a part of the pieces, which they keep alive.
         gathering, computing = directions, directions + work.peak
     else:
-        sent, received = sum(exchange.gather_sends()), sum(exchange.gather_receives())
+        sent, received = sum(exchange.gather_sends()), 0 if elsewhere else sum(exchange.gather_receives())
         # What other copies' owners would get stays behind; pieces in another order are put in order.
         copied = (0 if sent == pieces else sent) + (0 if key.in_order else pieces)
         starting = max(starting, directions + (copied + received) * direction.itemsize)
         # What was sent is given back once it has arrived, what was received once it is assembled.
         gathering = (sent + received) * direction.itemsize
         computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
-    updates, scattering, finishing = _results(key, kinds, exchange, work.kept, of)
+    updates, scattering, finishing = _results(key, kinds, exchange, work.kept, of, elsewhere)
     return Stages(gathering, computing, updates, scattering, starting, finishing)
 
 
-def _results(key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices) -> tuple[int, int, int]:
+def _results(
+    key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices, elsewhere: bool
+) -> tuple[int, int, int]:
     """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
 
     Args:
@@ -104,6 +109,7 @@ def _results(key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, o
         exchange: as the rank sees it.
         kept: what the updates of the units that it owns keep alive.
         of: what bounds depend on.
+        elsewhere: see `stages_of`.
     """
     item = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
     if exchange.is_local:
@@ -112,16 +118,16 @@ def _results(key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, o
         size = math.prod(exchange.unit_shape) * item
         # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
         turned = is_transposed(key.view) and (item != 2 or key.kernels == "torch")
-        updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
+        updates = _all_gathered(exchange, size, kept, elsewhere, copied=exchange.num_owned * size * turned)
     else:
-        received = piece_entries(exchange) * item
+        received = 0 if elsewhere else piece_entries(exchange) * item
         updates = _Gathered(kept, sum(exchange.scatter_sends()) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
     if key.normalizes:
         # Factors and second moments, side by side.
         size = 2 * width_of(key.dtype) * sum(max(kind.shape) for kind in kinds)
         own = exchange.num_owned * size
-        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own)
+        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own, elsewhere)
         neurons = neurons._replace(besides=neurons.besides + own)
         factors = exchange.num_units * size // 2
     factors += factors_of_pieces_bytes(
@@ -135,19 +141,20 @@ def _results(key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, o
     )
 
 
-def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
+def _all_gathered(exchange: Exchange, size: int, kept: int, elsewhere: bool, *, copied: int = 0) -> _Gathered:
     """Return the bytes of `Exchange.all_gather`.
 
     Args:
         exchange: as the rank sees it.
         size: bytes of each unit's part.
         kept: what those of this rank keep alive.
+        elsewhere: see `stages_of`.
         copied: what it takes to put them in order first, if that must be.
     """
     everything, most = exchange.num_units * size, max(exchange.counts)
     if exchange.is_sparse:
         return _Gathered(kept + copied, everything, everything, everything)
-    received = len(exchange.ranks) * most * size
+    received = 0 if elsewhere else len(exchange.ranks) * most * size
     if exchange.num_owned < most:
         # With padding, as the others have more.
         besides, sent = kept + copied, most * size

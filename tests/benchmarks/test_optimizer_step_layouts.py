@@ -400,7 +400,9 @@ def test_other_bits_and_errors_miss_the_target():
     [([90.0, 104.0], "104 / 100"), ([106.0, 90.0], "**106 / 100**"), ([5.0, 7.0], "7 / 100")],
 )
 def test_more_memory_than_planned_is_bold(peaks, text):
-    assert page.temporary({"temporary_mib": peaks, "planned_mib": [100.0, 100.0]}) == text
+    row = {"temporary_mib": peaks, "planned_mib": [100.0, 100.0]}
+    assert page.temporary(row) == text
+    assert page.temporary({**row, "kept_mib": [30.0, 40.0]}) == f"{text} + 40"
 
 
 def test_a_row_of_the_table():

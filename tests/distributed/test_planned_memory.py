@@ -7,6 +7,7 @@ import pytest
 import torch
 from allocated import peak_bytes
 from harness import DEVICE, ON_GPUS, run
+from shared_memory import copy_engines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -84,6 +85,14 @@ MATRIX, TRANSPOSED = quintic.Matrix(), quintic.Matrix(transposed=True)
 OPTIONS = ({"compute_dtype": torch.float32}, {"compute_dtype": torch.float16, "normalize": "neuron"})
 
 
+ENGINES = {"transport": "copy_engines"}
+
+
+def measured_with_engines(rank, world_size, cases):
+    with copy_engines():
+        return measured(rank, world_size, [(*case[:3], {**case[3], **ENGINES}) for case in cases])
+
+
 def cases_of(layouts):
     cases = []
     for layout in layouts:
@@ -100,7 +109,16 @@ def cases_of(layouts):
 )
 def test_what_a_step_allocates(world_size, layouts):
     cases = cases_of(layouts)
-    by_rank = run(measured, world_size, cases, timeout=110)
+    check(cases, run(measured, world_size, cases, timeout=110))
+
+
+@pytest.mark.parametrize(("world_size", "layouts"), [(2, ("rows", "averaged", "sharded")), (3, ("columns",))])
+def test_what_a_step_allocates_besides_memory_that_is_kept(world_size, layouts):
+    cases = cases_of(layouts)
+    check(cases, run(measured_with_engines, world_size, cases, timeout=110))
+
+
+def check(cases, by_rank):
     for rank, found in enumerate(by_rank):
         for case, (peak, planned, num_travelling) in zip(cases, found, strict=True):
             assert num_travelling
