@@ -70,6 +70,8 @@ class _Message(NamedTuple):
 
     numbers: list[int]
     numel: int
+    route: Route
+    """Of the parts that ranks add up, to these."""
     packing: Packing | None
     """None for a single tensor, which travels from where it is and back."""
 
@@ -102,12 +104,18 @@ class Averaging:
         numels = [tensor.numel() for tensor in tensors]
         alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
         together = sorted({*range(len(numels))} - {*alone})
-        self._messages = [_Message([number], numels[number], None) for number in alone]
+
+        def route(numel: int) -> Route:
+            size = -(-numel // num_ranks)
+            return Route(num_ranks, position, lambda _, __: size)
+
+        self._messages = [_Message([number], numels[number], route(numels[number]), None) for number in alone]
         for numbers in _chunks(together, numels, limit):
             sizes = [numels[number] for number in numbers]
             starts = accumulate(sizes, initial=0)
             runs = [Run(n, 0, size, start) for n, (size, start) in enumerate(zip(sizes, starts, strict=False))]
-            self._messages.append(_Message(numbers, sum(sizes), Packing(runs, kernels, device)))
+            packing = Packing(runs, kernels, device)
+            self._messages.append(_Message(numbers, sum(sizes), route(sum(sizes)), packing))
 
     @property
     def workspace_bytes(self) -> int:
@@ -142,7 +150,7 @@ class Averaging:
             flat[message.numel :] = 0
             packing.pack(tensors, flat)
         size = flat.numel() // self._num_ranks
-        pending = channel.all_to_all(flat, Route(self._num_ranks, self._position, lambda _, __: size), own=False)
+        pending = channel.all_to_all(flat, message.route, own=False)
         yield
         own = flat[self._position * size : (self._position + 1) * size]
         received = pending.wait().view(self._num_ranks, size)

@@ -60,6 +60,8 @@ class ShardedMemory(TravelMemory):
         self.gradients, self.own_weights = packing(everybody, None), packing([own], None)
         self.weights = packing([owner for owner in everybody if owner != own], max(sharding.entries))
         """What the others own, as they send it."""
+        self.route = Route(len(sharding.ranks), sharding.position, lambda _, owner: sharding.entries[owner])
+        """Of gradients to their owners."""
         self.early_mean: Tensor | None = None
         """The mean of this rank's parts in the next step, where it was made before."""
         self._owned: Operands | None = None
@@ -181,8 +183,7 @@ def start_mean(bucket: Bucket, memory: ShardedMemory, local: Operands, channel: 
     else:
         send = torch.empty(sum(sharding.entries), dtype=bucket.dtype, device=bucket.device)
         memory.gradients.pack(gradients, send)
-    route = Route(num_ranks, sharding.position, lambda _, owner: sharding.entries[owner])
-    pending = channel.all_to_all(send, route, own=False)
+    pending = channel.all_to_all(send, memory.route, own=False)
     own = None
     if pending.lacks_own:
         first = sum(sharding.entries[: sharding.position])
