@@ -113,22 +113,19 @@ class Exchange:
 
     def gather_sends(self) -> list[int]:
         """Return how many entries this rank sends to each rank while gathering."""
-        numel = self._numels[self.position]
-        return [count * numel if same else 0 for count, same in zip(self.counts, self._same_copy, strict=True)]
+        return self._gathering.sends
 
     def gather_receives(self) -> list[int]:
         """Return how many entries this rank receives from each rank while gathering."""
-        return [
-            self.num_owned * numel if same else 0 for numel, same in zip(self._numels, self._same_copy, strict=True)
-        ]
+        return self._gathering.receives
 
     def scatter_sends(self) -> list[int]:
         """Return how many entries this rank sends to each rank while scattering."""
-        return [self.num_owned * numel for numel in self._numels]
+        return self._scattering.sends
 
     def scatter_receives(self) -> list[int]:
         """Return how many entries this rank receives from each rank while scattering."""
-        return [count * self._numels[self.position] for count in self.counts]
+        return self._scattering.receives
 
     # ------------------------------------------------------------------------------------------------------- movement
 
