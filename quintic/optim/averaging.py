@@ -85,6 +85,7 @@ class Averaging:
         position: of this rank among them.
         kernels: implementation.
         max_workspace_bytes: bound of what is under way at a time (a single tensor may exceed it); None for none.
+        elsewhere: whether what is received comes into memory that is kept, see `copy_engines.py`.
     """
 
     def __init__(
@@ -94,13 +95,15 @@ class Averaging:
         position: int,
         kernels: Kernels,
         max_workspace_bytes: int | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> None:
-        self._num_ranks, self._position, self._kernels = num_ranks, position, kernels
+        self._num_ranks, self._position, self._kernels, self._elsewhere = num_ranks, position, kernels, elsewhere
         self._itemsize, device = tensors[0].itemsize, tensors[0].device
         limit = _MOST_TOGETHER
         if max_workspace_bytes is not None:
-            # Two neighbours with what is sent and what is received, and a third before it is unpacked.
-            limit = max(1, min(limit, max_workspace_bytes // (5 * self._itemsize)))
+            # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
+            limit = max(1, min(limit, max_workspace_bytes // (6 * self._itemsize)))
         numels = [tensor.numel() for tensor in tensors]
         alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
         together = sorted({*range(len(numels))} - {*alone})
@@ -120,13 +123,17 @@ class Averaging:
     @property
     def workspace_bytes(self) -> int:
         """Return an upper bound of the temporary bytes."""
-        received = [message.numel for message in self._messages]
+        sizes = [-(-message.numel // self._num_ranks) for message in self._messages]
+        received = [0 if self._elsewhere else size * self._num_ranks for size in sizes]
         # What is sent is a copy where tensors travel together, and stays until they are unpacked.
-        copied = [0 if message.packing is None else message.numel for message in self._messages]
+        found = zip(self._messages, sizes, strict=True)
+        copied = [0 if message.packing is None else size * self._num_ranks for message, size in found]
         before = [0, *copied]
         after = [*map(sum, zip(received[1:], copied[1:], strict=True)), 0]
-        found = map(sum, zip(received, copied, before, after, strict=False))
-        return max(found, default=0) * self._itemsize
+        under_way = max(map(sum, zip(received, copied, before, after, strict=False)), default=0)
+        # Plain PyTorch's sums.
+        width = 0 if self._kernels == "triton" else max(4, self._itemsize)
+        return under_way * self._itemsize + max(sizes, default=0) * width
 
     def average_(self, tensors: Sequence[Tensor], channel: Channel) -> None:
         """Average tensors in place. All ranks of the group must call it.

@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.optim.channels import Channel, Route
 from quintic.optim.comms import Pending, ProcessGroup
 from quintic.optim.device_memory import is_capturing
-from quintic.optim.peer_memory import MOST_MESSAGES, Arrival, PeerMemory
+from quintic.optim.peer_memory import MOST_MESSAGES, PeerMemory
 
 __all__ = ["CopyEngines", "Slots"]
 
@@ -260,11 +260,11 @@ class CopyEngines(Channel):
 class _Arrived:
     """A message to wait for, and what is to be copied then, which needs multiprocessors: on the stream that waits."""
 
-    def __init__(self, arrival: Arrival, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, arrival: Callable[[], None], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._arrival, self._copies = arrival, copies
 
     def wait(self) -> None:
         """Let the current stream wait for it."""
-        self._arrival.wait()
+        self._arrival()
         for target, source in self._copies:
             target.copy_(source)

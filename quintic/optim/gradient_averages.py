@@ -171,8 +171,14 @@ class GradientAverages:
             key = number, dtype, tuple(indices)
             if key not in self._averagings:
                 alike = [tensors[index] for index in indices]
-                kernels, bound = choose_kernels(group["kernels"], alike[0]), group["max_workspace_bytes"]
-                self._averagings[key] = Averaging(alike, len(ranks), ranks.index(this_rank()), kernels, bound)
+                self._averagings[key] = Averaging(
+                    alike,
+                    len(ranks),
+                    ranks.index(this_rank()),
+                    choose_kernels(group["kernels"], alike[0]),
+                    group["max_workspace_bytes"],
+                    elsewhere=group["transport"] == "copy_engines",
+                )
             found.append((self._averagings[key], indices))
         return found
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from quintic.optim.comms import ProcessGroup, all_gather_values, group_ranks, this_rank
 from quintic.optim.lost_ranks import LostRanks, timeout_of
 
-__all__ = ["MOST_MESSAGES", "Arrival", "PeerMemory"]
+__all__ = ["MOST_MESSAGES", "PeerMemory"]
 
 MOST_MESSAGES = 1024
 """How many messages may be numbered, from 0."""
@@ -124,10 +124,11 @@ class PeerMemory:
             self._set(rank, which)
         self._wait(self._stream, which)
 
-    def arrival(self, message: int) -> "Arrival":
-        """Return what waits until all ranks have told of a message, and the stream has done what it was given so far.
+    def arrival(self, message: int) -> Callable[[], None]:
+        """Return what lets the current stream wait until a message is there.
 
-        It must be waited for before the ranks meet next and send another message of this number.
+        That is so when all ranks have told of it and this memory's stream has done what it was given so far. It must be
+        called before the ranks meet next and send another message of this number.
         """
         event = self._stream.record_event()
 
@@ -136,7 +137,7 @@ class PeerMemory:
             stream.wait_event(event)
             self._wait(stream, _MEETINGS + message)
 
-        return Arrival(wait)
+        return wait
 
     def reset(self) -> None:
         """Clear all flags. All ranks must call it."""
@@ -206,26 +207,23 @@ class PeerMemory:
         """Let a stream wait for all others' flags here, and clear them."""
         if number not in self._waits:
             flags = [self._flag(self._position, rank, number) for rank in self._others]
-            self._waits[number] = [*map(self._awaited, flags), *map(self._cleared, flags)]
+            self._waits[number] = [self._operation(kind, flag) for kind in ("wait", "clear") for flag in flags]
         waits = self._waits[number]
         self._checked(self._driver.cuStreamBatchMemOp(stream.cuda_stream, len(waits), waits, 0))
 
-    def _cleared(self, address: int) -> Any:
-        driver = self._driver
-        found = driver.CUstreamBatchMemOpParams()
-        found.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        found.writeValue.address = driver.CUdeviceptr(address)
-        found.writeValue.value = driver.cuuint32_t(0)
-        found.writeValue.flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
-        return found
-
-    def _awaited(self, address: int) -> Any:
-        driver = self._driver
-        found = driver.CUstreamBatchMemOpParams()
-        found.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-        found.waitValue.address = driver.CUdeviceptr(address)
-        found.waitValue.value = driver.cuuint32_t(1)
-        found.waitValue.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
+    def _operation(self, kind: str, address: int) -> Any:
+        """Return what `cuStreamBatchMemOp` is told of a flag: to wait until it is set, or to clear it."""
+        driver, found = self._driver, self._driver.CUstreamBatchMemOpParams()
+        if kind == "wait":
+            operation, value = found.waitValue, 1
+            operation.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            operation.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
+        else:
+            operation, value = found.writeValue, 0
+            operation.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            operation.flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+        operation.address = driver.CUdeviceptr(address)
+        operation.value = driver.cuuint32_t(value)
         return found
 
     def _raise_together(self, errors: list[str], ranks: tuple[int, ...]) -> None:
@@ -273,13 +271,6 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
-
-
-class Arrival(NamedTuple):
-    """A message to be waited for as PyTorch's collectives are."""
-
-    wait: Callable[[], None]
-    """Lets the current stream wait for it."""
 
 
 def _host() -> str:

@@ -179,7 +179,8 @@ def reference_step(optimizer: Muon) -> None:
     `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
     parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
     with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
-    if any has, and the others count as zeros.
+    if any has, and the others count as zeros. (A sum that ranks do not know of yet is stepped if all have it, as in the
+    step.)
 
     Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
     any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
@@ -212,7 +213,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
         cut = _partial_cut(found)
-        is_stepped = _is_stepped(found, cut)
+        is_stepped = _is_stepped(found, cut is not None and _may_lack_addends(optimizer, found.param, cut))
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
             with state_on_device(found.param, optimizer.state[found.param]) as state:
                 _step_parameter(found, cut, state, observer)
@@ -246,10 +247,16 @@ def _partial_cut(found: Parameter) -> Cut | None:
     return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
 
 
-def _is_stepped(found: Parameter, cut: Cut | None) -> bool:
+def _may_lack_addends(optimizer: Muon, param: Tensor, cut: Cut) -> bool:
+    """Return whether a sum is right although ranks have no addend: not where they cannot know yet that it is one."""
+    runner = optimizer._runner
+    is_known = runner is None or not runner.agreements.has_agreed or runner.agreements.partial.is_known(param)
+    return is_known and not cut.has_copies(param)
+
+
+def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
     """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
-    has_addends = cut is not None and not cut.has_copies(found.param)
-    one_is_enough: bool = has_addends or found.group["comms"] in AVERAGING
+    one_is_enough: bool = may_lack_addends or found.group["comms"] in AVERAGING
     flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
     if found.process_group is not None:
         all_agree_(flag, found.process_group)

@@ -2,7 +2,7 @@
 
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quintic.optim import communicators, muon
 from quintic.optim.copy_engines import CopyEngines
-from quintic.optim.peer_memory import MOST_MESSAGES, Arrival
+from quintic.optim.peer_memory import MOST_MESSAGES
 
 __all__ = ["SharedMemory", "copy_engines"]
 
@@ -63,8 +63,8 @@ class SharedMemory:
     def tell(self, rank: int, message: int) -> None:
         assert message < MOST_MESSAGES
 
-    def arrival(self, message: int) -> Arrival:
-        return Arrival(partial(dist.barrier, self._group))
+    def arrival(self, message: int) -> Callable[[], None]:
+        return partial(dist.barrier, self._group)
 
     def reset(self) -> None:
         dist.barrier(self._group)

@@ -168,10 +168,11 @@ def test_the_reference_counts_missing_addends_as_zeros():
     run(check_gaps, 4, "one", False, True, timeout=60)
 
 
-def check_late(rank, world_size, clip, earlier):
+def check_late(rank, world_size, clip, earlier, with_verify=False):
     """Gradients that become partial after the first step."""
     mesh = mesh_of(world_size)
     params, plain, optimizer, alone = of_mesh(mesh)
+    model = nn.ParameterDict(params)
 
     def steps(step):
         if clip:
@@ -191,6 +192,12 @@ def check_late(rank, world_size, clip, earlier):
     give(params, plain, mesh, 1, GAPS["one"])
     for param in plain.values():
         param.grad = None
+    if with_verify:
+        # What the reference does not step, too; and from the second time on does, as all have been told.
+        for _ in range(2):
+            report = quintic.verify(model, optimizer)
+            assert report.ok, str(report)
+        return
     steps(1)
     for step, gap in enumerate(["all but one", "one", "none", "all"], start=2):
         give(params, plain, mesh, step, but_copies(GAPS[gap]) if clip else GAPS[gap])
@@ -201,6 +208,10 @@ def check_late(rank, world_size, clip, earlier):
 @pytest.mark.parametrize("clip", [False, True])
 def test_gradients_that_are_partial_later_on_some_ranks(clip, earlier):
     run(check_late, 4, clip, earlier, timeout=60)
+
+
+def test_the_reference_knows_of_gradients_that_are_partial_later():
+    run(check_late, 4, False, True, True, timeout=60)
 
 
 def check_late_everywhere(rank, world_size, clip):
@@ -362,14 +373,19 @@ def test_capturing_waits_for_nothing():
     run(check_capture, 4, timeout=60)
 
 
-def mixed(rank, world_size):
+def step_gain(world_size, *cuts):
+    """Take a step with each of some gradients of one parameter, given how they are cut; None for a missing one."""
     mesh = DeviceMesh(DEVICE, torch.arange(world_size))
     param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
     optimizer = quintic.Muon([{"params": [("gain", param)], "algorithm": "adamw"}])
-    optimizer.step()
-    cut = Partial() if rank else Replicate()
-    param.grad = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [cut], run_check=False)
-    optimizer.step()
+    for cut in cuts:
+        ones = torch.ones(3, device=DEVICE)
+        param.grad = None if cut is None else DTensor.from_local(ones, mesh, [cut], run_check=False)
+        optimizer.step()
+
+
+def mixed(rank, world_size):
+    step_gain(world_size, None, Partial() if rank else Replicate())
 
 
 def test_a_gradient_that_is_a_sum_on_some_ranks_only_is_an_error_with_its_name():
@@ -378,12 +394,7 @@ def test_a_gradient_that_is_a_sum_on_some_ranks_only_is_an_error_with_its_name()
 
 
 def other_cut(rank, world_size):
-    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
-    param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
-    optimizer = quintic.Muon([{"params": [("gain", param)], "algorithm": "adamw"}])
-    for operation in ("sum", "avg"):
-        param.grad = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [Partial(operation)], run_check=False)
-        optimizer.step()
+    step_gain(world_size, Partial("sum"), Partial("avg"))
 
 
 def test_a_gradient_that_is_another_sum_than_before_is_an_error_with_its_name():
