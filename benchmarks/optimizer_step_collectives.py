@@ -266,9 +266,8 @@ def _without_copies() -> Iterator[None]:
         yield
         return
     kind = module.PeerMemory
-    arrived = module.Arrival(lambda: None)
     instead: dict[str, Any] = {name: lambda *_: None for name in ("write", "tell", "meet")}
-    instead["arrival"] = lambda *_: arrived
+    instead["arrival"] = lambda *_: lambda: None
     with contextlib.ExitStack() as stack:
         for name, function in instead.items():
             stack.enter_context(mock.patch.object(kind, name, function))
