@@ -35,10 +35,10 @@ compare:
 	$(call SETUP,train)
 	@.venv/bin/quintic compare $(ARGS)
 
-# Two workers of one thread each; tests/conftest.py says so, and which tests share a worker.
+# Two workers of one thread each (tests/conftest.py); the first that is done takes over half of what the other has left.
 test:
 	$(call SETUP,train dev)
-	@.venv/bin/python -m pytest -n 2 $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint:
 	$(call SETUP,train dev)

@@ -5,7 +5,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # xdist's workers share the cores; PyTorch's own threads would only fight over them. Set before torch is
 # imported, so that the processes a test starts inherit it.
@@ -102,28 +102,6 @@ def trained(tiny_dataset: "Dataset", tmp_path_factory: pytest.TempPathFactory) -
 def mine(trained: Path, tmp_path: Path) -> Path:
     """A copy of the finished run, to do harm to."""
     return Path(shutil.copytree(trained, tmp_path / "mine" / "run"))
-
-
-# Files and folders whose tests run on one worker: of those with several ranks two at a time, of up to eight processes
-# each, would only wait for each other; the run of the benchmark is a fixture that no second worker should repeat.
-ONE_WORKER = ("tests/distributed/", "tests/benchmarks/test_optimizer_step_layouts.py")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of `ONE_WORKER` together and divide the others one by one.
-
-    Not by xdist's own groups, which pytest 9.2 makes no more (pytest-xdist issue 1386).
-    """
-    if config.getoption("dist") != "load":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((place for place in ONE_WORKER if nodeid.startswith(place)), nodeid)
-
-    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

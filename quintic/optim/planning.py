@@ -107,15 +107,21 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
             found.setdefault(key, []).append(member)
             first += b
     buckets = []
-    for (g, r, n, _, dtype, device, kernels), members in found.items():
+    for (g, r, n, strides, dtype, device, kernels), members in found.items():
         m = g * r
         form = form_of(group, m, n, dtype, device)
         of = Matrices(dtype, device, kernels, group["normalize"] is not None)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
+        is_copied = kernels == "triton" and _is_put_in_order((g, r, n), strides, form)
         most = functools.partial(
-            _most_bytes, largest=largest, shape=(g, r, n), form=form, of=of._replace(anywhere=True)
+            _most_bytes,
+            largest=largest,
+            shape=(g, r, n),
+            form=form,
+            of=of._replace(anywhere=True),
+            is_copied=is_copied,
         )
         for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, most)):
             count = sum(member.num_matrices for member in chunk)
@@ -132,14 +138,28 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
                     numel=count * m * n,
                     flops=0 if form is None else count * form.flops(m, n),
                     workspace_bytes=_workspace_bytes(
-                        count, max(member.num_matrices for member in chunk), (g, r, n), form, of
+                        count, max(member.num_matrices for member in chunk), (g, r, n), form, of, is_copied
                     ),
                 )
             )
     return buckets
 
 
-def _workspace_bytes(count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices) -> int:
+def _is_put_in_order(shape: tuple[int, int, int], strides: tuple[int, ...], form: Form | None) -> bool:
+    """Return whether directions that Triton's kernels wrote in the order of memory are copied into that of rows.
+
+    Products of wide dtypes are, see `orthogonalize.apply_form`; arguments as those of `_workspace_bytes`.
+    """
+    from quintic.kernels.matrix_update import MatrixLayout
+
+    if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
+        return False
+    return MatrixLayout(*shape, *strides).transposed
+
+
+def _workspace_bytes(
+    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
+) -> int:
     """Return an upper bound of what `pipeline.step_matrices` allocates.
 
     Args:
@@ -148,20 +168,23 @@ def _workspace_bytes(count: int, largest: int, shape: tuple[int, int, int], form
         shape: (g, r, n) of each.
         form: how they are orthogonalised.
         of: their weights, device and kernels.
+        is_copied: whether directions are put in another order.
     """
     g, r, n = shape
     m, direction = g * r, direction_dtype(form, of.dtype)
     work = polar_work(form, count, m, n, of)
     factors = factor_bytes(count, m, n, of)
-    computing = max(work.peak, work.kept + neuron_bytes(form, count, m, n, of))
-    applying = work.kept + factors + applied_bytes(largest * m * n, of)
     held = count * m * n * direction.itemsize
+    computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
+    applying = work.kept + factors + applied_bytes(largest * m * n, of)
     starting = directions_bytes(count * m * n, direction, of, in_order=g == 1 or of.kernels == "triton")
     return max(starting, held + max(computing, applying))
 
 
-def _most_bytes(count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices) -> int:
-    return _workspace_bytes(count, min(count, largest), shape, form, of)
+def _most_bytes(
+    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
+) -> int:
+    return _workspace_bytes(count, min(count, largest), shape, form, of, is_copied)
 
 
 def _matrices_at_a_time(

@@ -184,7 +184,8 @@ def orthogonalized_units(
             if observer is not None:
                 observer(_owned_members(bucket, number), directions, update, found)
         else:
-            update = directions.to(update_dtype(kind.form, bucket.dtype))
+            # Not a part of the directions, which it would keep alive.
+            update = torch.empty_like(directions, dtype=update_dtype(kind.form, bucket.dtype))
             if normalizes:
                 found = scales.new_empty((0, *_factor_shape(kind)))
         updates.append(update)

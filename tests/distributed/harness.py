@@ -15,6 +15,9 @@ themselves when the process that called `run` is gone.
 Ranks are on the CPU and talk through gloo. With QUINTIC_TEST_DEVICE=cuda in the environment rank r is on GPU r, tensors
 there go through NCCL, and a test that needs more GPUs than there are is skipped. Tests make tensors and meshes on
 `DEVICE`, which then is the rank's own GPU.
+
+QUINTIC_TEST_RANKS_PER_GPU=4 lets ranks share GPUs, up to so many: layouts of eight ranks on two GPUs. NCCL, which wants
+a GPU for each rank of a host, is told that they are on several hosts, and sends through sockets between these.
 """
 
 import contextlib
@@ -42,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["DEVICE", "ON_GPUS", "TIME_FACTOR", "run"]
+__all__ = ["DEVICE", "ON_GPUS", "RANKS_PER_GPU", "TIME_FACTOR", "run"]
 
 Result = TypeVar("Result")
 
@@ -54,7 +57,10 @@ if DEVICE not in ("cpu", "cuda"):
 
 ON_GPUS = DEVICE == "cuda"
 
-TIME_FACTOR = 4.0 if ON_GPUS else 1.0
+RANKS_PER_GPU = int(os.environ.get("QUINTIC_TEST_RANKS_PER_GPU", "1"))
+"""How many ranks may share a GPU where there are not enough."""
+
+TIME_FACTOR = (4.0 if RANKS_PER_GPU == 1 else 8.0) if ON_GPUS else 1.0
 """How much longer everything may take: on GPUs first steps compile kernels, and every process starts CUDA and NCCL."""
 
 _BACKEND = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
@@ -147,8 +153,9 @@ def _skip_without_gpus(world_size: int) -> None:
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError("QUINTIC_TEST_DEVICE=cuda: PyTorch finds no GPU; unset it to run on the CPU")
-    if world_size > count:
-        pytest.skip(f"{world_size} ranks need as many GPUs, and there are {count}")
+    if world_size > count * RANKS_PER_GPU:
+        text = "as many GPUs" if RANKS_PER_GPU == 1 else f"a GPU for every {RANKS_PER_GPU}"
+        pytest.skip(f"{world_size} ranks need {text}, and there are {count}")
 
 
 def _context() -> ForkServerContext | SpawnContext:
@@ -262,7 +269,11 @@ def _call(rank: int, world_size: int, folder: str, group_timeout: float, job: by
     # The machine's own name need not lead anywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if ON_GPUS:
-        torch.cuda.set_device(rank)
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(rank % count)
+        if world_size > count:
+            torch.cuda.init()  # or meshes choose a GPU, and want as many ranks on each
+            os.environ["NCCL_HOSTID"] = f"quintic-{rank // count}"
     dist.init_process_group(
         _BACKEND,
         init_method=(Path(folder) / "store").as_uri(),

@@ -67,9 +67,10 @@ class Twins:
             self.optimizers[1].step()
         assert bool(sent) == averages
 
-    def check(self, where):
+    def check(self, where, rtol=0.0, atol=0.0):
         others = dict(self.many.named_parameters())
-        wrong = [name for name, param in self.one.named_parameters() if not torch.equal(param, others[name])]
+        pairs = [(name, param, others[name]) for name, param in self.one.named_parameters()]
+        wrong = [name for name, one, many in pairs if not torch.allclose(one, many, rtol, atol)]
         assert not wrong, f"{where}: {wrong}"
 
 
@@ -188,10 +189,12 @@ def check_verify(rank, world_size, comms):
     twins.clip(scope="all")
     twins.optimizers[0].step()
     quintic.reference_step(twins.optimizers[1])
-    twins.check("reference")
+    # On GPUs the products of a step are rounded otherwise than the reference's.
+    tolerance = (1e-4, 1e-5) if ON_GPUS else (0.0, 0.0)
+    twins.check("reference", *tolerance)
     twins.give(3)
     twins.step(averages=True)
-    twins.check("after the reference")
+    twins.check("after the reference", *tolerance)
 
 
 @pytest.mark.parametrize("comms", ["replicated", "sharded", "sharded_sparse"])

@@ -54,8 +54,8 @@ def open_memory(num_bytes, group, device):
     return (PeerMemory if ON_GPUS else SharedMemory)(num_bytes, group, device)
 
 
-def device_of(rank):
-    return torch.device(DEVICE, rank) if ON_GPUS else torch.device("cpu")
+def own_device():
+    return torch.device(DEVICE, torch.cuda.current_device()) if ON_GPUS else torch.device("cpu")
 
 
 def messages(channel, rank, size, device):
@@ -83,7 +83,7 @@ def messages(channel, rank, size, device):
 
 
 def check_messages(rank, world_size):
-    device = device_of(rank)
+    device = own_device()
     opened = []
 
     def counted(*arguments):
@@ -118,7 +118,7 @@ def test_messages_arrive_as_by_collectives(world_size):
 
 def check_one_place(rank, world_size):
     """Send many messages through one place, each read late on one rank."""
-    device = device_of(rank)
+    device = own_device()
     engines = CopyEngines(dist.group.WORLD, device, open_memory)
     found = []
     for step in range(3):
@@ -144,7 +144,7 @@ def test_a_place_is_not_overwritten_before_it_was_read(world_size):
 
 
 def check_after_error(rank, world_size):
-    device = device_of(rank)
+    device = own_device()
     engines = CopyEngines(dist.group.WORLD, device, open_memory)
     found = []
     for step in range(6):
@@ -185,9 +185,9 @@ def check_no_memory(rank, world_size):
     def fails(num_bytes, group, device):
         raise RuntimeError("no memory")
 
-    engines = CopyEngines(dist.group.WORLD, device_of(rank), fails)
+    engines = CopyEngines(dist.group.WORLD, own_device(), fails)
     with engines.messages():
-        pending = engines.all_gather(torch.ones(4, device=device_of(rank)))
+        pending = engines.all_gather(torch.ones(4, device=own_device()))
         pending.wait()
         pending.release()
     with pytest.raises(RuntimeError, match="no memory"), engines.messages():
@@ -199,7 +199,7 @@ def test_an_error_of_the_memory_ends_the_step_that_would_need_it():
 
 
 def check_failed_growth(rank, world_size):
-    device = device_of(rank)
+    device = own_device()
     opened = []
 
     def second_fails(*arguments):

@@ -77,7 +77,8 @@ def test_results_are_in_rank_order(world_size):
     assert [rank for rank, *_ in results] == list(range(world_size))
     assert all(size == world_size and int(found["value"]) == expected for _, size, found, *_ in results)
     assert {threads for *_, threads, _ in results} == {1}
-    assert [index for *_, index in results] == [rank if ON_GPUS else None for rank in range(world_size)]
+    gpus = [rank % torch.cuda.device_count() if ON_GPUS else None for rank in range(world_size)]
+    assert [index for *_, index in results] == gpus
     assert {found["value"].device.type for _, _, found, *_ in results} == {"cpu"}
 
 
@@ -149,6 +150,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 def test_the_environment_says_where_ranks_are(monkeypatch):
     def found(device):
         monkeypatch.setenv("QUINTIC_TEST_DEVICE", device)
+        monkeypatch.delenv("QUINTIC_TEST_RANKS_PER_GPU", raising=False)
         names = ("DEVICE", "ON_GPUS", "TIME_FACTOR", "_BACKEND")
         everything = runpy.run_path(harness.__file__)
         return [everything[name] for name in names]
@@ -161,17 +163,26 @@ def test_the_environment_says_where_ranks_are(monkeypatch):
 
 def test_too_few_gpus_skip_a_test_and_none_are_an_error(monkeypatch):
     monkeypatch.setattr(harness, "ON_GPUS", True)
+    monkeypatch.setattr(harness, "RANKS_PER_GPU", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(pytest.skip.Exception, match="3 ranks need as many GPUs, and there are 2"):
         run(pid, 3)
+    monkeypatch.setattr(harness, "RANKS_PER_GPU", 2)
+    with pytest.raises(pytest.skip.Exception, match="5 ranks need a GPU for every 2, and there are 2"):
+        run(pid, 5)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     # A skip here would be no failure of this test.
     with pytest.raises((RuntimeError, pytest.skip.Exception), match="QUINTIC_TEST_DEVICE=cuda: PyTorch finds no GPU"):
         run(pid, 1)
 
 
-def test_a_rank_takes_its_gpu_before_the_group_and_waits_for_it_at_the_end(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("count", "gpu", "host"), [(2, 1, None), (1, 0, "quintic-1")])
+def test_a_rank_takes_its_gpu_before_the_group_and_waits_for_it_at_the_end(monkeypatch, tmp_path, count, gpu, host):
     calls = []
+    monkeypatch.setenv("NCCL_HOSTID", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_HOSTID")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(harness, "ON_GPUS", True)
     monkeypatch.setattr(harness, "_BACKEND", "cpu:gloo,cuda:nccl")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -181,7 +192,8 @@ def test_a_rank_takes_its_gpu_before_the_group_and_waits_for_it_at_the_end(monke
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.append((backend, options["rank"])))
     monkeypatch.setattr(harness.pickle, "loads", lambda job: (lambda *args: calls.append(args), ("base",)))
     harness._call(1, 2, str(tmp_path), 10.0, b"")
-    assert calls == [("set_device", 1), ("cpu:gloo,cuda:nccl", 1), (1, 2, "base"), "synchronize"]
+    assert calls == [("set_device", gpu), ("cpu:gloo,cuda:nccl", 1), (1, 2, "base"), "synchronize"]
+    assert os.environ.get("NCCL_HOSTID") == host
 
 
 def texts(files):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICE, run
+from harness import DEVICE, ON_GPUS, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -108,10 +108,10 @@ def expected(name, mesh, step, lacking):
     return total
 
 
-def assert_equal(params, plain, what):
+def assert_equal(params, plain, what, rtol=0.0, atol=0.0):
     for name, param in params.items():
         found = param.detach().full_tensor()
-        assert torch.equal(found, plain[name].detach()), f"{what}: {name}"
+        assert torch.allclose(found, plain[name].detach(), rtol, atol), f"{what}: {name}"
 
 
 def lacks_nothing(name, rank):
@@ -142,13 +142,15 @@ def check_gaps(rank, world_size, first, clip, with_reference):
             norms = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
             again = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
             assert norms[0] == norms[1]
-            assert again[0] == pytest.approx(again[1].item(), rel=1e-6)
+            assert again[0].item() == pytest.approx(again[1].item(), rel=1e-6)
         if with_reference:
             reference_step(optimizer)
         else:
             optimizer.step()
         alone.step()
-        assert_equal(params, plain, f"step {step} ({gap})")
+        # On GPUs the products of a step are rounded otherwise than the reference's.
+        tolerance = (1e-4, 1e-5) if with_reference and ON_GPUS else (0.0, 0.0)
+        assert_equal(params, plain, f"step {step} ({gap})", *tolerance)
         if not clip:
             # A step leaves gradients as they are.
             assert all(param.grad is before[name] for name, param in params.items())

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import quintic
-from quintic.optim import channels
+from quintic.optim import channels, travel_step
 from quintic.optim.comms import Pending
 
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
@@ -118,6 +118,28 @@ def test_what_a_step_allocates(world_size, layouts):
 def test_what_a_step_allocates_besides_memory_that_is_kept(world_size, layouts):
     cases = cases_of(layouts)
     check(cases, run(measured_with_engines, world_size, cases, timeout=110))
+
+
+def kept_by_updates(rank, world_size):
+    """How many matrices this rank orthogonalises, of one that all have, and the bytes that the updates keep alive."""
+    param = nn.Parameter(torch.randn(8, 4, device=DEVICE))
+    param.grad = torch.ones_like(param)
+    optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)
+    found = []
+    original = travel_step.orthogonalized_units
+
+    def orthogonalized(*arguments):
+        updates, factors = original(*arguments)
+        found.append((len(updates), updates.untyped_storage().nbytes()))
+        return updates, factors
+
+    with mock.patch.object(travel_step, "orthogonalized_units", orthogonalized):
+        optimizer.step()
+    return found
+
+
+def test_directions_are_freed_where_nothing_is_orthogonalised():
+    assert sorted(run(kept_by_updates, 2, timeout=60)) == [[(0, 0)], [(1, 8 * 4 * 4)]]
 
 
 def check(cases, by_rank):

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from quintic import Experts, Heads, Muon, Rows
+from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.dispatch import choose_products
 from quintic.optim.forms import resolve
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import SMALL_BYTES, direction_dtype
 from quintic.optim.program import products_of, run_products, run_queue
+from quintic.optim.rehearsal import rehearse
 from quintic.optim.workspace import Matrices, polar_work
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -231,6 +232,17 @@ def test_what_a_step_allocates(params_of, shape, dtype, options):
     if len(group["params"]) == 6 and not callable(options.get("orthogonalizer")):
         # Else what the second pass may need of one parameter decides, whatever it does.
         assert planned <= 1.25 * peak + 2**14
+
+
+@pytest.mark.parametrize(("compute_dtype", "copies"), [(torch.float32, 1), (torch.float16, 0)], ids=str)
+def test_transposed_matrices_are_put_in_order_for_wide_products_on_gpus(gpu, compute_dtype, copies):
+    def planned(shape, **options):
+        params = [nn.Parameter(torch.empty(shape, device="meta")) for _ in range(3)]
+        optimizer = Muon([{"params": params, **options}], compute_dtype=compute_dtype)
+        return int(rehearse(optimizer, (1,), ("dp",)).workspace_bytes)
+
+    rows, columns = planned((512, 256)), planned((256, 512), view=Matrix(transposed=True))
+    assert columns == rows + copies * 3 * 512 * 256 * 4
 
 
 def test_small_tensors_are_planned_for_on_gpus():
