@@ -5,7 +5,7 @@ parameter group, as many as fit the workspace; for AdamW, all parameters of one 
 built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,8 @@ __all__ = [
     "block_of",
     "direction_dtype",
     "form_of",
+    "overlapping_bytes",
+    "small_bytes",
     "update_dtype",
 ]
 
@@ -188,6 +190,44 @@ class Bucket:
         return str(self.form) if self.form is not None else "function"
 
 
+def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:
+    """Return the most temporary memory at a time.
+
+    Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
+    meanwhile.
+
+    Args:
+        stages: of the buckets with collectives, in the order in which they are worked on.
+        schedule: in which order their parts are run.
+        alone: what each of the other buckets needs at most.
+    """
+    parts = [0] * len(stages)
+    peak = held = 0
+    for number in schedule:
+        if number is None:
+            peak = max(peak, held + alone)
+            continue
+        stage = stages[number]
+        if parts[number] == 0:
+            peak = max(peak, held + stage.starting)
+            held += stage.gathering
+        elif parts[number] == 1:
+            held -= stage.gathering
+            peak = max(peak, held + stage.working)
+            held += stage.scattering
+        else:
+            held -= stage.scattering
+            peak = max(peak, held + stage.finishing)
+        parts[number] += 1
+        peak = max(peak, held)
+    return peak
+
+
+def small_bytes(devices: Iterable[torch.device]) -> int:
+    """Return what flags and tables take of temporary memory on devices."""
+    return SMALL_BYTES if any(device.type == "cuda" for device in devices) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All buckets: those with collectives in the order in which they are worked on, and the others in theirs."""
@@ -199,14 +239,13 @@ class Plan:
     """In which order the parts of the buckets with collectives are run."""
     averaging_bytes: int = 0
     """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
+    kept_bytes: int = 0
+    """Memory that is kept between steps besides, from the second one on: what other ranks write messages to with
+    `transport="copy_engines"`. The first step receives them in temporary memory."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
         return iter(self.buckets)
-
-    kept_bytes: int = 0
-    """Memory that is kept between steps besides, from the second one on: what other ranks write messages to with
-    `transport="copy_engines"`. The first step receives them in temporary memory."""
 
     @property
     def flops(self) -> int:
@@ -215,33 +254,11 @@ class Plan:
 
     @property
     def peak_workspace_bytes(self) -> int:
-        """Return the most temporary memory of a step on this rank.
-
-        Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
-        meanwhile.
-        """
+        """Return the most temporary memory of a step on this rank, see `overlapping_bytes`."""
         stages = [bucket.stages or Stages(0, 0, 0, 0) for bucket in self.buckets if bucket.travels]
         alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
-        parts = [0] * len(stages)
-        peak = held = 0
-        for number in self.schedule:
-            if number is None:
-                peak = max(peak, held + alone)
-                continue
-            stage = stages[number]
-            if parts[number] == 0:
-                peak = max(peak, held + stage.starting)
-                held += stage.gathering
-            elif parts[number] == 1:
-                held -= stage.gathering
-                peak = max(peak, held + stage.working)
-                held += stage.scattering
-            else:
-                held -= stage.scattering
-                peak = max(peak, held + stage.finishing)
-            parts[number] += 1
-            peak = max(peak, held)
-        small = SMALL_BYTES if any(bucket.device.type == "cuda" for bucket in self.buckets) else 0
+        peak = overlapping_bytes(stages, self.schedule, alone)
+        small = small_bytes(bucket.device for bucket in self.buckets)
         return max(peak + self.offload_buffer_bytes, self.averaging_bytes) + small
 
     @property

@@ -8,7 +8,7 @@ ranks at a time. Nothing is allocated and nothing is communicated.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,20 @@ from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.plan import Bucket, Kind, direction_dtype, update_dtype
+from quintic.optim.plan import (
+    Bucket,
+    Kind,
+    Stages,
+    direction_dtype,
+    overlapping_bytes,
+    small_bytes,
+    update_dtype,
+)
 from quintic.optim.planning import local_buckets
+from quintic.optim.schedule import Schedule, arranged
 from quintic.optim.sharing import travelling
 from quintic.optim.traffic import Cargo, per_key, piece_numels, traffic_of
-from quintic.optim.travel import SharedBucket, shared_buckets
+from quintic.optim.travel import SharedBucket, shared_buckets, travelling_buckets
 from quintic.optim.update import second_moment_shape
 
 __all__ = ["Load", "Rehearsal", "rehearse"]
@@ -66,6 +75,8 @@ class Rehearsal:
     """In the order of the plans. A bucket that only some ranks have, because it depends on what they keep, is one."""
     state_bytes: Tensor
     """Of the optimizer's state on each rank, (ranks,) int64."""
+    workspace_bytes: Tensor
+    """The most temporary memory on each rank, as its plan has it, (ranks,) int64."""
 
     @property
     def num_ranks(self) -> int:
@@ -86,20 +97,6 @@ class Rehearsal:
     def bytes_received(self) -> Tensor:
         """Return the bytes that each rank gets from others, (ranks,) int64."""
         return _sum([load.bytes_received for load in self.loads], self.num_ranks)
-
-    @property
-    def workspace_bytes(self) -> Tensor:
-        """Return an upper bound of each rank's temporary memory, (ranks,) int64.
-
-        Three neighbouring buckets that travel have buffers at a time; the others run one by one beside the first.
-        """
-        zero = torch.zeros(self.num_ranks, dtype=torch.int64)
-        moving = [load.workspace_bytes for load in self.loads if load.cargo is not None]
-        local = [load.workspace_bytes for load in self.loads if load.cargo is None]
-        together = [sum(moving[first : first + 3], zero) for first in range(max(1, len(moving) - 2))]
-        if local:
-            together.append(sum(moving[:1], zero) + torch.stack(local).amax(0))
-        return torch.stack(together).amax(0)
 
     @property
     def balance(self) -> float:
@@ -139,12 +136,30 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
     ]
     shared, _ = shared_buckets(groups, layouts)
     loads: list[Load] = []
+    moving: list[_Moving] = []
     for number, (group, found, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
-        loads += [_travelling_load(one, group) for one in shared if one.key.group == number]
+        for one in shared:
+            if one.key.group != number:
+                continue
+            stages = _stages_of_ranks(one)
+            loads.append(_travelling_load(one, group, stages))
+            if not one.exchange.is_local:
+                moving += [_Moving(bucket, stages) for bucket in travelling_buckets(one, found, one.key.ranks[0])]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
+    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer._orders)
+    of_bucket = {id(one.bucket): one.stages for one in moving}
+    workspaces = _workspaces([of_bucket[id(bucket)] for bucket in in_order], schedule, loads, num_ranks)
+    workspaces += small_bytes(param.device for group in groups for param in group["params"])
     state = _state_bytes(optimizer, everywhere, num_ranks)
-    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state)
+    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces)
+
+
+class _Moving(NamedTuple):
+    """A bucket with collectives, as the first rank has it, and the memory that each rank needs for it."""
+
+    bucket: Bucket
+    stages: list[Stages]
 
 
 class _Shadow(Tensor):
@@ -178,7 +193,7 @@ class _Shadows:
         return self._made[key]
 
 
-def _travelling_load(shared: SharedBucket, group: Mapping[str, Any]) -> Load:
+def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Sequence[Stages]) -> Load:
     exchange, kinds = shared.exchange, shared.kinds
     counts = torch.tensor(exchange.counts)
     unit_numel = math.prod(exchange.unit_shape)
@@ -203,7 +218,7 @@ def _travelling_load(shared: SharedBucket, group: Mapping[str, Any]) -> Load:
         dtype=shared.key.dtype,
         present=present,
         flops=counts * shared.unit_flops,
-        workspace_bytes=_workspaces(shared, present),
+        workspace_bytes=torch.tensor([stage.most for stage in stages]) * present,
         bytes_sent=zeros if traffic is None else traffic.gather_sent + traffic.scatter_sent,
         bytes_received=zeros if traffic is None else traffic.gather_received + traffic.scatter_received,
         entries=len(shared.units) * pieces * present,
@@ -218,18 +233,38 @@ def _method(kind: Kind) -> str:
     return "function" if kind.form is None else str(kind.form)
 
 
-def _workspaces(shared: SharedBucket, present: Tensor) -> Tensor:
+def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
     """Return the temporary bytes on each rank: computed once for ranks that have and do the same."""
     exchange = shared.exchange
-    copies, counts = torch.tensor(exchange.copies), torch.tensor(exchange.counts)
-    of_copy = per_key(counts, copies)
+    of_copy = per_key(torch.tensor(exchange.counts), torch.tensor(exchange.copies)).tolist()
+    alike: dict[Any, Stages] = {}
+    found = []
+    for position, (piece, *counts) in enumerate(zip(exchange.pieces, exchange.counts, of_copy, strict=True)):
+        key = (None if piece is None else size_of(piece), *counts)
+        if key not in alike:
+            alike[key] = shared.stages(replace(exchange, position=position))
+        found.append(alike[key])
+    return found
+
+
+def _workspaces(
+    stages: Sequence[Sequence[Stages]], schedule: Schedule, loads: Sequence[Load], num_ranks: int
+) -> Tensor:
+    """Return the most temporary bytes on each rank: computed once for ranks that need the same.
+
+    Args:
+        stages: of the buckets with collectives, in the order in which they are worked on, and of each rank.
+        schedule: in which order their parts are run.
+        loads: all.
+        num_ranks: how many there are.
+    """
+    alone = [load.workspace_bytes.tolist() for load in loads if load.cargo is None]
     alike: dict[Any, int] = {}
     found = []
-    rows = zip(exchange.pieces, exchange.counts, of_copy.tolist(), present.tolist(), strict=True)
-    for position, (piece, count, count_of_copy, is_present) in enumerate(rows):
-        key = (None if piece is None else size_of(piece), count, count_of_copy, is_present)
+    for rank in range(num_ranks):
+        key = tuple(of_bucket[rank] for of_bucket in stages), max((sizes[rank] for sizes in alone), default=0)
         if key not in alike:
-            alike[key] = shared.workspace_bytes(replace(exchange, position=position)) if is_present else 0
+            alike[key] = overlapping_bytes(key[0], schedule, key[1])
         found.append(alike[key])
     return torch.tensor(found)
 

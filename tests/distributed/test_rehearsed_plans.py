@@ -118,6 +118,7 @@ def real(rank, shape, names, sizes, dtype, options):
         "balance": plan.balance,
         "sent": counter.sent,
         "state": state,
+        "workspace": plan.peak_workspace_bytes,
         "layouts": layouts,
     }
 
@@ -165,6 +166,7 @@ def test_every_rank_does_what_was_rehearsed(world_size):
             assert one["entries"] == sum(int(load.entries[rank]) for load in loads if not load.shapes), context
             assert one["sent"] == int(rehearsal.bytes_sent[rank]), context
             assert one["state"] == int(rehearsal.state_bytes[rank]), context
+            assert one["workspace"] == int(rehearsal.workspace_bytes[rank]), context
             assert one["balance"] == pytest.approx(rehearsal.balance), context
             for name, layout in one["layouts"].items():
                 if layout is not None:

@@ -17,7 +17,7 @@ from quintic.errors import ConfigError
 from quintic.optim.layouts import mesh_layout
 from quintic.optim.machine import load_machine
 from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.plan import direction_dtype, update_dtype
+from quintic.optim.plan import direction_dtype, overlapping_bytes, update_dtype
 from quintic.optim.planning import build_plan
 from quintic.optim.prediction import BucketTimes, predict, step_times
 from quintic.optim.rehearsal import rehearse
@@ -117,6 +117,11 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options):
             for one in buckets
         )
         assert sum(load.cargo is not None for load in loads) == sum(bucket.travels for bucket in buckets)
+        # Of what AdamW updates these plans have the whole.
+        sizes = [int(load.workspace_bytes[rank]) for load in rehearsal.loads if not load.shapes]
+        alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.travels)], default=0)
+        stages = [bucket.stages for bucket in buckets if bucket.travels]
+        assert rehearsal.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
 
 
 @settings(max_examples=60, deadline=None)
