@@ -301,7 +301,7 @@ class Runner:
                 present = None
                 if stepped is not None and stepped.ndim:
                     of_matrices = iter(stepped.bool().tolist())
-                    present = [all(islice(of_matrices, member.num_matrices)) for member in active.members]
+                    present = [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
                 return PlainPasses(bucket, group, active, present)
             return DevicePasses(bucket, group, active, memory, self._hyperparameters_of(work), stepped)
 

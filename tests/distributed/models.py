@@ -167,7 +167,7 @@ def gradient(name: str, shape: Sequence[int], dtype: torch.dtype, step: int, ran
 def mean_gradient(
     name: str, shape: Sequence[int], dtype: torch.dtype, step: int, ranks: Iterable[int], without: Iterable[int] = ()
 ) -> Tensor:
-    """Return the mean of the ranks' gradients: their float32 sum in order, divided, rounded once to `dtype`.
+    """Return the mean of the ranks' gradients: their sum in order in float32, or wider, divided and rounded to `dtype`.
 
     Args:
         name: of the parameter.
@@ -178,9 +178,9 @@ def mean_gradient(
         without: ranks that have none, which counts as zeros.
     """
     ranks, without = list(ranks), set(without)
-    total = torch.zeros(tuple(shape))
+    total = torch.zeros(tuple(shape), dtype=torch.promote_types(dtype, torch.float32))
     for rank in ranks:
-        total += _on_cpu(name, shape, dtype, step, rank).float() if rank not in without else torch.zeros(())
+        total += _on_cpu(name, shape, dtype, step, rank).to(total.dtype) if rank not in without else torch.zeros(())
     # On the CPU: a GPU multiplies by the reciprocal, which rounds twice.
     return (total / len(ranks)).to(dtype).to(DEVICE)
 

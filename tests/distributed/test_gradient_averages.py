@@ -1,4 +1,4 @@
-"""`comms="replicated"`: gradients of several dtypes in one group, and what a step that fails leaves behind."""
+"""`comms="replicated"`: several dtypes in one group, missing gradients, and what a step that fails leaves behind."""
 
 import pytest
 import torch
@@ -68,3 +68,25 @@ def test_gradients_that_a_step_lent_are_gone_after_an_error():
     first, second = run(fail, 2)
     assert first == ["first", "third", "fourth"]
     assert second == list(DTYPES)
+
+
+def step_stacks(rank, world_size):
+    """Stacks of one bucket, some without a gradient: the others' matrices are stepped, and no others."""
+    shape, missing = (3, 4, 2), (0, 3)
+    stacks, expected = ([nn.Parameter(torch.ones(shape, device=DEVICE)) for _ in range(5)] for _ in range(2))
+    groups = [[{"params": params, "view": quintic.Experts()}] for params in (stacks, expected)]
+    optimizer = quintic.Muon(groups[0], compute_dtype=torch.float32, comms="replicated")
+    alone = quintic.Muon(groups[1], compute_dtype=torch.float32)
+    for number in set(range(5)) - {*missing}:
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.randn(shape, generator=generator).to(DEVICE)
+        stacks[number].grad, expected[number].grad = whole, whole.clone()
+    optimizer.step()
+    alone.step()
+    for number, (one, other) in enumerate(zip(stacks, expected, strict=True)):
+        assert torch.equal(one, other), number
+        assert torch.equal(one, torch.ones_like(one)) == (number in missing)
+
+
+def test_stacks_without_a_gradient_stay_and_the_others_are_stepped():
+    run(step_stacks, 2)

@@ -1,0 +1,220 @@
+"""Models, layouts and options drawn at random: after every step every rank's weights have the bits of one device's.
+
+What the other files leave out because nobody thought of it. QUINTIC_TEST_SEEDS=1000 draws so many instead of a few; a
+failure tells its seed, and `QUINTIC_TEST_FIRST_SEED` where to begin.
+"""
+
+import copy
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from harness import DEVICE, ON_GPUS, run
+from models import gradient, mean_gradient
+from shared_memory import copy_engines
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from trajectories import fused_adamw_tolerance
+
+import quintic
+from quintic import Experts, Heads, Matrix, Rows, Split
+from quintic.optim.views import View
+
+STEPS = 4
+NUM_SEEDS = int(os.environ.get("QUINTIC_TEST_SEEDS", "20"))
+FIRST_SEED = int(os.environ.get("QUINTIC_TEST_FIRST_SEED", "0"))
+
+# Draws by the same processes, and the seconds for each.
+AT_A_TIME, SECONDS = 20, 5
+
+AVERAGING = ("replicated", "sharded", "sharded_sparse")
+ADAMW_LR = 0.01
+
+
+@dataclass
+class Drawn:
+    """What one seed stands for."""
+
+    layout: str
+    dtype: torch.dtype
+    options: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    """Of the matrices; the others are AdamW's."""
+    cuts: dict[str, list[int | None]] = field(default_factory=dict)
+    """For each dimension of the mesh the one that is cut, or None for copies."""
+    has_gaps: bool = False
+    clipped: str | None = None
+    reloaded_after: int | None = None
+    verified_before: int | None = None
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients differ among ranks."""
+        return self.layout in AVERAGING
+
+
+def draw(seed: int, world_size: int) -> Drawn:
+    choose = random.Random(seed)
+    layouts = ["averaged", *AVERAGING, "cut", "cut", *(["cut twice"] * (world_size == 4))]
+    dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+    methods = ["auto", "polar_express", "gram", "newton_schulz", *([] if ON_GPUS else ["svd"])]
+    options = {
+        "orthogonalizer": choose.choice(methods),
+        "compute_dtype": torch.float64 if dtype == torch.float64 else choose.choice([torch.float32, None]),
+        "normalize": choose.choice([None, None, "neuron"]),
+        "nesterov": choose.random() < 0.7,
+        "weight_decay": choose.choice([0.0, 0.1]),
+        "decay_coupling": choose.choice(["lr", "lr_squared"]),
+        "cautious": choose.random() < 0.7,
+        "lr_scale": choose.choice(["spectral", "match_rms_adamw", "unit_rms", None]),
+        "max_workspace_bytes": choose.choice([None, 2**31, 300, 3000, 20_000]),
+        "step_every": choose.choice([1, 1, 1, 2]),
+        "on_nonfinite": choose.choice(["propagate", "skip"]),
+        "master": choose.choice([None, "fp32", "mantissa"]) if dtype == torch.bfloat16 else None,
+        "offload": choose.random() < 0.2,
+        "transport": choose.choice(["collectives", "collectives", "copy_engines"]),
+    }
+    if options["orthogonalizer"] == "svd":
+        options["compute_dtype"] = None
+    elif options["orthogonalizer"] == "gram" and dtype != torch.float64:
+        options["compute_dtype"] = torch.float32
+    found = Drawn(choose.choice(layouts), dtype, options)
+    for number in range(choose.randint(1, 7)):
+        shape, view = draw_matrix(choose)
+        for copy_number in range(choose.choice([1, 1, 2, 3, 5])):
+            name = f"matrix{number}_{copy_number}"
+            found.shapes[name], found.views[name] = shape, view
+    vectors = [lambda: (choose.randint(1, 20),), lambda: (choose.randint(1, 33), choose.randint(1, 5)), lambda: ()]
+    for number in range(choose.randint(0, 4)):
+        found.shapes[f"other{number}"] = choose.choice(vectors)()
+    for name, shape in found.shapes.items():
+        dims = [*range(len(shape)), None]
+        found.cuts[name] = [choose.choice(dims) for _ in range(2 if found.layout == "cut twice" else 1)]
+    found.has_gaps = choose.random() < 0.5
+    # Which is that of one device up to the last bit of float32, and scales float64.
+    found.clipped = choose.choice([None, "all", "adamw"]) if dtype != torch.float64 and not found.has_gaps else None
+    found.reloaded_after = choose.choice([None, 1, 2])
+    found.verified_before = choose.choice([None, None, 1, 3])
+    return found
+
+
+def draw_matrix(choose: random.Random) -> tuple[tuple[int, ...], View]:
+    m, n, count = choose.randint(1, 13), choose.randint(1, 13), choose.randint(1, 4)
+    return choose.choice(
+        [
+            ((m, n), Matrix()),
+            ((m, n), Matrix()),
+            ((m, n), Matrix(transposed=True)),
+            ((m, 1), Matrix()),
+            ((0, n), Matrix()),
+            ((count, m, n), Experts()),
+            ((count, m, n), Experts(transposed=True)),
+            ((count * m, n), Heads(count)),
+            ((m, count * n), Heads(count, dim=1)),
+            ((count * m, n), Rows(m)),
+            ((m + n + count, 5), Split((m, n, count))),
+            ((2 * (m + n), 4), Split((m, n), groups=2)),
+        ]
+    )
+
+
+def lacking(drawn: Drawn, seed: int, name: str, step: int, world_size: int) -> list[int]:
+    """The ranks that have no gradient: some, and now and then all."""
+    if not drawn.has_gaps:
+        return []
+    choose = random.Random(f"{seed} {name} {step}")
+    share = 1.0 if choose.random() < 0.2 else 0.25
+    return [rank for rank in range(world_size) if choose.random() < share]
+
+
+def initial(drawn: Drawn) -> dict[str, torch.Tensor]:
+    return {
+        name: gradient(name, shape, torch.float32, -1).mul(0.3).to(drawn.dtype) for name, shape in drawn.shapes.items()
+    }
+
+
+def optimizer_of(
+    drawn: Drawn, params: dict[str, nn.Parameter], comms: str, without: tuple[str, ...] = ()
+) -> quintic.Muon:
+    groups: dict[object, dict[str, Any]] = {}
+    for name, param in params.items():
+        view = drawn.views.get(name)
+        group = {"algorithm": "adamw"} if view is None else {"view": view}
+        if comms == "sharded_sparse":  # of tables only
+            group["comms"] = "sharded_sparse" if view is None and param.ndim == 2 else "sharded"
+        groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append((name, param))
+    options = {key: value for key, value in drawn.options.items() if key not in without}
+    return quintic.Muon([*groups.values()], lr=0.05, adamw_lr=ADAMW_LR, comms=comms, **options)
+
+
+def check_seed(rank: int, world_size: int, seed: int) -> None:
+    drawn = draw(seed, world_size)
+    one_params = {name: nn.Parameter(value) for name, value in initial(drawn).items()}
+    one = optimizer_of(drawn, one_params, "none", without=("offload", "transport"))
+    comms, places = ("none", {}) if drawn.layout.startswith("cut") else (drawn.layout, None)
+    if places is not None:
+        shape = (2, 2) if drawn.layout == "cut twice" else (world_size,)
+        mesh = DeviceMesh(DEVICE, torch.arange(world_size).view(shape))
+        for name, cuts in drawn.cuts.items():
+            places[name] = [Replicate() if dim is None else Shard(dim) for dim in cuts]
+
+    def laid_out(name, value):
+        """What this rank has of a tensor that all have."""
+        if places is None:
+            return value.clone()
+        return distribute_tensor(value, mesh, places[name], src_data_rank=None).clone()
+
+    params = {name: nn.Parameter(laid_out(name, value)) for name, value in initial(drawn).items()}
+    optimizer = optimizer_of(drawn, params, comms)
+    for step in range(STEPS):
+        for name, shape in drawn.shapes.items():
+            without = lacking(drawn, seed, name, step, world_size)
+            is_missing = len(without) == world_size if drawn.averages else bool(without)
+            if drawn.averages:
+                whole = mean_gradient(name, shape, drawn.dtype, step, range(world_size), without)
+                own = gradient(name, shape, drawn.dtype, step, rank)
+            else:
+                whole = gradient(name, shape, drawn.dtype, step)
+                own = laid_out(name, whole)
+            one_params[name].grad = None if is_missing else whole
+            params[name].grad = None if rank in without else own
+        if drawn.clipped is not None:
+            norms = [quintic.clip_grad_norm_(found, 0.5, scope=drawn.clipped) for found in (one, optimizer)]
+            assert torch.equal(*norms)
+        if step == drawn.verified_before:
+            report = quintic.verify(nn.ParameterDict(params), optimizer)
+            assert report.ok, str(report)
+        one.step()
+        optimizer.step()
+        for name, param in params.items():
+            found = param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()
+            is_fused = name not in drawn.views and not drawn.options["cautious"] and drawn.dtype != torch.bfloat16
+            rtol, atol = fused_adamw_tolerance(STEPS, ADAMW_LR) if is_fused else (0.0, 0.0)
+            assert torch.allclose(found, one_params[name].detach(), rtol, atol), f"step {step}: {name}"
+        if step == drawn.reloaded_after:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = optimizer_of(drawn, params, comms)
+            optimizer.load_state_dict(saved)
+
+
+def check_seeds(rank: int, world_size: int, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        with copy_engines():
+            try:
+                check_seed(rank, world_size, seed)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {draw(seed, world_size)}") from error
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_step_has_the_bits_of_one_device(world_size):
+    seeds = range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)
+    for first in range(0, NUM_SEEDS, AT_A_TIME):
+        some = seeds[first : first + AT_A_TIME]
+        run(check_seeds, world_size, some, timeout=SECONDS * len(some))
