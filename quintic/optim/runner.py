@@ -21,6 +21,7 @@ from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.gradient_averages import GradientAverages
+from quintic.optim.layouts import local_tensor
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.offload import Offload, Part
 from quintic.optim.operands import Operands, State
@@ -149,7 +150,7 @@ class Runner:
             due = [number for number, bucket in enumerate(self.plan) if pending_steps[bucket.group] == 0]
             works = [self._work(number) for number in due]
             self._rows.begin_step(self.groups)
-            go = self._guard(works)
+            go = self._guard(works, pending_steps)
             # From here on nothing raises that could have been known.
             host_go = True
             if go is not None and any(work.bucket.kernels == "torch" for work in works):
@@ -202,18 +203,21 @@ class Runner:
         stepped = self.agreements.stepped(work.number, work.bucket, parts, indices)
         return go if stepped is None else stepped if go is None else stepped * go
 
-    def _guard(self, works: Sequence[Work]) -> Tensor | None:
+    def _guard(self, works: Sequence[Work], pending_steps: Sequence[int]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group asks."""
-        asking = [work for work in works if work.group["on_nonfinite"] != "propagate"]
-        watched = [work.active for work in asking]
+        # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
+        due = [group for group, pending in zip(self.groups, pending_steps, strict=True) if pending == 0]
+        asking = [group for group in due if group["on_nonfinite"] != "propagate" and group["params"]]
+        watched = [work.active for work in works if work.group["on_nonfinite"] != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        if not gradients and not (self._shares and asking):
+        if not asking or not (gradients or self._shares):
             return None
-        go = all_finite(gradients, gradients[0].device if gradients else asking[0].bucket.device)
+        device = gradients[0].device if gradients else local_tensor(asking[0]["params"][0]).device
+        go = all_finite(gradients, device)
         if self._shares:
             # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
-            all_agree_(go, asking[0].group["process_group"])
-        if any(work.group["on_nonfinite"] == "raise" for work in works) and not bool(go):
+            all_agree_(go, asking[0]["process_group"])
+        if any(group["on_nonfinite"] == "raise" for group in asking) and not bool(go):
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
             raise FloatingPointError(
                 f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"

@@ -1,5 +1,6 @@
 """Ranks that disagree or die: an error that says so, never a hang."""
 
+import math
 import os
 import time
 
@@ -97,3 +98,26 @@ def count_steps_without_entries(rank, world_size):
 
 def test_adamw_counts_steps_where_a_rank_holds_no_entry():
     assert run(count_steps_without_entries, 2) == [2.0, 2.0]
+
+
+def step_what_one_rank_has(rank, world_size, on_nonfinite):
+    """A matrix cut along columns of which there is one: the other ranks have nothing of it, and ask nonetheless."""
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(6, 1), mesh, [Shard(1)]))
+    optimizer = quintic.Muon([{"params": [("weight", weight)]}], on_nonfinite=on_nonfinite)
+    weight.grad = torch.full_like(weight, math.nan)
+    if on_nonfinite == "skip":
+        optimizer.step()
+        assert optimizer.last_step().skipped
+    else:
+        with pytest.raises(FloatingPointError, match="on another rank" if rank else "weight"):
+            optimizer.step()
+    assert bool((weight == 1).to_local().all())
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not bool((weight == 1).to_local().any())
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_ranks_that_have_nothing_to_step_hear_of_bad_gradients(on_nonfinite):
+    run(step_what_one_rank_has, 2, on_nonfinite, timeout=20)

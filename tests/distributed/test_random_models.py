@@ -60,7 +60,7 @@ class Drawn:
 
 
 def draw(seed: int, world_size: int) -> Drawn:
-    choose = random.Random(seed)
+    choose = random.Random(f"{seed} {world_size}")
     layouts = ["averaged", *AVERAGING, "cut", "cut", *(["cut twice"] * (world_size == 4))]
     dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
     methods = ["auto", "polar_express", "gram", "newton_schulz", *([] if ON_GPUS else ["svd"])]
