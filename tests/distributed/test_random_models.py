@@ -5,6 +5,7 @@ failure tells its seed, and `QUINTIC_TEST_FIRST_SEED` where to begin.
 """
 
 import copy
+import functools
 import os
 import random
 from collections.abc import Sequence
@@ -33,6 +34,10 @@ FIRST_SEED = int(os.environ.get("QUINTIC_TEST_FIRST_SEED", "0"))
 AT_A_TIME, SECONDS = 20, 5
 
 AVERAGING = ("replicated", "sharded", "sharded_sparse")
+
+# Of layouts of `DTensor`s, the meshes: all ranks, all in two dimensions, and half of these each.
+MESHES = {"cut": ["all"], "cut twice": ["square"], "several meshes": ["all", "square", "rows", "columns"]}
+
 ADAMW_LR = 0.01
 
 
@@ -46,6 +51,8 @@ class Drawn:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
     """Of the matrices; the others are AdamW's."""
+    meshes: dict[str, str] = field(default_factory=dict)
+    """Of the parameters that are `DTensor`s, one of `meshes_of`."""
     cuts: dict[str, list[int | None]] = field(default_factory=dict)
     """For each dimension of the mesh the one that is cut, or None for copies."""
     has_gaps: bool = False
@@ -61,7 +68,7 @@ class Drawn:
 
 def draw(seed: int, world_size: int) -> Drawn:
     choose = random.Random(f"{seed} {world_size}")
-    layouts = ["averaged", *AVERAGING, "cut", "cut", *(["cut twice"] * (world_size == 4))]
+    layouts = ["averaged", *AVERAGING, "cut", "cut", *(["cut twice", "several meshes"] * (world_size == 4))]
     dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
     methods = ["auto", "polar_express", "gram", "newton_schulz", *([] if ON_GPUS else ["svd"])]
     options = {
@@ -94,8 +101,10 @@ def draw(seed: int, world_size: int) -> Drawn:
     for number in range(choose.randint(0, 4)):
         found.shapes[f"other{number}"] = choose.choice(vectors)()
     for name, shape in found.shapes.items():
-        dims = [*range(len(shape)), None]
-        found.cuts[name] = [choose.choice(dims) for _ in range(2 if found.layout == "cut twice" else 1)]
+        if found.layout in MESHES:
+            found.meshes[name] = choose.choice(MESHES[found.layout])
+            num_dims = 2 if found.meshes[name] == "square" else 1
+            found.cuts[name] = [choose.choice([*range(len(shape)), None]) for _ in range(num_dims)]
     found.has_gaps = choose.random() < 0.5
     # Which is that of one device up to the last bit of float32, and scales float64.
     found.clipped = choose.choice([None, "all", "adamw"]) if dtype != torch.float64 and not found.has_gaps else None
@@ -130,6 +139,8 @@ def lacking(drawn: Drawn, seed: int, name: str, step: int, world_size: int) -> l
         return []
     choose = random.Random(f"{seed} {name} {step}")
     share = 1.0 if choose.random() < 0.2 else 0.25
+    if drawn.meshes.get(name) in ("rows", "columns"):
+        share = float(share == 1.0)  # half of the ranks do not know what the others lack
     return [rank for rank in range(world_size) if choose.random() < share]
 
 
@@ -153,22 +164,29 @@ def optimizer_of(
     return quintic.Muon([*groups.values()], lr=0.05, adamw_lr=ADAMW_LR, comms=comms, **options)
 
 
+@functools.cache
+def meshes_of(world_size: int) -> dict[str, DeviceMesh]:
+    """All meshes; all ranks must call it the first time."""
+    found = {"all": DeviceMesh(DEVICE, torch.arange(world_size))}
+    if world_size == 4:
+        square = DeviceMesh(DEVICE, torch.arange(4).view(2, 2), mesh_dim_names=("columns", "rows"))
+        found |= {"square": square, "rows": square["rows"], "columns": square["columns"]}
+    return found
+
+
 def check_seed(rank: int, world_size: int, seed: int) -> None:
     drawn = draw(seed, world_size)
     one_params = {name: nn.Parameter(value) for name, value in initial(drawn).items()}
     one = optimizer_of(drawn, one_params, "none", without=("offload", "transport"))
-    comms, places = ("none", {}) if drawn.layout.startswith("cut") else (drawn.layout, None)
-    if places is not None:
-        shape = (2, 2) if drawn.layout == "cut twice" else (world_size,)
-        mesh = DeviceMesh(DEVICE, torch.arange(world_size).view(shape))
-        for name, cuts in drawn.cuts.items():
-            places[name] = [Replicate() if dim is None else Shard(dim) for dim in cuts]
+    comms = "none" if drawn.meshes else drawn.layout
+    meshes = meshes_of(world_size) if drawn.meshes else {}
 
     def laid_out(name, value):
         """What this rank has of a tensor that all have."""
-        if places is None:
+        if name not in drawn.meshes:
             return value.clone()
-        return distribute_tensor(value, mesh, places[name], src_data_rank=None).clone()
+        placements = [Replicate() if dim is None else Shard(dim) for dim in drawn.cuts[name]]
+        return distribute_tensor(value, meshes[drawn.meshes[name]], placements, src_data_rank=None).clone()
 
     params = {name: nn.Parameter(laid_out(name, value)) for name, value in initial(drawn).items()}
     optimizer = optimizer_of(drawn, params, comms)
