@@ -134,7 +134,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
         ValueError: `kernels="triton"` cannot be honoured for `x`.
     """
     _check_matrices(x)
-    if x.is_cuda and not (x.is_contiguous() or x.mT.is_contiguous()):
+    if (x.is_cuda or kernels == "triton") and not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()  # kernels take no gaps, and strides must not decide which kernels run
     on_device = choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
