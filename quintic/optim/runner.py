@@ -304,6 +304,7 @@ class Runner:
             if bucket.kernels == "torch":
                 present = None
                 if stepped is not None and stepped.ndim:
+                    # All of a member's are taken, whatever they are, so that the next one finds its own.
                     of_matrices = iter(stepped.bool().tolist())
                     present = [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
                 return PlainPasses(bucket, group, active, present)
