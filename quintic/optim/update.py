@@ -99,8 +99,8 @@ def second_moment_shape(m: int, n: int) -> tuple[int, int]:
 def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Tensor:
     """Return the factors that even out the neurons of an orthogonalised update, keeping each matrix' Frobenius norm.
 
-    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are 1 / sqrt(v), rescaled
-    so that the Frobenius norm of factors times update is that of the update.
+    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are
+    1 / sqrt(max(v, 1e-10)), rescaled so that the Frobenius norm of factors times update is that of the update.
 
     Args:
         update: (b, m, n) floating point; not modified.

@@ -24,6 +24,10 @@ def polynomial_polar(x, coefficients, margin):
     return (u * s) @ vh
 
 
+# Least second moment: below it an update's entry is noise, which nothing should blow up.
+NEURON_EPS = 1e-10
+
+
 class MuonMatrix:
     """Muon on one matrix, step by step."""
 
@@ -46,7 +50,7 @@ class MuonMatrix:
             axis = 1 if rows >= columns else 0
             mean = np.mean(u**2, axis=axis, keepdims=True)
             self.v = mean * (1 - beta) if self.v is None else self.v + (1 - beta) * (mean - self.v)
-            scaled = u / np.sqrt(self.v)
+            scaled = u / np.sqrt(np.maximum(self.v, NEURON_EPS))
             u = scaled * (np.linalg.norm(u) / np.linalg.norm(scaled))
         factor = np.sqrt(max(1.0, rows / columns)) if scale is None else scale
         if self.transposed:
