@@ -256,17 +256,22 @@ class Muon(Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, qk_logits: Mapping[str | int, Tensor] | None = None) -> float: ...
 
+    @overload
+    def step(
+        self, closure: Callable[[], float | None], *, qk_logits: Mapping[str | int, Tensor] | None = None
+    ) -> float | None: ...
+
     @torch.no_grad()
     def step(
         self,
-        closure: Callable[[], float] | None = None,
+        closure: Callable[[], float | None] | None = None,
         *,
         qk_logits: Mapping[str | int, Tensor] | None = None,
     ) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
-            closure: re-evaluates the model with gradients enabled and returns the loss.
+            closure: re-evaluates the model with gradients enabled and returns the loss, or None.
             qk_logits: for QK-clip: attention layer -> (heads,) largest logit of each head since the last step, of all
                 the tokens that this rank saw; a `DTensor` where it has some of the heads. See `docs/qk-clip.md`.
 
@@ -274,15 +279,13 @@ class Muon(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: the closure returned None, a gradient is sparse, or `qk_logits` fits no attention layer.
+            ValueError: a gradient is sparse, or `qk_logits` fits no attention layer.
             FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if loss is None:
-                raise ValueError("closure returned None: it must compute the loss, call backward() and return the loss")
         runner = self._planned()
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()

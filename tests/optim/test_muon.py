@@ -300,9 +300,22 @@ def test_closure_is_called_with_gradients_enabled():
     assert not torch.equal(param, before)
 
 
-def test_closure_that_returns_nothing_is_an_error():
-    with pytest.raises(ValueError, match="closure returned None"):
-        Muon([parameter(3, 3)]).step(lambda: None)
+def test_closure_may_return_nothing():
+    """Training loops pass closures that only call backward, or skip a batch and leave no gradient."""
+    param = parameter(3, 3)
+    twin = nn.Parameter(param.detach().clone())
+    optimizer, other = Muon([param]), Muon([twin])
+
+    def closure():
+        param.square().sum().backward()
+
+    assert optimizer.step(closure) is None
+    twin.square().sum().backward()
+    other.step()
+    assert torch.equal(param, twin)
+    optimizer.zero_grad()
+    assert optimizer.step(lambda: None) is None
+    assert torch.equal(param, twin)
 
 
 def test_hooks_run():
