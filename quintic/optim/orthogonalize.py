@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 from quintic.kernels.dispatch import KernelsOption, choose_kernels, choose_products
 from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
-from quintic.optim.products import nothing_ambient
+from quintic.optim.products import nothing_ambient, padded_side
 from quintic.optim.program import multiplier, products_of, run_products, run_queue
 
 __all__ = [
@@ -142,7 +142,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     with nothing_ambient(x.device.type, form.compute_dtype):
         if form.method == "svd":
             return _svd(_normalized(x, 1.0, form.compute_dtype)).to(dtype or form.compute_dtype)
-        return _iterate(x.reshape(-1, *x.shape[-2:]), form, on_device, dtype).reshape(x.shape)
+        return _iterate_padded(x.reshape(-1, *x.shape[-2:]), form, on_device, dtype).reshape(x.shape)
 
 
 def _check_matrices(x: Tensor) -> None:
@@ -182,6 +182,16 @@ def _normalized(
     divisor = total.masked_fill(total == 0, 1) / norm
     result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
     return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _iterate_padded(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return `_iterate` of `x` with sides as `padded_side` says: every product leaves the zeros around it zeros."""
+    m, n = x.shape[-2:]
+    rows, columns = (padded_side(side, form.compute_dtype, x.device) for side in (m, n))
+    if (rows, columns) == (m, n):
+        return _iterate(x, form, on_device, dtype)
+    padded = torch.nn.functional.pad(x, (0, columns - n, 0, rows - m))
+    return _iterate(padded, form, on_device, dtype)[:, :m, :n].contiguous()
 
 
 def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:

@@ -11,13 +11,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "nothing_ambient"]
+__all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "nothing_ambient", "padded_side"]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
 SMALL_PRODUCT = 16**3
 
 # Bytes that new tensors' addresses are multiples of, at least; kernels are chosen by it, too.
 ALIGNMENT = 64
+
+# Sides of 16-bit matrices are padded to multiples of this on GPUs. With other sizes, which of cuBLAS's kernels runs
+# depends on the addresses of matrices in the batch and on how many there are, and the last bit with it.
+_SIDE_MULTIPLE = 8
 
 # torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
 _REDUCTIONS = {
@@ -43,6 +47,18 @@ def nothing_ambient(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         elif device_type == "cpu" and dtype != torch.float64:
             stack.enter_context(_full_float32(torch.backends.mkldnn.matmul))  # type: ignore[attr-defined]
         yield
+
+
+def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the length that a side of matrices of `dtype` is padded to, so that products do not depend on the batch.
+
+    Args:
+        side: rows or columns.
+        dtype: of the products.
+        device: need not be there.
+    """
+    pads = device.type == "cuda" and dtype.itemsize == 2
+    return -(-side // _SIDE_MULTIPLE) * _SIDE_MULTIPLE if pads else side
 
 
 class Multiply(Protocol):
@@ -112,7 +128,7 @@ def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float)
         return _batched(a, b, alpha, c, beta)
 
     # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last bit
-    # would follow. On GPUs those of 16 bits do not.
+    # would follow. On GPUs those of 16 bits do not, with sides as `padded_side` says.
     def operands(i: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return _alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]
 

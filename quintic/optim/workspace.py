@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, queued_matrices
 from quintic.optim.forms import Form
 from quintic.optim.plan import Kind, direction_dtype, update_dtype
-from quintic.optim.products import ALIGNMENT, SMALL_PRODUCT
+from quintic.optim.products import ALIGNMENT, SMALL_PRODUCT, padded_side
 from quintic.optim.program import Product, Program, products_of
 from quintic.optim.views import View
 
@@ -84,6 +84,12 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> W
     if form.method == "svd":
         work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
         return Work((work + 8 * item) * size, item * size)
+    rows, columns = (padded_side(side, form.compute_dtype, of.device) for side in (m, n))
+    if (rows, columns) != (m, n):
+        # Beside the padded matrices stand the padded directions, and then the result without its padding.
+        padded = polar_work(form, batch, rows, columns, of)
+        directions = direction_dtype(form, of.dtype).itemsize * batch * rows * columns
+        return Work(directions + max(padded.peak, padded.kept + item * size), item * size)
     alone = max(_normalisation(form, batch, m, n, of), _one_by_one(form, batch, m, n, of))
     queued = 0 if of.kernels == "torch" else queued_matrices(m, n, form.compute_dtype, of.device, anywhere=of.anywhere)
     if batch > queued and not (of.anywhere and queued):

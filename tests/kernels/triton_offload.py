@@ -53,6 +53,8 @@ def give_gradients(params, step, wide=False):
     ("dtype", "options", "workspace"),
     [
         (torch.float32, {}, 2**31),
+        # Buckets of one matrix where state is in host memory, of two elsewhere.
+        (torch.float32, {}, 4_000),
         (torch.float32, EVERYTHING, 2**31),
         (torch.float32, EVERYTHING, 4_000),
         (LOW, {"master": "fp32", "weight_decay": 0.1}, 4_000),

@@ -6,6 +6,8 @@ from on_cuda import ON_CUDA
 from torch import nn
 
 from quintic import Experts, Matrix, Muon
+from quintic.optim.forms import resolve
+from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import SMALL_BYTES
 
 pytestmark = ON_CUDA
@@ -222,3 +224,18 @@ def test_the_host_needs_about_two_milliseconds_for_500_parameters():
         optimizer.step()
         times.append(time.perf_counter() - start)
     assert sorted(times)[10] < 2.5e-3  # 2.1 ms on the slow host of the H200 measured
+
+
+# Sides that are no multiples of 8 were multiplied by other cuBLAS kernels in a batch than alone.
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(13, 9), (3, 63), (13, 48), (40, 100), (63, 200), (256, 13), (250, 250), (260, 300)])
+def test_the_bits_of_a_matrix_do_not_depend_on_the_batch(shape, dtype, kernels):
+    torch.manual_seed(0)
+    x = torch.randn(101, *shape, device="cuda")
+    for method in ("polar_express", "gram"):
+        form = resolve(method, *shape, compute_dtype=dtype, device_type="cuda")
+        alone = torch.cat([apply_form(matrix.unsqueeze(0), form, kernels) for matrix in x[:4].clone()])
+        for count in (2, 3, 4, 8, 33, 101):
+            together = apply_form(x[:count].clone(), form, kernels)
+            assert torch.equal(together[:4], alone[:count]), (method, count)

@@ -9,8 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import quintic
+from quintic.optim import orthogonalize
 from quintic.optim.coefficients import newton_schulz_coefficients, polar_express_coefficients
 from quintic.optim.orthogonalize import apply_form, polar_factor, resolve
+from quintic.optim.products import padded_side
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (5, 5), (3, 17), (17, 3), (64, 48), (2, 3, 8, 4), (4, 1, 6)]
 METHODS = ["polar_express", "newton_schulz", "gram", "auto", "svd"]
@@ -353,3 +355,38 @@ def test_a_form_says_all_that_there_is_to_know():
 def test_what_is_no_matrix_is_named(x, error, message):
     with pytest.raises(error, match=message):
         quintic.orthogonalize(x)
+
+
+@pytest.mark.parametrize("method", ["polar_express", "newton_schulz", "gram"])
+@pytest.mark.parametrize("shape", [(2, 9, 13), (3, 13, 9), (2, 8, 13), (1, 1, 1)])
+def test_padding_changes_no_polar_factor(method, shape, monkeypatch):
+    """GPUs multiply 16-bit matrices with sides that are multiples of 8 (see `padded_side`)."""
+    x = torch.randn(shape)
+    form = resolve(method, *shape[-2:], compute_dtype=torch.float32, device_type="cpu")
+    plain = apply_form(x, form)
+    sides = []
+    original = orthogonalize._iterate
+    monkeypatch.setattr(orthogonalize, "padded_side", lambda side, dtype, device: -(-side // 8) * 8)
+    monkeypatch.setattr(
+        orthogonalize, "_iterate", lambda x, *given: sides.append(tuple(x.shape[-2:])) or original(x, *given)
+    )
+    padded = apply_form(x, form)
+    assert sides == [tuple(-(-side // 8) * 8 for side in shape[-2:])]
+    assert padded.is_contiguous()
+    expected = torch.as_tensor(expected_polynomial(x, method))
+    for found in (padded, plain):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("side", "dtype", "device", "expected"),
+    [
+        (13, torch.float16, "cuda", 16),
+        (16, torch.bfloat16, "cuda", 16),
+        (13, torch.float32, "cuda", 13),
+        (13, torch.float16, "cpu", 13),
+        (0, torch.float16, "cuda", 0),
+    ],
+)
+def test_sides_are_padded_where_libraries_choose_by_the_address(side, dtype, device, expected):
+    assert padded_side(side, dtype, torch.device(device)) == expected
