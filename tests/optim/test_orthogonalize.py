@@ -162,6 +162,20 @@ def test_svd_keeps_the_null_space_empty():
     torch.testing.assert_close(quintic.orthogonalize(x, "svd"), x / x.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(20, 64), (64, 20)])
+@pytest.mark.parametrize("num_large", [1, 16])
+def test_svd_cuts_off_at_the_rounding_error_of_the_largest_singular_value(shape, dtype, num_large):
+    """Singular values up to max(m, n) eps times the largest become zero, those above it one."""
+    cutoff = 64 * torch.finfo(dtype).eps
+    values = torch.tensor([1.0] * num_large + [2 * cutoff, 1.5 * cutoff, 0.7 * cutoff, 0.5 * cutoff], dtype=dtype)
+    x = torch.zeros(shape, dtype=dtype)
+    x.diagonal()[: len(values)] = values
+    expected = torch.zeros(shape, dtype=dtype)
+    expected.diagonal()[: num_large + 2] = 1
+    torch.testing.assert_close(polar_factor(x, "svd", compute_dtype=dtype), expected)
+
+
 @pytest.mark.parametrize(("method", "low", "high"), [("polar_express", 0.85, 1.15), ("newton_schulz", 0.65, 1.25)])
 def test_singular_values_end_in_the_documented_band(method, low, high):
     x = torch.randn(8, 96, 160)
@@ -221,10 +235,23 @@ def test_gram_does_not_diverge_where_a_first_restart_after_three_steps_would():
 
 
 def test_float16_keeps_small_rows_of_large_matrices():
-    """Entries of the normalised matrix are near 1e-7: below the normal numbers of float16."""
-    x = torch.randn(128, 2048)
-    x[1:] *= 3e-4
-    assert relative_error(polar_factor(x, "gram", 8), expected_polynomial(x, "gram", 8)) < 3e-3
+    """Of norm one, the small rows would have entries near 2e-7: three digits of float16's subnormal numbers.
+
+    Measured on the small rows alone: beside the large row their errors would not show.
+    """
+    x = torch.randn(16, 2048)
+    x[1:] *= 1e-5
+    expected = expected_polynomial(x, "gram")[1:]
+    assert relative_error(polar_factor(x, "gram", compute_dtype=torch.float16)[1:], expected) < 3e-3
+
+
+@pytest.mark.parametrize("method", POLYNOMIAL_METHODS)
+def test_float16_holds_the_gram_matrix_of_a_single_row(method):
+    """The largest entry that a Gram matrix can have, with all of the norm in one row, is not infinite."""
+    x = torch.zeros(16, 64)
+    x[3] = 1
+    out = polar_factor(x, method, compute_dtype=torch.float16)
+    assert relative_error(out, expected_polynomial(x, method)) < 0.05
 
 
 # ------------------------------------------------------------------------------------- scale, zeros, NaN, aliasing

@@ -1,6 +1,7 @@
 """Saving and loading on one device: what is matched, what is restored, what is refused."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ def test_dcp_state_finds_its_parameter_without_dcp():
     assert_same_state(model, optimizer, twin_model, twin)
 
 
+def test_state_in_another_order_leaves_the_names_where_they_are():
+    model, optimizer = trained("a", "b", "c")
+    twin_model, twin = square_layers("c", "a", "b")
+    twin.load_state_dict(optimizer.state_dict())
+    assert_same_state(model, optimizer, twin_model, twin)
+    (group,) = twin.param_groups
+    assert group["param_names"] == ["c.weight", "a.weight", "b.weight"]
+    assert group["params"] == list(twin_model.parameters())
+
+
 def test_dcp_state_of_own_names_in_another_order_is_an_error():
     _, optimizer = trained("a", "b")
     saved = optimizer.state_dict()
@@ -95,12 +106,62 @@ def test_what_may_be_a_piece_of_one_rank_is_an_error_that_says_so():
         optimizer.load_state_dict(saved)
 
 
-def test_where_the_work_is_done_is_not_restored():
-    _, optimizer = trained("a", comms="averaged", max_workspace_bytes=1000, lr=0.5)
-    _, twin = square_layers("a")
-    twin.load_state_dict(optimizer.state_dict())
-    (group,) = twin.param_groups
-    assert (group["lr"], group["comms"], group["max_workspace_bytes"]) == (0.5, "none", 2**31)
+# Of every option, a value in the saved state and another one that this run was made with. After loading:
+RESTORED = {
+    "lr": (0.5, 0.1),
+    "momentum": (0.9, 0.8),
+    "nesterov": (False, True),
+    "weight_decay": (0.1, 0.0),
+    "decay_coupling": ("lr_squared", "lr"),
+    "cautious": (True, False),
+    "orthogonalizer_steps": (6, 5),
+    "coefficients": (((2.0, -1.5, 0.5),), None),
+    "normalize_beta": (0.9, 0.95),
+    "lr_multipliers": ((2.0,), None),
+    "adamw_lr": (1e-3, 3e-4),
+    "betas": ((0.8, 0.9), (0.9, 0.95)),
+    "eps": (1e-6, 1e-8),
+    "step_every": (2, 1),
+    "on_nonfinite": ("skip", "propagate"),
+    "telemetry_every": (3, None),
+}
+# Functions, what is no plain value, and where and with how much memory the work is done.
+KEPT = {
+    "orthogonalizer": ("newton_schulz", "gram"),
+    "lr_scale": ("unit_rms", "spectral"),
+    "compute_dtype": (torch.float32, torch.bfloat16),
+    "kernels": ("torch", "auto"),
+    "qk_clip": (quintic.QKClip(threshold=50.0), None),
+    "process_group": (None, None),
+    "comms": ("averaged", "none"),
+    "transport": ("copy_engines", "collectives"),
+    "offload": (True, False),
+    "max_workspace_bytes": (1000, 2**31),
+}
+# These decide which state there is, and are equal wherever loading succeeds.
+OF_THE_STATE = {"normalize", "master"}
+
+
+def test_every_option_is_restored_or_kept():
+    options = set(inspect.signature(quintic.Muon).parameters) - {"params", "launch_order", "work_order"}
+    assert options == {*RESTORED, *KEPT, *OF_THE_STATE}
+
+
+@pytest.mark.parametrize(
+    ("option", "saved_value", "own", "expected"),
+    [
+        *((option, saved, own, saved) for option, (saved, own) in RESTORED.items()),
+        *((option, saved, own, own) for option, (saved, own) in KEPT.items()),
+    ],
+)
+def test_hyperparameters_are_restored_and_functions_and_places_kept(option, saved_value, own, expected):
+    model, _ = square_layers("a")
+    optimizer = quintic.Muon(quintic.param_groups(model), normalize="neuron", master="mantissa")
+    optimizer.param_groups[0][option] = saved_value
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, twin = square_layers("a", **{option: own})
+    twin.load_state_dict(saved)
+    assert twin.param_groups[0][option] == expected
 
 
 def test_hyperparameters_stay_tuples():
