@@ -92,7 +92,12 @@ def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
 
 
 def second_moment_shape(m: int, n: int) -> tuple[int, int]:
-    """Return the shape of NorMuon's second moment of one (m, n) matrix: one value per row, per column if it is wide."""
+    """Shape of NorMuon's second moment of one (m, n) matrix: (m, 1), a value per row; (1, n), per column, if m < n.
+
+    The paper's algorithm 1 takes rows for every shape; the modded-nanogpt speedrun, to which its authors contributed
+    NorMuon, chooses by shape, and so does this. The rows of a wide matrix' polar factor all have norm one, and so have
+    the columns of a tall one: only along the longer side are there sizes to even out.
+    """
     return (m, 1) if m >= n else (1, n)
 
 
@@ -110,7 +115,8 @@ def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Te
     Returns:
         In the shape and dtype of `second_moment`.
 
-    Source: NorMuon, arXiv 2510.05491, algorithm 1; the norm-preserving rescale follows the modded-nanogpt speedrun.
+    Source: NorMuon, arXiv 2510.05491, algorithm 1, except that wide matrices have a second moment per column, see
+    `second_moment_shape`; the norm-preserving rescale follows the modded-nanogpt speedrun.
     """
     reduced_dim = -1 if second_moment.shape[-1] == 1 else -2
     # A reduction that widens as it reads: no float32 copy of the update is made.

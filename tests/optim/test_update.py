@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quintic
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
 
 
@@ -63,22 +64,61 @@ def test_unknown_lr_scale_is_named():
         lr_scale_factor("moonlight", 1, 1)
 
 
-@pytest.mark.parametrize(("m", "n"), [(6, 4), (4, 6), (5, 5), (1, 4), (4, 1)])
-def test_neuron_normalisation_equals_the_reference(m, n):
-    second = torch.zeros(1, *second_moment_shape(m, n))
-    reference = None
-    for _ in range(4):
-        update = torch.randn(1, m, n)
+def neuron_normalized(updates, *, beta, axis):
+    """NorMuon's last update of a series in float64 NumPy; axis 1 has a second moment per row, axis 0 one per column."""
+    second = 0.0
+    for u in updates:
+        second = beta * second + (1 - beta) * np.mean(u**2, axis=axis, keepdims=True)
+    scaled = updates[-1] / np.sqrt(second)
+    return scaled * np.linalg.norm(updates[-1]) / np.linalg.norm(scaled)
+
+
+def ours_normalized(updates, *, beta, dtype=torch.float64):
+    m, n = updates[0].shape
+    second = torch.zeros(1, *second_moment_shape(m, n), dtype=dtype)
+    for u in updates:
+        update = torch.as_tensor(u, dtype=dtype)[None]
         before = update.clone()
-        out = update * neuron_factors_(update, second, beta=0.8)
-        axis = 1 if m >= n else 0
-        u = before[0].double().numpy()
-        mean = np.mean(u**2, axis=axis, keepdims=True)
-        reference = 0.2 * mean if reference is None else reference + 0.2 * (mean - reference)
-        scaled = u / np.sqrt(reference)
-        expected = scaled * np.linalg.norm(u) / np.linalg.norm(scaled)
-        np.testing.assert_allclose(out[0].numpy(), expected, rtol=1e-4, atol=1e-6)
+        out = update * neuron_factors_(update, second, beta=beta)
         assert torch.equal(update, before)
+    return out[0].numpy()
+
+
+@pytest.mark.parametrize(("m", "n"), [(6, 4), (4, 6), (5, 5), (1, 4), (4, 1), (5, 4), (4, 5)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_neuron_normalisation_equals_the_reference(m, n, dtype, rtol):
+    updates = np.random.default_rng(0).standard_normal((4, m, n))
+    expected = neuron_normalized(updates, beta=0.8, axis=1 if m >= n else 0)
+    np.testing.assert_allclose(ours_normalized(updates, beta=0.8, dtype=dtype), expected, rtol=rtol, atol=rtol / 100)
+
+
+def test_neurons_are_rows_as_in_the_paper_but_columns_of_wide_matrices():
+    """The paper's algorithm 1 always takes rows. It leaves a wide polar factor as it is, whose rows have norm one."""
+    gradients = np.random.default_rng(0).standard_normal((4, 12, 5))
+    u, _, vh = np.linalg.svd(gradients, full_matrices=False)
+    tall = u @ vh
+    ours, by_rows = ours_normalized(tall, beta=0.8), neuron_normalized(tall, beta=0.8, axis=1)
+    np.testing.assert_allclose(ours, by_rows, rtol=1e-12)
+    assert np.abs(ours - tall[-1]).max() > 0.05
+
+    wide = tall.swapaxes(1, 2)
+    by_rows = neuron_normalized(wide, beta=0.8, axis=1)
+    np.testing.assert_allclose(by_rows, wide[-1], rtol=1e-12)
+    np.testing.assert_allclose(ours_normalized(wide, beta=0.8), ours.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((12, 5), 1), ((5, 12), 0)])
+def test_a_first_step_gives_all_neurons_one_size(shape, axis):
+    weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimizer = quintic.Muon([weight], lr=1.0, lr_scale=None, normalize="neuron", orthogonalizer="svd")
+    weight.grad = torch.randn(shape, dtype=torch.float64)
+    optimizer.step()
+    step = -weight.detach().numpy()
+    sizes = np.sqrt(np.mean(step**2, axis=axis))
+    np.testing.assert_allclose(sizes, sizes[0], rtol=1e-9)
+    other = np.sqrt(np.mean(step**2, axis=1 - axis))
+    assert other.max() > 1.1 * other.min()
+    assert np.linalg.norm(step) == pytest.approx(math.sqrt(5))  # as the polar factor has
 
 
 @given(m=st.integers(1, 9), n=st.integers(1, 9), beta=st.floats(0, 0.99))
@@ -86,6 +126,13 @@ def test_neuron_normalisation_keeps_the_norm(m, n, beta):
     update = torch.randn(2, m, n)
     out = update * neuron_factors_(update, torch.zeros(2, *second_moment_shape(m, n)), beta=beta)
     torch.testing.assert_close(out.flatten(1).norm(dim=1), update.flatten(1).norm(dim=1), rtol=1e-4, atol=1e-5)
+
+
+def test_second_moments_below_the_floor_count_as_the_floor():
+    rms = torch.tensor([1.0, 2e-5, 1e-6, 0.0], dtype=torch.float64)
+    update = rms[None, :, None].expand(1, 4, 3)
+    factors = neuron_factors_(update, torch.zeros(1, 4, 1, dtype=torch.float64), beta=0.0).flatten()
+    torch.testing.assert_close(factors / factors[0], torch.tensor([1.0, 5e4, 1e5, 1e5], dtype=torch.float64))
 
 
 def test_neuron_factors_of_zero_are_finite():
