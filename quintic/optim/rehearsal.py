@@ -16,6 +16,7 @@ from torch import Tensor
 from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
+from quintic.optim.owners import balance
 from quintic.optim.parallelism import layouts_by_name
 from quintic.optim.plan import (
     Bucket,
@@ -101,8 +102,7 @@ class Rehearsal:
     @property
     def balance(self) -> float:
         """Return the operations of the busiest rank over the mean; 1 is perfect."""
-        flops = self.flops
-        return float(flops.max() * self.num_ranks / flops.sum()) if flops.sum() else 1.0
+        return balance(self.flops.tolist())  # in integers that do not overflow
 
 
 def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda") -> Rehearsal:

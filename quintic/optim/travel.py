@@ -3,7 +3,8 @@
 A parameter of a Muon group travels if no single rank's copy is the whole story: it is a `DTensor` that is sharded, or
 its group divides the work on replicated parameters among ranks (`comms="averaged"`). Its units (see `View.units`) are
 assigned to the ranks that share it by their floating-point operations; units of one shape, cut alike, are one bucket.
-Every rank makes the same plan from the same groups, so that nothing about sizes is ever sent.
+State lies with the pieces and not with the owners, which may be others in the next step. Every rank makes the same plan
+from the same groups, so that nothing about sizes is ever sent.
 """
 
 import math
@@ -19,7 +20,7 @@ from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.owners import assign_owners, balance
+from quintic.optim.owners import assign_owners, balance, loads_of, shape_cost
 from quintic.optim.plan import Bucket, Kind, Member, Stages, form_of
 from quintic.optim.travel_memory import different_positions, is_transposed, piece_entries, stages_of
 from quintic.optim.views import Unit, View
@@ -221,8 +222,9 @@ def _piece(box: Box, unit: Box) -> Box | None:
 
 
 def _cost(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Floating-point operations of one matrix; nothing but work depends on these owners, so that they may change."""
     form = form_of(group, m, n, dtype, device)
-    return min(m, n) * m * n if form is None else form.flops(m, n)
+    return shape_cost(m, n) if form is None else form.flops(m, n)
 
 
 def _owners(shares: Sequence[_Share]) -> list[int]:
@@ -245,7 +247,7 @@ def _by_ranks(shares: Sequence[_Share]) -> dict[tuple[int, ...], list[int]]:
 def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
     """Return the busiest rank's work over the mean, of the group of ranks where that is worst."""
     found = [
-        balance([shares[i].cost for i in members], [owners[i] for i in members], len(ranks))
+        balance(loads_of([shares[i].cost for i in members], [owners[i] for i in members], len(ranks)))
         for ranks, members in _by_ranks(shares).items()
     ]
     return max(found, default=1.0)
