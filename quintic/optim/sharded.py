@@ -5,7 +5,8 @@ range of entries for AdamW. The owner has that part's state, updates it as if it
 to everybody: a reduce-scatter, a step, an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). Parts are
 runs of a parameter's memory, so that state is a flat tensor and nothing is packed twice.
 
-Who owns what follows from a group alone: it must not change when other groups are added, because state does not move.
+Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
+move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
 """
 
 import math
@@ -22,9 +23,9 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.exchange import Exchange
 from quintic.optim.offload_size import offloaded_entries
-from quintic.optim.owners import assign_owners
+from quintic.optim.owners import assign_owners, shape_cost
 from quintic.optim.packing import in_memory_order
-from quintic.optim.plan import Bucket, Member, form_of
+from quintic.optim.plan import Bucket, Member
 from quintic.optim.row_division import RowDivision, divided_rows
 from quintic.optim.sharded_memory import stages_of_parts
 from quintic.optim.travel import Travel, TravellingUnit, kinds_of
@@ -134,7 +135,8 @@ def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]
 
 def _range_size(param: Tensor, num_ranks: int) -> int:
     """Return how many entries each rank has of a parameter, the last less: whole rows where it has enough of them."""
-    row = param.stride(0) if param.ndim and param.is_contiguous() else 1
+    # Not the stride, which means nothing where there is one row, and may then differ between ranks.
+    row = math.prod(param.shape[1:]) if param.ndim and param.is_contiguous() else 1
     # So many rows are a multiple of what kernels like.
     step = _MULTIPLE // math.gcd(row, _MULTIPLE) * row
     if step * num_ranks > param.numel():
@@ -150,7 +152,7 @@ def _parts_of_matrices(group: Mapping[str, Any], num_ranks: int) -> list[list[Pa
             start, stop = _range_of(unit, tuple(param.shape))
             if start < stop:
                 shares.append((index, start, stop, unit))
-                costs.append(_cost(group, unit, param))
+                costs.append(_cost(unit))
     found: list[list[Part]] = [[] for _ in group["params"]]
     for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
         offset = sum(part.numel for part in found[index] if part.owner == owner)
@@ -200,13 +202,9 @@ def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def _cost(group: Mapping[str, Any], unit: Unit, param: Tensor) -> int:
-    shape = [b - a for a, b in unit.box]
-    total = 0
-    for count, m, n in unit.view.shapes(shape):
-        form = form_of(group, m, n, param.dtype, param.device)
-        total += count * (min(m, n) * m * n if form is None else form.flops(m, n))
-    return total
+def _cost(unit: Unit) -> int:
+    """Cost of a unit's matrices, the same whatever the group's options are."""
+    return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes([b - a for a, b in unit.box]))
 
 
 def divided_state(state: Mapping[str, Tensor], parts: Sequence[Part], position: int) -> dict[str, Tensor]:

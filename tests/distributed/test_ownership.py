@@ -1,0 +1,185 @@
+"""Owners of state: it stays with them whatever changes, and a loaded state finds them."""
+
+import pytest
+import torch
+from harness import DEVICE, run
+from torch import nn
+
+import quintic
+
+FLOAT32 = {"compute_dtype": torch.float32}
+EXPERTS, MATRIX = quintic.Experts(), quintic.Matrix()
+
+# Shapes whose work compares otherwise in one form than in another: (view, shapes, options before, options afterwards).
+CHANGES = {
+    "svd of experts": (EXPERTS, [(7, 16, 16), (3, 24, 48)], FLOAT32, {"orthogonalizer": "svd"}),
+    "svd": (MATRIX, [(32, 32), (24, 96)], FLOAT32, {"orthogonalizer": "svd"}),
+    "steps": (MATRIX, [(32, 32), (23, 183)], {**FLOAT32, "orthogonalizer": "gram"}, {"orthogonalizer_steps": 8}),
+    "coefficients": (
+        MATRIX,
+        [(32, 32), (23, 183)],
+        {**FLOAT32, "orthogonalizer": "gram"},
+        {"coefficients": (2, -1.5, 0.5)},
+    ),
+    "dtype": (MATRIX, [(32, 32), (23, 183)], {"orthogonalizer": "gram"}, FLOAT32),
+    "a function": (
+        MATRIX,
+        [(32, 32), (23, 183)],
+        {**FLOAT32, "orthogonalizer": "gram"},
+        {"orthogonalizer": torch.sign},
+    ),
+    "multipliers": (EXPERTS, [(3, 5, 4), (3, 9, 2)], FLOAT32, {"lr_multipliers": (1.0, 0.5, 2.0)}),
+    "workspace": (EXPERTS, [(7, 6, 6), (3, 9, 4)], FLOAT32, {"max_workspace_bytes": 2000}),
+    "offload": (EXPERTS, [(7, 6, 6), (3, 9, 4)], FLOAT32, {"offload": True, "kernels": "torch"}),
+}
+
+MASTERS = [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "mantissa")]
+
+
+def model(shapes, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+
+
+def optimizer_of(params, view, comms, options):
+    return quintic.Muon([{"params": params, "view": view}], lr=0.1, weight_decay=0.1, comms=comms, **options)
+
+
+def take_steps(optimizer, params, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            # The same on every rank, with so few digits that the mean of three is exact, too.
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16().to(param)
+        optimizer.step()
+
+
+def saved_of(optimizer, params):
+    return [param.detach().clone() for param in params], optimizer.state_dict()
+
+
+def differences(found, expected):
+    """Where weights and whole state differ."""
+    (weights, saved), (expected_weights, expected) = found, expected
+    rows = [(f"weight {n}", *pair) for n, pair in enumerate(zip(weights, expected_weights, strict=True))]
+    for number, tensors in expected["state"].items():
+        rows += [(f"{key} {number}", saved["state"][number][key], value) for key, value in tensors.items()]
+    return [what for what, value, wanted in rows if not torch.equal(value, wanted)]
+
+
+def changed(comms, view, shapes, options, change, dtype):
+    """Weights and state after steps, with other options from the third one on."""
+    params = model(shapes, dtype)
+    optimizer = optimizer_of(params, view, comms, options)
+    take_steps(optimizer, params, 0, 2)
+    for group in optimizer.param_groups:
+        group.update(change)
+    take_steps(optimizer, params, 2, 5)
+    return saved_of(optimizer, params)
+
+
+def changes(rank, world_size, names):
+    wrong = {}
+    for number, name in enumerate(names):
+        view, shapes, options, change = CHANGES[name]
+        for dtype, master in MASTERS if number == 0 else [MASTERS[number % len(MASTERS)]]:
+            case = (view, shapes, {**options, "normalize": "neuron", "master": master}, change, dtype)
+            found = differences(changed("sharded", *case), changed("none", *case))
+            wrong |= {(name, master): found} if found else {}
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_options_that_change_between_steps_move_no_state(world_size):
+    assert run(changes, world_size, list(CHANGES), timeout=110) == [{}] * world_size
+
+
+def adamw_changes(rank, world_size):
+    """Where AdamW's weights and state differ from one device's, by master."""
+    wrong = {}
+    for master in ("fp32", "mantissa"):
+
+        def stepped(comms, master=master):
+            # One that is divided into rows, one whose last rank has less, and small ones with an owner each.
+            params = model([(1500, 4), (4099,), (7,), (30, 20), (9,)], torch.bfloat16)
+            optimizer = quintic.Muon(
+                [{"params": params, "algorithm": "adamw"}], adamw_lr=0.1, comms=comms, master=master
+            )
+            take_steps(optimizer, params, 0, 2)
+            [group] = optimizer.param_groups
+            group.update({"kernels": "torch", "max_workspace_bytes": 2000, "offload": True, "betas": (0.8, 0.9)})
+            take_steps(optimizer, params, 2, 4)
+            if comms == "sharded":
+                group["comms"] = "sharded_sparse"
+            take_steps(optimizer, params, 4, 5)
+            return saved_of(optimizer, params)
+
+        found = differences(stepped("sharded"), stepped("none"))
+        wrong |= {master: found} if found else {}
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_options_that_change_between_steps_move_no_state_of_adamw(world_size):
+    assert run(adamw_changes, world_size) == [{}] * world_size
+
+
+# Options with which state is saved, and those with which it is loaded.
+LOADS = {
+    "steps": ({"orthogonalizer": "gram"}, {"orthogonalizer": "gram", "orthogonalizer_steps": 8}),
+    "method": ({"orthogonalizer": "svd"}, {"orthogonalizer": "newton_schulz"}),
+    "coefficients": ({"coefficients": (2, -1.5, 0.5)}, {"orthogonalizer": "gram"}),
+}
+
+
+def started(comms, options, master, order):
+    """Parameters by name, and their optimizer, given the order of the names in their group."""
+    dtype = torch.float32 if master is None else torch.bfloat16
+    shapes = {"square": (32, 32), "wide": (23, 183), "small": (5, 3), "twin": (32, 32)}
+    params = dict(zip(shapes, model(list(shapes.values()), dtype), strict=True))
+    options = {**FLOAT32, **options, "normalize": "neuron", "master": master, "lr": 0.1}
+    return params, quintic.Muon([(name, params[name]) for name in order], comms=comms, **options)
+
+
+NAMES = ["square", "wide", "small", "twin"]
+
+
+def saves(rank, world_size, comms):
+    """What is saved after two steps, by case."""
+    found = {}
+    for name, (options, _) in LOADS.items():
+        for _, master in MASTERS:
+            params, optimizer = started(comms, options, master, NAMES)
+            take_steps(optimizer, params.values(), 0, 2)
+            found[name, master] = [param.detach() for param in params.values()], optimizer.state_dict()
+    return found
+
+
+def loads(rank, world_size, comms, everything, order):
+    """Weights and momentum by name after three more steps, the last one after another load."""
+    found = {}
+    for (name, master), (weights, state_dict) in everything.items():
+        params, optimizer = started(comms, LOADS[name][1], master, order)
+        with torch.no_grad():
+            for param, value in zip(params.values(), weights, strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(state_dict)
+        take_steps(optimizer, params.values(), 2, 4)
+        # A state of other options also comes into an optimizer that has stepped, and brings its options along.
+        optimizer.load_state_dict(state_dict)
+        take_steps(optimizer, params.values(), 4, 5)
+        state = dict(zip(order, optimizer.state_dict()["state"].values(), strict=True))
+        found[name, master] = {n: (params[n].detach(), state[n]) for n in NAMES}
+    return found
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(3, 2), (2, 3), (1, 3)])
+def test_a_loaded_state_finds_its_owner(saving, loading):
+    everything = run(saves, saving, "none" if saving == 1 else "sharded", timeout=60)[0]
+    [expected] = run(loads, 1, "none", everything, NAMES)
+    for found in run(loads, loading, "sharded", everything, ["twin", "small", "wide", "square"]):
+        for case, by_name in expected.items():
+            for name, (weight, state) in by_name.items():
+                assert torch.equal(found[case][name][0], weight), (case, name)
+                for key, value in state.items():
+                    assert torch.equal(found[case][name][1][key], value), (case, name, key)

@@ -1,0 +1,89 @@
+"""Divided state: parts tile each parameter, and what must not have a say in whose they are."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintic
+from quintic.optim.sharded import divided_state, parts_of
+
+VIEWS = [
+    (quintic.Matrix(), (9, 14)),
+    (quintic.Matrix(transposed=True), (130, 300)),
+    (quintic.Experts(), (7, 16, 16)),
+    (quintic.Rows(3), (12, 40)),
+    (quintic.Split((4, 2)), (6, 7)),
+    (quintic.Heads(2, dim=1), (5, 8)),
+]
+
+
+def group_of(params, **options):
+    """A parameter group as `Muon` completes it."""
+    [group] = quintic.Muon([{"params": params, **options}]).param_groups
+    return group
+
+
+def empty(shape, dtype=torch.float32, device="meta"):
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+options = st.fixed_dictionaries(
+    {
+        "orthogonalizer": st.sampled_from(["auto", "polar_express", "gram", "newton_schulz", "svd", torch.sign]),
+        "orthogonalizer_steps": st.integers(1, 9),
+        "compute_dtype": st.sampled_from([None, torch.float32, torch.float64]),
+        "normalize": st.sampled_from([None, "neuron"]),
+        "lr_scale": st.sampled_from([None, "spectral", "unit_rms"]),
+        "lr": st.sampled_from([0.0, 0.1]),
+        "momentum": st.sampled_from([0.0, 0.9]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "max_workspace_bytes": st.sampled_from([None, 1, 2**20]),
+        "master": st.sampled_from([None, "fp32", "mantissa"]),
+        "offload": st.booleans(),
+        "transport": st.sampled_from(["collectives", "copy_engines"]),
+        "step_every": st.integers(1, 3),
+        "on_nonfinite": st.sampled_from(["propagate", "skip"]),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=8),
+    st.tuples(options, options),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_owners_follow_from_shapes_alone(num_ranks, shapes, both, dtype):
+    one, other = both
+    ranks = range(num_ranks)
+    expected = parts_of(group_of([empty(shape) for shape in shapes], **one), ranks)
+    assert parts_of(group_of([empty(shape, dtype, "cpu") for shape in shapes], **other), ranks) == expected
+    # Numbers of ranks within the world do not count, only how many there are.
+    assert parts_of(group_of([empty(shape) for shape in shapes], **other), [7 - 2 * r for r in ranks]) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("view", "shape"), VIEWS, ids=str)
+def test_parts_tile_the_state(view, shape, num_ranks):
+    group = group_of([empty(shape), empty(shape)], view=view)
+    state = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    for index, parts in enumerate(parts_of(group, range(num_ranks))):
+        found = torch.full((state.numel(),), -1.0)
+        for rank in range(num_ranks):
+            own = divided_state({"momentum_buffer": state}, parts, rank)["momentum_buffer"]
+            for part in parts:
+                if part.owner == rank:
+                    assert part.index == index
+                    found[part.start : part.stop] = own[part.offset : part.offset + part.numel]
+        assert torch.equal(found.view(shape), state)
+
+
+def test_one_row_has_its_range_whatever_its_stride():
+    plain, turned = torch.empty(1, 5000), torch.empty(5000, 1).T
+    assert turned.is_contiguous()
+    assert turned.stride() != plain.stride()
+    groups = [group_of([torch.nn.Parameter(one)], algorithm="adamw") for one in (plain, turned)]
+    one, other = (parts_of(group, range(3)) for group in groups)
+    assert one == other
