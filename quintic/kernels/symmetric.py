@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.configurations import SYMMETRIC
+from quintic.kernels.dispatch import MAX_SUM
 from quintic.kernels.launch import launch
 
 __all__ = ["can_multiply", "symmetric_multiply"]
@@ -22,8 +23,9 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
 _MIN_SIDE = 256
 
-# Side of a tile of the result. Not for a search: it decides which entries are mirrored.
+# Side of a tile of the result, and of one for small matrices. Not for a search: it decides which entries are mirrored.
 _BLOCK = 128
+_SMALLEST_BLOCK = 16
 
 
 @triton.jit
@@ -91,8 +93,11 @@ def _symmetric_kernel(
 
 
 def can_multiply(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Return whether the kernel pays for products of this dtype and (batch, m, n) on the short side."""
-    return dtype in _DTYPES and min(shape[-2:]) >= _MIN_SIDE
+    """Return whether the kernel computes products of (batch, m, n) matrices on the short side.
+
+    It does where it is faster than cuBLAS, and where cuBLAS's bits would depend on the batch.
+    """
+    return dtype in _DTYPES and (min(shape[-2:]) >= _MIN_SIDE or max(shape[-2:]) > MAX_SUM)
 
 
 def symmetric_multiply(
@@ -118,7 +123,8 @@ def symmetric_multiply(
         (batch, s, s) contiguous in that dtype, a new tensor, symmetric to the bit except within diagonal tiles.
     """
     count, side, inner = a.shape
-    tiles = triton.cdiv(side, _BLOCK)
+    block = min(_BLOCK, max(_SMALLEST_BLOCK, triton.next_power_of_2(side)))
+    tiles = triton.cdiv(side, block)
     configuration = SYMMETRIC.on(a.device)
     out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)
     launch(
@@ -137,9 +143,9 @@ def symmetric_multiply(
         diagonal,
         tiles,
         ADD=c is not None,
-        EVEN_SIDE=side % _BLOCK == 0,
+        EVEN_SIDE=side % block == 0,
         EVEN_INNER=inner % configuration.block_k == 0,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         BLOCK_K=configuration.block_k,
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,

@@ -29,6 +29,7 @@ from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
 from quintic.optim.products import nothing_ambient, padded_side
 from quintic.optim.program import multiplier, products_of, run_products, run_queue
+from quintic.optim.sums import norms
 
 __all__ = [
     "DEFAULT_STEPS",
@@ -176,9 +177,8 @@ def _normalized(
     # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
     peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)
     work = x / peak.masked_fill(peak == 0, 1)
-    # Two sums, over each row and then over the rows: a GPU divides one sum over a whole large matrix among its blocks,
-    # in parts that depend on how many matrices there are, and the last bit with them.
-    total = torch.linalg.vector_norm(torch.linalg.vector_norm(work, dim=-1, keepdim=True), dim=-2, keepdim=True)
+    # Two sums, over each row and then over the rows, so that CPUs divide them in the same way in every batch.
+    total = norms(norms(work, -1), -2)
     divisor = total.masked_fill(total == 0, 1) / norm
     result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
     return result.to(dtype) if out is None else out.copy_(result)

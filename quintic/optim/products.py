@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import MAX_SUM
+
 __all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "nothing_ambient", "padded_side"]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
@@ -124,11 +126,11 @@ def multiply(
 def _products(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float) -> Tensor:
     """Return alpha a @ b + beta c, a new tensor, each matrix as if it were alone."""
     batch = a.shape[0]
-    if batch <= 1 or (a.is_cuda and a.itemsize == 2):
+    if batch <= 1 or (a.is_cuda and a.itemsize == 2 and a.shape[2] <= MAX_SUM):
         return _batched(a, b, alpha, c, beta)
 
     # Libraries divide a batch of products among threads, or choose among kernels, by how many there are: the last bit
-    # would follow. On GPUs those of 16 bits do not, with sides as `padded_side` says.
+    # would follow. On GPUs those of 16 bits do not, with sides as `padded_side` says and sums that are not too long.
     def operands(i: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return _alone(a, i), _alone(b, i), None if c is None else c[i : i + 1]
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.precision import full_precision, store_
+from quintic.optim.sums import norms, sums
 
 __all__ = [
     "DecayCoupling",
@@ -119,15 +120,15 @@ def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Te
     `second_moment_shape`; the norm-preserving rescale follows the modded-nanogpt speedrun.
     """
     reduced_dim = -1 if second_moment.shape[-1] == 1 else -2
-    # A reduction that widens as it reads: no float32 copy of the update is made.
     wide = torch.promote_types(update.dtype, second_moment.dtype)
-    norm = torch.linalg.vector_norm(update, dim=reduced_dim, keepdim=True, dtype=wide).to(second_moment.dtype)
+    norm = norms(update, reduced_dim, wide).to(second_moment.dtype)
     mean_square = norm.square() / update.shape[reduced_dim]
     second_moment.lerp_(mean_square, 1 - beta)
     inverse_root = second_moment.clamp_min(_NEURON_EPS).rsqrt()
     # ||u||^2 and ||u inverse_root||^2 both follow from the reduced means: no second pass over the matrix.
-    norm_before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
-    norm_after = (mean_square * inverse_root.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    kept_dim = -3 - reduced_dim
+    norm_before = sums(mean_square, kept_dim).sqrt()
+    norm_after = sums(mean_square * inverse_root.square(), kept_dim).sqrt()
     factors: Tensor = inverse_root * (norm_before / norm_after.clamp_min(_NEURON_EPS))
     return factors
 

@@ -118,8 +118,7 @@ def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
         from quintic.kernels.normalize import scratch_bytes
 
         return batch * scratch_bytes(m, n)
-    work = _work_dtype(form, of).itemsize
-    return batch * (m * n + m + 4) * work
+    return _normalisation(form, batch, m, n, of)
 
 
 def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
@@ -127,10 +126,10 @@ def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
     item, work = form.compute_dtype.itemsize, _work_dtype(form, of).itemsize
     if _uses_kernel(form, m, n, of):
         return batch * m * n * item + _scratch(form, batch, m, n, of)
-    # CPUs widen operands before they divide.
-    widened = work if of.device.type == "cpu" and direction_dtype(form, of.dtype).itemsize < work else 0
+    # CPUs widen operands before they divide; GPUs square entries before they add them.
+    widens = of.device.type != "cpu" or direction_dtype(form, of.dtype).itemsize < work
     result = 0 if item == work else item
-    return batch * (m * n * max(widened, result) + (m * n + m + 4) * work)
+    return batch * (m * n * max(work if widens else 0, result) + (m * n + m + 4) * work)
 
 
 def _work_dtype(form: Form, of: Matrices) -> torch.dtype:
@@ -250,8 +249,8 @@ def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) ->
 
         return count * per_matrix(m, n)
     width, item = width_of(of.dtype), update_dtype(form, of.dtype).itemsize
-    # Sums of other entries than float32's are made of widened copies, except of 16 bits on GPUs.
-    widens = item < width and not (of.device.type == "cuda" and width == 4)
+    # CPUs make sums of other entries than float32's of widened copies; GPUs square entries before they add them.
+    widens = item < width or of.device.type == "cuda"
     return 10 * factor_bytes(count, m, n, of) + (count * m * n * width if widens else 0)
 
 

@@ -303,7 +303,10 @@ def test_normalisation_does_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
-@pytest.mark.parametrize(("count", "side", "inner"), [(2, 256, 384), (1, 300, 200), (3, 130, 70), (2, 128, 64)])
+@pytest.mark.parametrize(
+    ("count", "side", "inner"),
+    [(2, 256, 384), (1, 300, 200), (3, 130, 70), (2, 128, 64), (3, 16, 200), (2, 40, 80), (2, 3, 5)],
+)
 def test_symmetric_products(dtype, count, side, inner):
     x = (torch.randn(count, side, inner) / inner**0.5).to(DEVICE, dtype)
     tolerance = torch.finfo(dtype).eps
@@ -338,6 +341,7 @@ def test_symmetric_products_where_the_kernel_pays():
     assert can_multiply(torch.Size((1, 256, 300)), torch.float16)
     assert can_multiply(torch.Size((1, 300, 256)), torch.bfloat16)
     assert not can_multiply(torch.Size((1, 255, 300)), torch.float16)
+    assert can_multiply(torch.Size((1, 16, 4096)), torch.float16)  # elsewhere the bits would depend on the batch
     assert not can_multiply(torch.Size((1, 256, 300)), torch.float32)
 
 

@@ -226,16 +226,42 @@ def test_the_host_needs_about_two_milliseconds_for_500_parameters():
     assert sorted(times)[10] < 2.5e-3  # 2.1 ms on the slow host of the H200 measured
 
 
-# Sides that are no multiples of 8 were multiplied by other cuBLAS kernels in a batch than alone.
+SHAPES_OF_LIBRARIES = [
+    *[(13, 9), (3, 63), (13, 48), (40, 100), (63, 200), (256, 13), (250, 250), (260, 300)],
+    *[(16, 4096), (4104, 64), (192, 8192), (520, 8192), (100, 2048), (768, 768)],
+]
+
+
+# cuBLAS takes other kernels in a batch than alone for sides that are no multiples of 8, and for long sums.
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(13, 9), (3, 63), (13, 48), (40, 100), (63, 200), (256, 13), (250, 250), (260, 300)])
+@pytest.mark.parametrize("shape", SHAPES_OF_LIBRARIES)
 def test_the_bits_of_a_matrix_do_not_depend_on_the_batch(shape, dtype, kernels):
     torch.manual_seed(0)
-    x = torch.randn(101, *shape, device="cuda")
+    counts = (2, 3, 4, 8, 33, 101) if shape[0] * shape[1] < 2**20 else (2, 8)
+    x = torch.randn(counts[-1], *shape, device="cuda")
     for method in ("polar_express", "gram"):
         form = resolve(method, *shape, compute_dtype=dtype, device_type="cuda")
         alone = torch.cat([apply_form(matrix.unsqueeze(0), form, kernels) for matrix in x[:4].clone()])
-        for count in (2, 3, 4, 8, 33, 101):
+        for count in counts:
             together = apply_form(x[:count].clone(), form, kernels)
             assert torch.equal(together[:4], alone[:count]), (method, count)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("options", [{}, {"normalize": "neuron"}, {"compute_dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_do_not_depend_on_what_is_computed_together(dtype, options, kernels):
+    shapes = [(9, 13)] * 5 + [(40, 100)] * 40 + [(304, 264)] * 35 + [(16, 4096)] * 4
+    found = []
+    for workspace in (2**31, 1):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in shapes]
+        optimizer = Muon(params, kernels=kernels, max_workspace_bytes=workspace, **options)
+        for _ in range(2):
+            give_gradients(params)
+            optimizer.step()
+        found.append((params, len(optimizer.plan().buckets)))
+    (together, few), (alone, many) = found
+    assert many == len(shapes) > few
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
