@@ -16,13 +16,13 @@ __all__ = [
     "default_group",
     "group_ranks",
     "has_process_group",
+    "merged_over_ranks",
     "new_group",
     "start_all_gather",
     "start_all_max",
     "start_all_to_all",
     "start_broadcasts",
     "start_sum",
-    "sum_over_ranks",
     "this_rank",
     "warmed_up",
 ]
@@ -109,20 +109,22 @@ def start_sum(values: Tensor, group: ProcessGroup) -> Pending:
     return Pending(dist.all_reduce(values, group=group, async_op=True), values)
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return for each tensor the sum of all ranks' ones. All ranks of the group must call it.
+def merged_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return tensors with every entry from the rank that has it, to the last bit. All ranks of the group must call it.
 
     Args:
-        tensors: of one device, the same shapes and dtypes on all ranks; not modified.
+        tensors: of one device and of four or eight bytes per entry, the same shapes and dtypes on all ranks; zero where
+            another rank has the entry. Not modified.
         group: the process group.
     """
     result: list[Tensor] = [torch.empty(0)] * len(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(number)
-    for numbers in by_dtype.values():
+    for dtype, numbers in by_dtype.items():
         flat = torch.cat([tensors[number].flatten() for number in numbers])
-        dist.all_reduce(flat, group=group)
+        # As integers: a sum of floating-point numbers makes +0 of -0 and changes the payload of NaNs.
+        dist.all_reduce(flat.view({4: torch.int32, 8: torch.int64}[dtype.itemsize]), group=group)
         parts = flat.split([tensors[number].numel() for number in numbers])
         for number, part in zip(numbers, parts, strict=True):
             result[number] = part.view(tensors[number].shape)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from quintic.optim.coefficients import newton_schulz_coefficients
 from quintic.optim.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
+from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
 from quintic.optim.views import Flatten, View
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
@@ -41,6 +43,8 @@ class _Owned(NamedTuple):
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Tensor]
+    divided: Divided | None
+    """Which parts of the state are whose, where ranks divide it."""
 
 
 class _Copy(NamedTuple):
@@ -119,16 +123,20 @@ def import_torch_state(optimizer: Optimizer, *state_dicts: Mapping[str, Any]) ->
 def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return the state as `torch.optim.Muon` and `torch.optim.AdamW` load it.
 
+    Where ranks divide the state (`comms="sharded"`) whole tensors are returned on every rank: all ranks must call it,
+    as `state_dict`. The state of `DTensor`s is exported as `DTensor`s.
+
     Args:
         optimizer: a `quintic.Muon`.
 
     Returns:
         `{"muon": state dict, "adamw": state dict}`, each with one group per group of the optimizer, in its order. The
-        tensors are the optimizer's own. What PyTorch's optimizers do not have is left out: second moments of neurons,
-        masters, views, Polar Express (their Muon has the Newton-Schulz triple).
+        tensors are the optimizer's own where it has them whole. What PyTorch's optimizers do not have is left out:
+        second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz triple).
     """
+    saved = optimizer.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
-    for group in optimizer.param_groups:
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         algorithm: Algorithm = group["algorithm"]
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
@@ -146,15 +154,16 @@ def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
                 "adjust_lr_fn": "match_rms_adamw" if group["lr_scale"] == "match_rms_adamw" else "original",
             }
         target["param_groups"].append({**options, "params": indices, "param_names": list(group["param_names"])})
-        for index, param in zip(indices, group["params"], strict=True):
-            state = optimizer.state[param]
-            target["state"][index] = {key: state[key] for key in sorted(STATE_KEYS[algorithm])}
+        for index, key in zip(indices, saved_group["params"], strict=True):
+            state = saved["state"][key]
+            target["state"][index] = {name: state[name] for name in sorted(STATE_KEYS[algorithm])}
     return exported
 
 
 def _owned(optimizer: Optimizer) -> dict[str, _Owned]:
+    divided = divided_parameters(optimizer.param_groups)
     return {
-        name: _Owned(param, group, optimizer.state[param])
+        name: _Owned(param, group, optimizer.state[param], divided.get(param))
         for group in optimizer.param_groups
         for name, param in zip(group["param_names"], group["params"], strict=True)
     }
@@ -273,7 +282,11 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
         if source.ndim == 2 and target.ndim > 2 and source.shape == target.flatten(1).shape:
             source = source.reshape(target.shape)  # convolutions are saved as the matrices they are stepped as
         factor = entry.momentum_factor if key == "momentum_buffer" else 1.0
-        copies.append(_checked(entry.name, key, _Copy(target, source, factor)))
+        if own.divided is not None and key in CUT_KEYS:
+            pieces = part_of_saved(f"{entry.name}: saved {key}", own.param, own.divided, target, source)
+            copies += [_Copy(target_piece, piece, factor) for target_piece, piece in pieces]
+        else:
+            copies.append(_checked(entry.name, key, _Copy(target, source, factor)))
     return copies
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import sum_over_ranks, this_rank
+from quintic.optim.comms import merged_over_ranks, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.packing import in_memory_order
 from quintic.optim.sharded import CUT_KEYS, Part, parts_of
@@ -67,12 +67,11 @@ def whole_states(
             for part in this.own:
                 run = whole[key][part.offset : part.offset + part.numel]
                 in_memory_order(mine)[part.start : part.stop] = run.to(dtype)
-            # Everybody else adds zeros, so that the sum is what the owner has, to the last bit.
-            [total] = sum_over_ranks([mine], group)
-            whole[key] = total.to(whole[key].device)  # the host's memory, where the state is there
+            [merged] = merged_over_ranks([mine], group)
+            whole[key] = merged.to(whole[key].device)  # the host's memory, where the state is there
         if "second_momentum_buffer" in whole:
             kept = _owned_moments(whole["second_momentum_buffer"], param, this)
-            [whole["second_momentum_buffer"]] = sum_over_ranks([kept], group)
+            [whole["second_momentum_buffer"]] = merged_over_ranks([kept], group)
         found[param] = whole
     return found
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.comms import has_process_group, sum_over_ranks, this_rank
+from quintic.optim.comms import has_process_group, merged_over_ranks, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.sharing import layouts_of
@@ -139,11 +139,10 @@ def complete_second_moments(
         return
     communicators.connect(groups, layouts)
     for ranks, found in sorted(shared.items()):
-        # Everybody else adds zeros, so that the sum is what the holder has, to the last bit.
         mine = [torch.where(holders == this_rank(), buffer, 0) for buffer, holders in found]
-        sums = sum_over_ranks(mine, communicators[ranks])
-        for (buffer, holders), total in zip(found, sums, strict=True):
-            buffer.copy_(torch.where(holders >= 0, total, buffer))
+        everything = merged_over_ranks(mine, communicators[ranks])
+        for (buffer, holders), whole in zip(found, everything, strict=True):
+            buffer.copy_(torch.where(holders >= 0, whole, buffer))
 
 
 def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
