@@ -33,7 +33,7 @@ from quintic.optim.sharded_state import whole_states
 from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state
-from quintic.optim.telemetry import MatrixTelemetry, StepReport
+from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.validate import check_group, check_keys
 from quintic.optim.views import Matrix
@@ -354,21 +354,12 @@ class Muon(Optimizer):
         return replace(report, skipped=go is not None and not bool(go), skipped_steps=skipped_steps)
 
     def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
-        """Return the measurements of the last sampled step: parameter name -> one entry per matrix of its view.
+        """Return what each group's last sampled step measured: parameter name -> one entry per matrix of its view.
 
-        Empty until a step was sampled (`telemetry_every`). Waits for the device.
+        Parameters that were not stepped then, such as those without a gradient, are absent. Empty until a step was
+        sampled (`telemetry_every`). Waits for the device.
         """
-        found: dict[str, dict[int, MatrixTelemetry]] = {}
-        measured = self._runner.measured.values() if self._runner is not None else []
-        for members, values in measured:
-            rows = iter(values.tolist())
-            for member in members:
-                for offset in range(member.num_matrices):
-                    rms, mean, spread, rank = next(rows)
-                    found.setdefault(member.name, {})[member.first_matrix + offset] = MatrixTelemetry(
-                        update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
-                    )
-        return {name: [entries[index] for index in sorted(entries)] for name, entries in found.items()}
+        return collected(self._runner.measured) if self._runner is not None else {}
 
     def upload_hyperparameters(self) -> None:
         """Bring changed learning rates, momenta, decays, betas and eps to the device, where a CUDA graph reads them.

@@ -29,8 +29,9 @@ __all__ = [
     "step_matrices",
 ]
 
-# Called with a bucket's members, directions, updates and factors, where telemetry is sampled.
-Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor], None]
+# Called where telemetry is sampled, with members of a bucket, their directions, updates and factors, and flags, () or
+# (matrices,) int32, that are zero for matrices which are not stepped; None if all are.
+Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 class Passes(Protocol):
@@ -125,8 +126,8 @@ def step_matrices(
         active: the members that have a gradient.
         memory: the bucket's own.
         passes: over these members.
-        go: () int32 on the device; where it is zero nothing changes. None for always.
-        observer: is shown directions, updates and factors, or None.
+        go: () or (matrices,) int32 on the device; where it is zero nothing changes. None for always.
+        observer: see `Observer`, or None.
     """
     directions = passes.directions()
     update = orthogonalized(directions, bucket.form, bucket, group)
@@ -136,7 +137,7 @@ def step_matrices(
         table = memory.neuron_table(bucket, moments, (member.name for member in active.members))
         factors = advance_neurons_(update, moments, factors, group, go, table)
     if observer is not None:
-        observer(active.members, directions, update, factors)
+        observer(active.members, directions, update, factors, go)
     passes.apply(update, factors)
 
 

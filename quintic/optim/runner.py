@@ -32,7 +32,7 @@ from quintic.optim.schedule import Orders, restricted, run_overlapping
 from quintic.optim.sharded_step import ShardedMemory, step_sharded
 from quintic.optim.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.telemetry import StepReport, measure
+from quintic.optim.telemetry import Measured, StepReport, measure
 from quintic.optim.travel_step import TravelMemory, step_travelling
 from quintic.optim.work import Work, report, visits
 
@@ -90,8 +90,8 @@ class Runner:
         if any(group["offload"] for group in groups):
             self._offload = Offload(self.plan, groups, state)
             self.plan = self._offload.plan
-        self.measured: dict[tuple[int, int], tuple[list[Member], Tensor]] = {}
-        """Telemetry of the last sampled step, by bucket and kind of matrix."""
+        self.measured: dict[int, dict[int, Measured]] = {}
+        """Telemetry of the last sampled step of each bucket, by kind of matrix."""
         self._hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = {}
         self._num_steps = 0
 
@@ -156,6 +156,8 @@ class Runner:
             if go is not None and any(work.bucket.kernels == "torch" for work in works):
                 host_go = bool(go)
 
+            # Also of buckets that have nothing to step now: what they measured before is of another step.
+            self.measured |= {work.number: {} for work in works if self._is_sampled(work)}
             local = [work for work in works if work.is_local(host_go)]
 
             def run_local() -> None:
@@ -321,15 +323,21 @@ class Runner:
         self._hyperparameters[key].update(work.group)
         return self._hyperparameters[key]
 
-    def _observer(self, work: Work) -> Observer | None:
+    def _is_sampled(self, work: Work) -> bool:
         every = work.group["telemetry_every"]
-        if every is None or self._num_steps % every or is_capturing(work.bucket.device):
-            return None
+        return every is not None and self._num_steps % every == 0 and not is_capturing(work.bucket.device)
 
-        def observe(members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor) -> None:
+    def _observer(self, work: Work) -> Observer | None:
+        if not self._is_sampled(work):
+            return None
+        measured = self.measured[work.number]
+
+        def observe(
+            members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor, go: Tensor | None
+        ) -> None:
             # A unit that travels may hold matrices of several kinds, measured one kind after the other.
-            key = (work.number, members[0].first_matrix if members and members[0].piece is None else 0)
-            self.measured[key] = list(members), measure(directions, updates, factors)
+            kind = members[0].first_matrix if members and members[0].piece is None else 0
+            measured[kind] = Measured(list(members), measure(directions, updates, factors), go)
 
         return observe
 

@@ -4,13 +4,17 @@ The measurements come from Gram matrices alone (traces of G and G^2), so that th
 on the steps that are sampled and wait for nothing; numbers reach the host when the user asks for them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixTelemetry", "StepReport", "measure"]
+from quintic.optim.plan import Member
+
+__all__ = ["MatrixTelemetry", "Measured", "StepReport", "collected", "measure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,32 @@ class MatrixTelemetry:
     """Standard deviation of these squared singular values: 0 for an exact polar factor."""
     effective_rank: float
     """(tr G)^2 / tr(G^2) of the direction's Gram matrix G before orthogonalisation: between 1 and the short side."""
+
+
+class Measured(NamedTuple):
+    """Measurements of the matrices of one shape in a bucket, on their device."""
+
+    members: Sequence[Member]
+    values: Tensor
+    """What `measure` returned for the matrices of these members."""
+    stepped: Tensor | None
+    """() or (matrices,) int32: 0 for those that the step left as they were; None for none."""
+
+
+def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
+    """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
+    found: dict[str, dict[int, MatrixTelemetry]] = {}
+    for members, values, stepped in chain.from_iterable(kinds.values() for kinds in measured.values()):
+        flags = repeat(1) if stepped is None else iter(stepped.expand(len(values)).tolist())
+        rows = iter(values.tolist())
+        for member in members:
+            for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
+                rms, mean, spread, rank = next(rows)
+                if next(flags):
+                    found.setdefault(member.name, {})[number] = MatrixTelemetry(
+                        update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
+                    )
+    return {name: [matrices[number] for number in sorted(matrices)] for name, matrices in found.items()}
 
 
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:

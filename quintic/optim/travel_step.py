@@ -176,13 +176,12 @@ def orthogonalized_units(
         found = scales[:, number].view(-1, 1, 1)
         if exchange.num_owned:
             update = orthogonalized(directions, kind.form, bucket, group)
+            of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
             if normalizes:
                 table = memory.neuron_table(bucket, moments[number], (unit.name for unit in travel.owned), number)
-                found = advance_neurons_(
-                    update, moments[number], found, group, None if go is None else go[owned], table
-                )
+                found = advance_neurons_(update, moments[number], found, group, of_owned, table)
             if observer is not None:
-                observer(_owned_members(bucket, number), directions, update, found)
+                observer(_owned_members(bucket, number), directions, update, found, of_owned)
         else:
             # Not a part of the directions, which it would keep alive.
             update = torch.empty_like(directions, dtype=update_dtype(kind.form, bucket.dtype))

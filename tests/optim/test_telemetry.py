@@ -78,3 +78,50 @@ def test_zero_gradients_measure_zero():
     stepped(optimizer, param, torch.zeros(6, 4))
     (found,) = optimizer.telemetry()["w"]
     assert [getattr(found, name) for name in FIELDS] == [0, 0, 0, 0]
+
+
+def test_parameters_absent_from_the_last_sampled_step_are_not_reported():
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in {"a": (6, 4), "b": (6, 4), "c": (5, 5)}.items()}
+    optimizer = Muon(params.items(), telemetry_every=2)
+
+    def step(*names):
+        for name, param in params.items():
+            param.grad = torch.randn_like(param) if name in names else None
+        optimizer.step()
+        return set(optimizer.telemetry())
+
+    assert step("a", "b", "c") == {"a", "b", "c"}
+    assert step("a") == {"a", "b", "c"}  # not sampled
+    assert step("b") == {"b"}  # of c's bucket nothing is stepped at all
+    assert step("c") == {"b"}
+    assert step() == set()
+    step()
+    assert step("a", "c") == {"a", "c"}
+
+
+def test_each_group_keeps_its_own_last_sampled_step():
+    params = [nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    optimizer = Muon(
+        [{"params": [("often", params[0])], "telemetry_every": 1}, {"params": [("rarely", params[1])]}],
+        telemetry_every=2,
+    )
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    rarely = optimizer.telemetry()["rarely"]
+    optimizer.step()
+    assert optimizer.telemetry().keys() == {"often", "rarely"}
+    assert optimizer.telemetry()["rarely"] == rarely
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_skipped_step_measures_nothing(kernels):
+    params = [nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    optimizer = Muon(
+        [{"params": [("guarded", params[0])], "on_nonfinite": "skip"}, {"params": [("other", params[1])]}],
+        telemetry_every=1,
+        kernels=kernels,
+    )
+    params[0].grad, params[1].grad = torch.full((6, 4), torch.inf), torch.randn(6, 4)
+    optimizer.step()
+    assert optimizer.telemetry().keys() == {"other"}
