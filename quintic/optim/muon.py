@@ -9,6 +9,7 @@ ranks: `travel.py`.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -35,12 +36,17 @@ from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
-from quintic.optim.validate import check_group, check_keys
+from quintic.optim.validate import check_group, check_keys, checked_options
 from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
+
+# Names in the constructor that are no options of a group.
+_NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__class__"})
+
+_options_of_plan: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*PLANNED_OPTIONS)
 
 
 class Muon(Optimizer):
@@ -106,7 +112,7 @@ class Muon(Optimizer):
             weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
             an error that names the parameter (waits for the device).
         max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single matrix may
-            exceed it); None for no bound.
+            exceed it), at least 1; None for no bound.
         kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
         telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
@@ -124,7 +130,8 @@ class Muon(Optimizer):
     # What follows from the groups, made when needed and dropped when they change.
     _runner: Runner | None = None
     _orders: Orders
-    _planned_options: list[list[Any]]
+    _planned_options: list[tuple[Any, ...]]
+    _checked_options: list[tuple[Any, ...]]
     _communicators: Communicators
     _rows: AnnouncedRows
     _early: EarlyAverages
@@ -169,8 +176,7 @@ class Muon(Optimizer):
         launch_order: Sequence[str] | None = None,
         work_order: Sequence[str] | None = None,
     ) -> None:
-        not_of_groups = ("self", "params", "launch_order", "work_order", "__class__")
-        defaults = {name: value for name, value in locals().items() if name not in not_of_groups}
+        defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
         self._orders = orders_of(launch_order, work_order)
         self._forget_steps()
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
@@ -196,6 +202,7 @@ class Muon(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._checked_options.append(checked_options(added))
         self._communicators.connect([added], [layouts])
         ranks = dividing_ranks(added, layouts)
         parts = parts_of(added, ranks) if ranks else []
@@ -240,15 +247,26 @@ class Muon(Optimizer):
         return replace(self._planned().plan, kept_bytes=self._communicators.kept_bytes)
 
     def _planned(self) -> Runner:
-        options = [[group[key] for key in PLANNED_OPTIONS] for group in self.param_groups]
-        if self._runner is None or options != self._planned_options:
-            self._forget_plan()
+        """Return the runner of the current plan; options that were changed are checked first."""
+        if self._checked_options != (options := list(map(checked_options, self.param_groups))):
+            self._check_changes(options)
+        if self._runner is None:
             place_state(self.param_groups, self.state)
             self._runner = Runner(
                 self.param_groups, self.state, self._communicators, self._orders, self._rows, self._early
             )
-            self._planned_options = options
+            self._planned_options = list(map(_options_of_plan, self.param_groups))
         return self._runner
+
+    def _check_changes(self, options: list[tuple[Any, ...]]) -> None:
+        """Check the groups whose options are not those checked before; forget the plan if it depends on any of them."""
+        for number, (group, found) in enumerate(zip(self.param_groups, options, strict=True)):
+            if self._checked_options[number : number + 1] != [found]:
+                check_group(number, group)
+                check_transport(number, group, layouts_of(number, group))
+        self._checked_options = options
+        if self._planned_options != list(map(_options_of_plan, self.param_groups)):
+            self._forget_plan()
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
@@ -421,6 +439,7 @@ class Muon(Optimizer):
         self._communicators = Communicators()
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
+        self._checked_options = []
         self._forget_plan()
 
     def _forget_plan(self) -> None:

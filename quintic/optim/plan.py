@@ -48,8 +48,11 @@ PLANNED_OPTIONS = (
     "kernels",
     "normalize",
     "max_workspace_bytes",
+    "algorithm",
     "view",
+    "master",
     "comms",
+    "process_group",
     "transport",
     "offload",
 )

@@ -59,6 +59,9 @@ _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 # Where the work is done and in how much memory: of this run, not of the one that was saved.
 _PLACE_KEYS = ("comms", "transport", "offload", "max_workspace_bytes")
 
+# What older versions left in every saved group.
+_NO_OPTIONS = ("not_of_groups",)
+
 # Integers that hold every mantissa.
 _MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
 
@@ -157,9 +160,13 @@ def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         if "mantissa" in tensors and has_process_group():
             state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
     groups = [
-        {**group, **{key: str(group[key]) for key in ("view", *CODE_KEYS)}} for group in state_dict["param_groups"]
+        {**group, **{key: _as_text(group[key]) for key in ("view", *CODE_KEYS)}} for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _as_text(option: object) -> str | None:
+    return None if option is None else str(option)
 
 
 def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -194,7 +201,7 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         _copy_(target, source)
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for key, value in saved_group.items():
-            if key not in (*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS):
+            if key not in (*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS):
                 group[key] = _with_tuples(deepcopy(value))
 
 

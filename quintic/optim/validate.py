@@ -1,11 +1,14 @@
-"""What a parameter group must be: every mistake is found at construction and named.
+"""What a parameter group must be: every mistake is found when a group is added, or at the first step after a change.
 
-`Muon.add_param_group` calls these two; `step` raises only for what cannot be known earlier.
+`Muon` calls these for a new group, and again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
 """
 
 import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,15 +22,30 @@ from quintic.optim.sharing import DIVIDING
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 
-__all__ = ["check_group", "check_keys"]
+__all__ = ["CHECKED_OPTIONS", "check_group", "check_keys", "checked_options"]
 
 # Keys that are not options of ours but that PyTorch's schedulers, or users labelling a group, put into one.
 _FOREIGN_GROUP_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
 
+# What other libraries call an option of ours, where no similar spelling leads to it.
+_SYNONYMS = {
+    "adjust_lr_fn": "lr_scale",
+    "beta1": "betas",
+    "beta2": "betas",
+    "learning_rate": "lr",
+    "mu": "momentum",
+    "ns_coefficients": "coefficients",
+    "ns_steps": "orthogonalizer_steps",
+    "use_muon": "algorithm",
+    "wd": "weight_decay",
+}
+
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
+    "nesterov": (False, True),
+    "cautious": (False, True),
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
@@ -38,6 +56,26 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "kernels": ("auto", "torch", "triton"),
 }
 
+CHECKED_OPTIONS = (
+    *(
+        "algorithm",
+        "view",
+        "comms",
+        "process_group",
+        "transport",
+        "master",
+        "offload",
+        "max_workspace_bytes",
+        "kernels",
+    ),
+    *("orthogonalizer", "orthogonalizer_steps", "coefficients", "compute_dtype", "normalize", "nesterov", "cautious"),
+    *("decay_coupling", "lr_scale", "lr_multipliers", "step_every", "on_nonfinite", "qk_clip", "telemetry_every"),
+)
+"""Options of a group that are checked again when they change. Not those that schedules change at every step."""
+
+checked_options: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*CHECKED_OPTIONS)
+"""Return the values of `CHECKED_OPTIONS` in a group."""
+
 
 def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Reject options that do not exist.
@@ -46,10 +84,11 @@ def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]
         ValueError: names the option and the nearest one that exists.
     """
     known = options.keys() | _FOREIGN_GROUP_KEYS
-    for key in group.keys() - known:
-        nearest = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"parameter group {number}: unknown option {key!r}{hint}")
+    for key in group:
+        if key not in known:
+            nearest = [_SYNONYMS[key]] if key in _SYNONYMS else difflib.get_close_matches(str(key), sorted(known), n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(sorted(options))}"
+            raise ValueError(f"parameter group {number}: unknown option {key!r}{hint}")
 
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:
@@ -68,7 +107,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             f"parameter group {number} ({_first_name(group)}): unknown algorithm {group['algorithm']!r}; "
             f"choose 'muon' or 'adamw'"
         )
-    _check_numbers(number, group)
+    _check_options(number, group)
     if group["algorithm"] == "muon" and group["comms"] == "sharded_sparse":
         raise ValueError(
             f"parameter group {number} ({_first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
@@ -114,6 +153,11 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             view.blocks(local_tensor(param.detach()))  # as it lies in memory
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    if callable(group["lr_scale"]):
+        for _, m, n in view.shapes(param.shape):
+            scale = group["lr_scale"](m, n) if m and n else 1.0
+            if not _is_number(scale):
+                raise ValueError(f"{name}: lr_scale({m}, {n}) returned {scale!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
             f"{name}: {len(multipliers)} lr_multipliers for {count} matrices; "
@@ -121,32 +165,57 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_numbers(number: int, group: Mapping[str, Any]) -> None:
+def _check_options(number: int, group: Mapping[str, Any]) -> None:
     def check(key: str, ok: bool, need: str) -> None:
         if not ok:
             raise ValueError(f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} must be {need}")
 
     for key in ("lr", "weight_decay", "eps"):
-        check(key, float(group[key]) >= 0, "at least 0")
+        check(key, _is_number(group[key], 0), "a number of at least 0")
     for key in ("momentum", "normalize_beta"):
-        check(key, 0 <= group[key] < 1, "in [0, 1)")
-    check("betas", len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]), "two numbers in [0, 1)")
+        check(key, _is_number(group[key], 0, 1), "a number in [0, 1)")
+    betas = group["betas"]
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_number(beta, 0, 1) for beta in betas)
+    check("betas", is_pair, "two numbers in [0, 1), such as (0.9, 0.95)")
     for key, choices in _CHOICES.items():
         check(key, group[key] in choices, " or ".join(map(repr, choices)))
-    check("max_workspace_bytes", (group["max_workspace_bytes"] or 1) > 0, "positive or None")
-    check("step_every", isinstance(group["step_every"], int) and group["step_every"] >= 1, "an integer of at least 1")
+    for key in ("step_every", "orthogonalizer_steps"):
+        check(key, _is_count(group[key]), "an integer of at least 1")
+    check("max_workspace_bytes", _is_count_or_none(group["max_workspace_bytes"]), "a positive integer, or None")
+    check("telemetry_every", _is_count_or_none(group["telemetry_every"]), "an integer of at least 1, or None")
     multipliers = group["lr_multipliers"]
     if multipliers is not None:
-        check("lr_multipliers", all(math.isfinite(value) for value in multipliers), "finite numbers")
+        check("lr_multipliers", all(_is_number(value) for value in multipliers), "finite numbers")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
-    lr_scale_factor(group["lr_scale"], 1, 1)
-    if not callable(group["orthogonalizer"]):
-        check_orthogonalizer(
-            group["orthogonalizer"],
-            group["orthogonalizer_steps"],
-            coefficients=group["coefficients"],
-            compute_dtype=group["compute_dtype"],
-        )
+    try:
+        if not callable(group["lr_scale"]):
+            lr_scale_factor(group["lr_scale"], 1, 1)
+        if not callable(group["orthogonalizer"]):
+            check_orthogonalizer(
+                group["orthogonalizer"],
+                group["orthogonalizer_steps"],
+                coefficients=group["coefficients"],
+                compute_dtype=group["compute_dtype"],
+            )
+    except ValueError as error:
+        # `orthogonalize` calls its argument by another name than the option.
+        message = re.sub(r"^method=", "orthogonalizer=", str(error))
+        raise ValueError(f"parameter group {number} ({_first_name(group)}): {message}") from None
+
+
+def _is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
+    """Whether a value is one number in [least, below). A tensor on a device is not read: that would wait for it."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and (value.device.type != "cpu" or least <= float(value) < below)
+    return isinstance(value, Real) and math.isfinite(value) and least <= float(value) < below
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1
+
+
+def _is_count_or_none(value: object) -> bool:
+    return value is None or _is_count(value)
 
 
 def _first_name(group: Mapping[str, Any]) -> str:

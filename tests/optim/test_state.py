@@ -184,3 +184,59 @@ def test_tensors_in_a_state_dict_share_memory():
     model, optimizer = trained("a")
     for key, value in optimizer.state_dict()["state"][0].items():
         assert value.data_ptr() == optimizer.state[model["a"].weight][key].data_ptr(), key
+
+
+def test_only_options_are_in_groups_and_what_is_none_is_saved_as_none():
+    _, optimizer = trained("a")
+    saved = optimizer.state_dict()["param_groups"][0]
+    assert saved.keys() == optimizer.param_groups[0].keys() == {*optimizer.defaults, "params", "param_names"}
+    assert "not_of_groups" not in saved
+    for key in ("compute_dtype", "process_group", "qk_clip", "launch_order"):
+        assert saved.get(key) is None, key
+    _, other = trained("a", lr_scale=None, compute_dtype=torch.bfloat16, qk_clip=quintic.QKClip(50))
+    saved = other.state_dict()["param_groups"][0]
+    assert saved["lr_scale"] is None
+    assert (saved["compute_dtype"], saved["qk_clip"][:20]) == ("torch.bfloat16", "QKClip(threshold=50,")
+
+
+# A state saved when constructors left their list of names in every group, and None was saved as text.
+OLD_OPTIONS = {
+    "lr": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.25, "decay_coupling": "lr", "cautious": False,
+    "orthogonalizer": "auto", "orthogonalizer_steps": 5, "coefficients": None, "compute_dtype": "None",
+    "normalize": None, "normalize_beta": 0.95, "lr_scale": "spectral", "lr_multipliers": None, "adamw_lr": 0.0003,
+    "betas": [0.9, 0.95], "eps": 1e-08, "step_every": 1, "comms": "none", "process_group": "None",
+    "transport": "collectives", "master": None, "qk_clip": "None", "offload": False, "on_nonfinite": "propagate",
+    "max_workspace_bytes": 2147483648, "kernels": "auto", "telemetry_every": None,
+    "not_of_groups": ["self", "params", "launch_order", "work_order", "__class__"],
+    "view": "Matrix(transposed=False)", "pending_steps": 0,
+}  # fmt: skip
+OLD_STATE = {
+    "state": {
+        0: {"momentum_buffer": torch.tensor([[1.0, 2.0], [3.0, -0.0]])},
+        1: {"step": torch.tensor(7.0), "exp_avg": torch.tensor([1.0, 2.0]), "exp_avg_sq": torch.tensor([3.0, 4.0])},
+    },
+    "param_groups": [
+        {**OLD_OPTIONS, "algorithm": "muon", "param_names": ["weight"], "params": [0]},
+        {**OLD_OPTIONS, "algorithm": "adamw", "lr": 0.125, "param_names": ["bias"], "params": [1]},
+    ],
+}
+
+
+def test_states_of_older_versions_load():
+    model = nn.Linear(2, 2)
+    optimizer = quintic.Muon(quintic.param_groups(model), lr=1.0, compute_dtype=torch.float32)
+    optimizer.load_state_dict(copy.deepcopy(OLD_STATE))
+    for key, param in enumerate([model.weight, model.bias]):
+        for name, value in OLD_STATE["state"][key].items():
+            assert torch.equal(optimizer.state[param][name], value)
+            assert torch.equal(optimizer.state[param][name].signbit(), value.signbit())
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["lr"], vectors["lr"]) == (0.5, 0.125)
+    for group in (matrices, vectors):
+        assert (group["momentum"], group["weight_decay"], group["betas"]) == (0.9, 0.25, (0.9, 0.95))
+        assert group["compute_dtype"] == torch.float32
+        assert group["process_group"] is None
+        assert "not_of_groups" not in group
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert "not_of_groups" not in optimizer.state_dict()["param_groups"][0]

@@ -1,0 +1,113 @@
+"""Options that are set on a group after construction: checked as at construction, before anything changes."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import quintic
+from quintic.optim.plan import PLANNED_OPTIONS
+from quintic.optim.validate import CHECKED_OPTIONS
+
+
+def optimizer_of(**options):
+    weight, bias = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6))
+    optimizer = quintic.Muon(
+        [{"params": [("weight", weight)]}, {"params": [("bias", bias)], "algorithm": "adamw"}], **options
+    )
+    for param in (weight, bias):
+        param.grad = torch.randn_like(param)
+    return optimizer, weight
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("normalize", "row", "normalize='row' must be None or 'neuron'"),
+        ("master", "bf16", "master='bf16' must be"),
+        ("telemetry_every", 0, "telemetry_every=0 must be an integer of at least 1"),
+        ("step_every", 0, "step_every=0 must be"),
+        ("orthogonalizer", "qr", "orthogonalizer='qr': choose"),
+        ("orthogonalizer_steps", 0, "orthogonalizer_steps=0"),
+        ("lr_scale", "moon", "lr_scale='moon': choose"),
+        ("max_workspace_bytes", 0, "max_workspace_bytes=0 must be"),
+        ("comms", "shared", "comms='shared' must be"),
+        ("view", quintic.Heads(4), r"weight: Heads\(num_heads=4"),
+        ("lr_multipliers", (1.0, 2.0), "weight: 2 lr_multipliers for 1 matrices"),
+        ("on_nonfinite", "stop", "on_nonfinite='stop' must be"),
+        ("qk_clip", 100, "qk_clip=100 must be"),
+        ("nesterov", "no", "nesterov='no' must be"),
+        ("kernels", "triton", "weight: kernels='triton'"),
+        ("transport", "copy", "transport='copy' must be"),
+    ],
+)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_changed_options_are_checked_before_the_next_step(key, value, message, stepped):
+    optimizer, weight = optimizer_of()
+    group = optimizer.param_groups[0]
+    if stepped:
+        optimizer.step()
+    before, good = weight.detach().clone(), group[key]
+    group[key] = value
+    for use in (optimizer.step, optimizer.plan, optimizer.step):  # the mistake stays one until it is mended
+        with pytest.raises(ValueError, match=message):
+            use()
+    assert torch.equal(weight, before)
+    group[key] = good
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def test_changed_options_hold():
+    optimizer, _ = optimizer_of()
+    optimizer.step()
+    assert optimizer.telemetry() == {}
+    optimizer.param_groups[0]["telemetry_every"] = 1
+    optimizer.step()
+    assert list(optimizer.telemetry()) == ["weight"]
+    optimizer.param_groups[0]["orthogonalizer"] = "svd"
+    optimizer.step()
+    assert optimizer.last_step().matrices == {"svd fp32": 1}
+
+
+def test_options_that_schedules_do_not_change_are_all_checked():
+    """A new option must be decided about: is it checked when it changes, or may schedules change it at each step?"""
+    optimizer, _ = optimizer_of()
+    scheduled = {"lr", "momentum", "weight_decay", "betas", "eps", "normalize_beta", "pending_steps", "adamw_lr"}
+    assert scheduled | {*CHECKED_OPTIONS} == optimizer.defaults.keys()
+    assert not scheduled & {*CHECKED_OPTIONS}
+    assert {*PLANNED_OPTIONS} <= {*CHECKED_OPTIONS}
+
+
+def test_checking_costs_a_steady_step_nothing():
+    """At most what comparing the options of the plan alone took, one by one."""
+    optimizer, _ = optimizer_of()
+    optimizer.step()
+    runner = optimizer._planned()
+    groups = optimizer.param_groups
+    planned = [[group[key] for key in PLANNED_OPTIONS] for group in groups]
+
+    def seconds(function):
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            for _ in range(50):
+                function()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    one_by_one = seconds(lambda: [[group[key] for key in PLANNED_OPTIONS] for group in groups] == planned)
+    assert seconds(optimizer._planned) < 3 * one_by_one
+    assert optimizer._planned() is runner
+
+
+def test_schedules_do_not_make_the_plan_anew():
+    optimizer, _ = optimizer_of()
+    optimizer.step()
+    runner, (group, other) = optimizer._planned(), optimizer.param_groups
+    for value in (0.1, torch.tensor(0.2)):
+        group.update(lr=value, momentum=0.5, weight_decay=0.3, normalize_beta=0.5, initial_lr=1.0)
+        other.update(lr=value, betas=(0.5, 0.6), eps=1e-3)
+        optimizer.step()
+        assert optimizer._planned() is runner
