@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, group_ranks, start_sum, this_rank
 from quintic.optim.communicators import Communicators
+from quintic.optim.connected import Connected, exchanged, facts_of
 from quintic.optim.device_memory import HostCopy, host_tensor, is_capturing, upload
 from quintic.optim.layouts import Layout
 from quintic.optim.partial_gradients import PartialGradients
@@ -57,6 +58,8 @@ class Agreements:
         """Whether ranks have compared their plans."""
         self.partial = PartialGradients()
         """Which gradients are sums still to be made."""
+        self.connected = Connected({this_rank(): facts_of(groups, layouts)}, groups, communicators)
+        """The ranks that decide together; this one alone until ranks have compared their plans."""
         self._counted: dict[tuple[int, ...], _Counted] = {}
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Of each parameter that ranks share which ones, and its number among those that they share."""
@@ -66,14 +69,18 @@ class Agreements:
         """Compare plans before the first step. All ranks that share parameters must call it.
 
         Raises:
-            RuntimeError: they were given different parameters or options.
+            RuntimeError: ranks that are connected with this one were given different parameters or options.
         """
         if self.has_agreed:
             return
         self._communicators.connect(self._groups, self._layouts)
+        problem = None
         for ranks, found in _describe(self._groups, self._layouts).items():
             descriptions = [description for _, description in found]
-            _check_same_plan([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
+            differs = _difference([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
+            if differs is not None:
+                problem = problem or differs
+                continue
             params = [self._groups[group]["params"][index] for (group, index), _ in found]
             names = [self._groups[group]["param_names"][index] for (group, index), _ in found]
             needed = [1 if self._groups[group]["comms"] in AVERAGING else len(ranks) for (group, _), _ in found]
@@ -81,6 +88,13 @@ class Agreements:
             groups = [group for (group, _), _ in found]
             self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
             self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
+        facts = exchanged(facts_of(self._groups, self._layouts, problem), self._communicators)
+        for rank, theirs in sorted(facts.items()):
+            if theirs.problem is not None:
+                # Also on ranks that do not share these parameters, and would wait for those that do.
+                raise RuntimeError(problem or f"on rank {rank}: {theirs.problem}")
+        self.connected = Connected(facts, self._groups, self._communicators)
+        self.connected.connect()
         self.has_agreed = True
 
     @contextmanager
@@ -331,6 +345,7 @@ _COLLECTIVE_OPTIONS = (
     "master",
     "step_every",
     "qk_clip",
+    "on_nonfinite",
 )
 
 
@@ -355,7 +370,7 @@ def _text(option: object) -> str:
     return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else str(option)
 
 
-def _check_same_plan(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> None:
+def _difference(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> str | None:
     """Compare what the ranks of a group are about to do; all of them must call it.
 
     Args:
@@ -363,12 +378,12 @@ def _check_same_plan(descriptions: Sequence[str], ranks: tuple[int, ...], group:
         ranks: of the group.
         group: the process group.
 
-    Raises:
-        RuntimeError: they differ; the message names the first parameter that does, and the ranks.
+    Returns:
+        None if they are equal, else a message with the first parameter that differs, and the ranks.
     """
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
     if len(set(all_gather_values(digest, group))) == 1:
-        return
+        return None
     everything = all_gather_values(list(descriptions), group)
     first = everything[0]
     for rank, theirs in zip(ranks, everything, strict=True):
@@ -376,8 +391,9 @@ def _check_same_plan(descriptions: Sequence[str], ranks: tuple[int, ...], group:
             mine = first[number] if number < len(first) else "nothing"
             other = theirs[number] if number < len(theirs) else "nothing"
             if mine != other:
-                raise RuntimeError(
+                return (
                     f"ranks {ranks[0]} and {rank} were given different parameters or options, and would wait for each "
                     f"other forever: rank {ranks[0]} has {mine}, rank {rank} has {other}; build the model, its groups "
                     f"and the optimizer in the same order on all ranks"
                 )
+    return None

@@ -56,7 +56,11 @@ def clip_grad_norm_(
     size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only weights the steps
     in the momentum differently, and the large gradients of matrices would decide how much of the others is left.
 
-    Collective: all ranks that share parameters (and of `process_group`) must call it, with the same parameters in the
+    Ranks that share parameters, also through other ranks, clip by one norm: that of all their parameters, each counted
+    once, by its name. Where ranks have parameters of one name that they do not share (copies that the optimizer knows
+    nothing of, or experts of each rank), the largest counts. See `docs/distributed.md`.
+
+    Collective: all these ranks (and those of `process_group`) must call it, with the same parameters in the
     same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`, or
     a gradient is `Partial` for the first time. Groups that are between two of their steps (`step_every`) are left
     alone: their gradients still add up.
@@ -66,14 +70,14 @@ def clip_grad_norm_(
         max_norm: upper bound of the total norm, > 0; `math.inf` measures without scaling.
         scope: `"adamw"`: gradients of AdamW groups; `"all"`: of all groups.
         error_if_nonfinite: raise if the norm is infinite or undefined; nothing was scaled then. Waits for the device.
-        process_group: ranks with other parameters, whose squared norms are added: those of the pipeline's stages, one
-            rank of every stage. None if this rank's parameters are all there are.
+        process_group: ranks that share no parameters, whose squared norms are added: those of the pipeline's stages,
+            one rank of every stage. None if there are no stages.
 
     Returns:
-        () float32: the total norm before clipping, on the device of the (first) gradients; the same on all ranks of a
-        mesh, and of `process_group`. Squares are added in float64 (where a device has none, in float32) in a fixed
-        order, so that the norm is the one of a single device up to the last rounding to float32, which hardly ever
-        falls the other way.
+        () float32: the total norm before clipping, on the device of the (first) gradients; the same on all ranks that
+        parameters connect, and of `process_group`. Squares are added in float64 (where a device has none, in float32)
+        in a fixed order, so that the norm is the one of a single device up to the last rounding to float32, which
+        hardly ever falls the other way.
 
     Raises:
         TypeError: `optimizer` is not a `quintic.Muon`.
@@ -89,11 +93,13 @@ def clip_grad_norm_(
         raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
-    params, gradients, divided = _gradients_in(optimizer, scope)
+    names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    squared = _squared_norm(params, gradients, device, optimizer._planned().agreements.partial)
+    agreements = optimizer._planned().agreements
+    found = [_squared_norms(names, params, gradients, device, agreements.partial)]
     for ranks, parts in divided.items():
-        squared += _squared_norm_of_parts(parts, optimizer._communicators[ranks], len(ranks), device)
+        found.append(_squared_norms_of_parts(parts, optimizer._communicators[ranks], len(ranks), device))
+    squared = agreements.connected.total(*_together(found))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -103,7 +109,7 @@ def clip_grad_norm_(
             f"was scaled (error_if_nonfinite=False scales anyway)"
         )
     if math.isfinite(max_norm):
-        of_parts = [part for parts in divided.values() for part in parts]
+        of_parts = [part for parts in divided.values() for _, part in parts]
         _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
         optimizer._early.renew()
     return norm.float()
@@ -112,15 +118,18 @@ def clip_grad_norm_(
 class _Counted(NamedTuple):
     """Everything that the scope counts."""
 
+    names: list[str]
+    """Of parameters."""
     params: list[Tensor]
+    """These."""
     gradients: list[Tensor | None]
     """Of each parameter, cut as it is."""
-    divided: dict[tuple[int, ...], list[Tensor]]
-    """By the ranks that divide them: this rank's parts of other parameters' gradients."""
+    divided: dict[tuple[int, ...], list[tuple[str, Tensor]]]
+    """By the ranks that divide them: names of other parameters, and this rank's parts of their gradients."""
 
 
 def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
-    found = _Counted([], [], {})
+    found = _Counted([], [], [], {})
     groups = optimizer.param_groups
     numbers = [
         number
@@ -136,6 +145,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
     for number in numbers:
         group = groups[number]
         if number not in averages:
+            found.names.extend(group["param_names"])
             found.params.extend(group["params"])
             partial = optimizer._planned().agreements.partial
             rows = zip(group["param_names"], group["params"], strict=True)
@@ -144,8 +154,9 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
         params, gradients = zip(*averages[number].tensors(), strict=True)
         ranks = dividing_ranks(group, layouts_of(number, group))
         if ranks:
-            found.divided.setdefault(ranks, []).extend(gradients)
+            found.divided.setdefault(ranks, []).extend(zip(group["param_names"], gradients, strict=True))
         else:
+            found.names.extend(group["param_names"])
             found.params.extend(params)
             found.gradients.extend(gradients)
     return found
@@ -185,12 +196,31 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _squared_norm(
-    params: Sequence[Tensor], gradients: list[Tensor | None], device: torch.device, partial: PartialGradients
-) -> Tensor:
-    """Return () on `device`: the sum of the squares of all entries of the whole gradients.
+class _Squares(NamedTuple):
+    """The squared norms of whole gradients, the same on all ranks that share the parameters."""
+
+    names: list[str]
+    """Of the parameters."""
+    values: Tensor
+    """(names,) float64, where the device has that."""
+
+
+def _together(found: Sequence[_Squares]) -> _Squares:
+    names = [name for squares in found for name in squares.names]
+    return _Squares(names, torch.cat([squares.values for squares in found]))
+
+
+def _squared_norms(
+    names: Sequence[str],
+    params: Sequence[Tensor],
+    gradients: list[Tensor | None],
+    device: torch.device,
+    partial: PartialGradients,
+) -> _Squares:
+    """Return the squared norm of each parameter's whole gradient, on `device`; mesh by mesh.
 
     Args:
+        names: of the parameters.
         params: their meshes say what a gradient's piece is a piece of.
         gradients: this rank's pieces; those of sums that turn out to be there on all ranks are put there.
         device: of the result.
@@ -202,8 +232,9 @@ def _squared_norm(
         mesh = getattr(param, "device_mesh", None)
         if mesh is None or mesh.get_coordinate() is not None:
             places.setdefault((mesh, param.device), []).append(place)
-    total = torch.zeros((), dtype=_wide(device), device=device)
-    for (mesh, where), members in places.items():
+    found = [_Squares([], torch.zeros(0, dtype=_wide(device), device=device))]
+    # In one order everywhere: ranks of several meshes wait for each other.
+    for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
@@ -221,18 +252,29 @@ def _squared_norm(
                 squares = torch.stack([norms.get(place, zero) for place in members]).square()
                 whole, _ = _over_mesh(squares, [], mesh, of_mesh)
             squares = whole
-        total += squares.sum().to(device)
-    return total
+        found.append(_Squares([names[place] for place in members], squares.to(device)))
+    return _together(found)
 
 
-def _squared_norm_of_parts(
-    parts: Sequence[Tensor], group: ProcessGroup, num_ranks: int, device: torch.device
-) -> Tensor:
-    """Return () on `device`: the sum of the squares of all ranks' parts. All ranks of the group must call it."""
-    total = torch.zeros((1,), dtype=_wide(device), device=device)
-    for norm in _norms(parts).values():
-        total += norm.square().to(device)
-    return _gathered(total, group, num_ranks).sum()
+def _ranks(mesh: "DeviceMesh | None") -> list[int]:
+    return [] if mesh is None else sorted(mesh.mesh.flatten().tolist())
+
+
+def _squared_norms_of_parts(
+    parts: Sequence[tuple[str, Tensor]], group: ProcessGroup, num_ranks: int, device: torch.device
+) -> _Squares:
+    """Return the squared norms of what ranks have parts of, on `device`. All ranks of the group must call it.
+
+    Args:
+        parts: names of the parameters, and this rank's parts of their gradients.
+        group: of the ranks that divide them.
+        num_ranks: how many these are.
+        device: of the result.
+    """
+    norms = _norms([part for _, part in parts])
+    zero = torch.zeros((), dtype=_wide(device), device=device)
+    squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(parts))]).square()
+    return _Squares([name for name, _ in parts], _gathered(squares, group, num_ranks).sum(dim=0))
 
 
 def _norms(gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:

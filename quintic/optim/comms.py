@@ -18,6 +18,7 @@ __all__ = [
     "has_process_group",
     "merged_over_ranks",
     "new_group",
+    "num_ranks",
     "start_all_gather",
     "start_all_max",
     "start_all_to_all",
@@ -198,9 +199,14 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def all_agree_(go: Tensor, group: ProcessGroup | None) -> None:
-    """Make a () int32 flag the smallest of all ranks', in place. All ranks must call it."""
-    dist.all_reduce(go, dist.ReduceOp.MIN, group=group)
+def num_ranks() -> int:
+    """Return how many processes there are, 1 without process groups."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_agree_(flags: Tensor, group: ProcessGroup | None) -> None:
+    """Make int32 flags, of any shape, the smallest of all ranks', in place. All ranks must call it."""
+    dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
 
 
 def group_ranks(process_group: ProcessGroup | None) -> tuple[int, ...]:

@@ -73,6 +73,20 @@ class Communicators:
         """Return the process group of these global ranks, in ascending order."""
         return self._groups[ranks]
 
+    def spanning(self, ranks: tuple[int, ...], device: torch.device) -> ProcessGroup:
+        """Return a process group of ranks that need not share a parameter; the first time all of them must call it.
+
+        Args:
+            ranks: global ones, in ascending order.
+            device: of what they send.
+        """
+        if ranks not in self._groups:
+            everyone = default_group()
+            is_everyone = everyone is not None and group_ranks(everyone) == ranks
+            found = everyone if everyone is not None and is_everyone else new_group(ranks)
+            self._groups[ranks] = warmed_up(found, device)
+        return self._groups[ranks]
+
     def channel(self, ranks: tuple[int, ...], transport: str, device: torch.device) -> Channel:
         """Return what sends large messages among these ranks.
 

@@ -308,7 +308,7 @@ class Muon(Optimizer):
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
         done = runner.step(pending_steps, self._num_steps)
-        if done.go is not None:
+        if done.asks and done.go is not None:
             if self._skipped is None:
                 self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
             self._skipped += 1 - done.go
@@ -319,7 +319,10 @@ class Muon(Optimizer):
             group["pending_steps"] = pending
         waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
         self._num_steps += 1
-        self._report = replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})), done.go
+        self._report = (
+            replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})),
+            done.go if done.asks else None,
+        )
         self._rows.check(wait=False)
         return loss
 

@@ -55,8 +55,9 @@ PLANNED_OPTIONS = (
     "process_group",
     "transport",
     "offload",
+    "on_nonfinite",
 )
-"""Options of a group that the plan depends on: when one changes, the plan is made anew."""
+"""Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
 
 ADAMW_BYTES = 7 * 8
 """Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, all_gather_values, this_rank
+from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, all_gather_values, num_ranks, this_rank
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.muon import Muon
@@ -209,7 +209,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if id(found.group) in due]
-    is_finite = _all_finite(parameters)
+    is_finite = _all_finite(everything, parameters)
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
         cut = _partial_cut(found)
@@ -221,19 +221,42 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
         group["pending_steps"] = pending
 
 
-def _all_finite(parameters: list[Parameter]) -> bool:
-    """Return whether all gradients that somebody asks about are finite, on all ranks."""
-    asking = [found for found in parameters if found.group["on_nonfinite"] != "propagate"]
-    if not asking:
-        return True
+def _all_finite(everything: list[Parameter], due: list[Parameter]) -> bool:
+    """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
+
+    All of these ranks must call it.
+
+    Args:
+        everything: this rank's parameters.
+        due: those that are stepped now.
+
+    Raises:
+        FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
+    """
+    asking = [found for found in due if found.group["on_nonfinite"] != "propagate"]
     bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
-    go = torch.tensor(int(not bad), dtype=torch.int32, device=asking[0].param.device)
-    if any(found.layout is not None for found in parameters):
-        all_agree_(go, asking[0].group["process_group"])
-    if not go and any(found.group["on_nonfinite"] == "raise" for found in asking):
+    is_raised = any(found.group["on_nonfinite"] == "raise" for found in asking)
+    flags = _least_of_connected([int(not bad), int(not is_raised)], everything)
+    if flags == [0, 0]:
         where = bad[0].name if bad else "on another rank"
         raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
-    return bool(go)
+    return bool(flags[0])
+
+
+def _least_of_connected(flags: list[int], everything: list[Parameter]) -> list[int]:
+    """Return the least of each flag over all ranks that parameters connect, directly or through other ranks.
+
+    Each process group takes its minimum, one after the other, until a flag can have gone from any rank to any other.
+    """
+    groups = {found.ranks: found for found in everything if found.layout is not None}
+    # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
+    num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
+    for _ in range(num_rounds):
+        for _, found in sorted(groups.items()):
+            on_device = torch.tensor(flags, dtype=torch.int32, device=found.param.device)
+            all_agree_(on_device, found.process_group)
+            flags = on_device.tolist()
+    return flags
 
 
 def _is_finite(gradient: Tensor) -> bool:

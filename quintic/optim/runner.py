@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from quintic.optim.agreements import Agreements
-from quintic.optim.comms import all_agree_, this_rank
+from quintic.optim.comms import this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.gradient_averages import GradientAverages
-from quintic.optim.layouts import local_tensor
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.offload import Offload, Part
 from quintic.optim.operands import Operands, State
@@ -44,7 +43,10 @@ class Done(NamedTuple):
 
     report: StepReport
     go: Tensor | None
-    """() int32 on a device: 0 if non-finite gradients stopped it; None if no group asks."""
+    """() int32 on a device: 0 if non-finite gradients stopped it; the same on all ranks that are connected
+    (`connected.py`). None if no rank of these asks."""
+    asks: bool
+    """Whether this rank has a group that was stopped, or would have been."""
 
 
 class Runner:
@@ -74,8 +76,6 @@ class Runner:
         self.groups, self._state, self._communicators = groups, state, communicators
         orders.check(name for group in groups for name in group["param_names"])
         layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
-        self._shares = any(any(found) for found in layouts)
-        """Whether other ranks have a part in any parameter."""
         self.agreements = Agreements(groups, layouts, communicators, orders)
         travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
         divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
@@ -176,7 +176,7 @@ class Runner:
             run_overlapping([self._travel(work, go) for work in with_collectives], schedule, run_local)
         finally:
             self._rows.end_step()
-        return Done(report(works), go)
+        return Done(report(works), go, bool(self._asking(pending_steps)))
 
     def _work(self, number: int) -> Work:
         bucket = self.plan.buckets[number]
@@ -205,26 +205,43 @@ class Runner:
         stepped = self.agreements.stepped(work.number, work.bucket, parts, indices)
         return go if stepped is None else stepped if go is None else stepped * go
 
-    def _guard(self, works: Sequence[Work], pending_steps: Sequence[int]) -> Tensor | None:
-        """Return () int32 that is 0 if a step must not happen, None if no group asks."""
+    def _asking(self, pending_steps: Sequence[int]) -> list[str]:
+        """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
         # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
         due = [group for group, pending in zip(self.groups, pending_steps, strict=True) if pending == 0]
-        asking = [group for group in due if group["on_nonfinite"] != "propagate" and group["params"]]
+        return [group["on_nonfinite"] for group in due if group["on_nonfinite"] != "propagate" and group["params"]]
+
+    def _guard(self, works: Sequence[Work], pending_steps: Sequence[int]) -> Tensor | None:
+        """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks asks.
+
+        Raises:
+            FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
+                on another rank: all connected ranks raise.
+        """
+        asking, connected = self._asking(pending_steps), self.agreements.connected
         watched = [work.active for work in works if work.group["on_nonfinite"] != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]
-        if not asking or not (gradients or self._shares):
+        if connected.is_alone and not gradients:
             return None
-        device = gradients[0].device if gradients else local_tensor(asking[0]["params"][0]).device
+        if not connected.is_alone and not connected.asks:
+            return None
+        # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
+        device = gradients[0].device if connected.is_alone else connected.device
         go = all_finite(gradients, device)
-        if self._shares:
-            # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
-            all_agree_(go, asking[0]["process_group"])
-        if any(group["on_nonfinite"] == "raise" for group in asking) and not bool(go):
+        if not connected.may_raise:
+            connected.all_agree_(go)
+            return go
+        if is_capturing(device):
+            raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
+        nobody_raises = torch.full_like(go, "raise" not in asking)
+        flags = torch.stack([go, nobody_raises])
+        connected.all_agree_(flags)
+        if flags.tolist() == [0, 0]:
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
             raise FloatingPointError(
                 f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"
             )
-        return go
+        return flags[0]
 
     def _run(self, work: Work, go: Tensor | None) -> None:
         number, bucket, group, active = work
