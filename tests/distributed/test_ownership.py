@@ -3,7 +3,10 @@
 import pytest
 import torch
 from harness import DEVICE, run
+from models import local_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import quintic
 
@@ -183,3 +186,62 @@ def test_a_loaded_state_finds_its_owner(saving, loading):
                 assert torch.equal(found[case][name][0], weight), (case, name)
                 for key, value in state.items():
                     assert torch.equal(found[case][name][1][key], value), (case, name, key)
+
+
+STRIDED = ["averaged", "sharded", "rows", "columns", "copies", "experts"]
+
+
+def laid_out(params, layout, mesh):
+    """Parameters on every second rank, or all (`"copies"`), with the `comms` and the process group that they need."""
+    if layout in ("averaged", "sharded"):
+        return params, layout, mesh["strided"].get_group()
+    placements = [Shard(1 if layout == "columns" else 0)]
+    mesh, placements = (mesh, [*placements, Replicate()]) if layout == "copies" else (mesh["strided"], placements)
+    cut = [distribute_tensor(param.detach(), mesh, placements, src_data_rank=None) for param in params]
+    return [nn.Parameter(one) for one in cut], "none", None
+
+
+def every_second(rank, world_size):
+    """By layout: this rank's matrices, its share of the work and of the momentum, and whether weights are as alone."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("strided", "others"))
+    found = {}
+    for layout in STRIDED:
+        shapes, view = ([(8, 6, 6)], EXPERTS) if layout == "experts" else ([(8, 6)] * 8, MATRIX)
+        options = {"view": view, "normalize": "neuron", **FLOAT32}
+        alone = model(shapes, torch.float32)
+        params, comms, process_group = laid_out(model(shapes, torch.float32), layout, mesh)
+        one_device = quintic.Muon([{"params": alone, **options}], lr=0.1)
+        optimizer = quintic.Muon([{"params": params, **options}], lr=0.1, comms=comms, process_group=process_group)
+        # The other ranks have a model of their own.
+        generator = torch.Generator().manual_seed(0 if layout == "copies" else rank % 2)
+        for _ in range(3):
+            for param, whole in zip(params, alone, strict=True):
+                whole.grad = param.grad = torch.randn(whole.shape, generator=generator).to(whole)
+                if isinstance(param, DTensor):
+                    places = param.device_mesh, param.placements
+                    param.grad = distribute_tensor(whole.grad, *places, src_data_rank=None)
+            optimizer.step()
+            one_device.step()
+        plan, expected = optimizer.plan(), one_device.plan()
+        momentum = sum(local_of(values["momentum_buffer"]).numel() for values in optimizer.state.values())
+        whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
+        found[layout] = (
+            sum(bucket.num_matrices for bucket in plan),
+            plan.flops / expected.flops,
+            momentum / sum(param.numel() for param in alone),
+            all(map(torch.equal, whole, alone)),
+        )
+    return found
+
+
+def test_all_ranks_of_a_strided_group_own_work():
+    """Ranks {0, 2} and {1, 3}: owners are positions in the group, not ranks modulo its size (Motif's Muon)."""
+    for found in run(every_second, 4):
+        assert found == {
+            "averaged": (4, 0.5, 1.0, True),
+            "sharded": (4, 0.5, 0.5, True),
+            "rows": (4, 0.5, 0.5, True),
+            "columns": (4, 0.5, 0.5, True),
+            "copies": (2, 0.25, 0.5, True),
+            "experts": (4, 0.5, 0.5, True),
+        }

@@ -87,3 +87,30 @@ def test_one_row_has_its_range_whatever_its_stride():
     groups = [group_of([torch.nn.Parameter(one)], algorithm="adamw") for one in (plain, turned)]
     one, other = (parts_of(group, range(3)) for group in groups)
     assert one == other
+
+
+def owners_of(group, num_ranks):
+    return [[part.owner for part in parts] for parts in parts_of(group, range(num_ranks))]
+
+
+def test_banks_that_divide_evenly_are_divided_in_the_order_of_their_memory():
+    bank, other = empty((12, 4, 4)), empty((4, 9, 5))
+    group = group_of([bank, other], view=quintic.Experts())
+    assert owners_of(group, 4) == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [0, 1, 2, 3]]
+    # The rest goes to the ranks with the least: of five two ranks get a second one.
+    assert owners_of(group, 3)[0] == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(owners_of(group, 3)[1]) == [0, 0, 1, 2]
+
+
+def test_the_largest_matrices_come_first():
+    group = group_of([empty(shape) for shape in [(8, 8), (8, 8), (16, 16), (4, 4)]])
+    assert owners_of(group, 2) == [[1], [1], [0], [1]]
+
+
+def test_vectors_have_an_owner_each_and_tables_are_divided():
+    shapes = [(100,), (60,), (30,), (3000, 4), (20,)]
+    group = group_of([empty(shape) for shape in shapes], algorithm="adamw")
+    assert owners_of(group, 3) == [[0], [1], [2], [0, 1, 2], [2]]
+    table = parts_of(group, range(3))[3]
+    # Whole rows, so many that each begins where kernels like it.
+    assert [(part.start, part.stop) for part in table] == [(0, 4032), (4032, 8064), (8064, 12000)]
