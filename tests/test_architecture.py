@@ -20,9 +20,10 @@ PACKAGE = Path(quintic.__file__).parent
 LINE_LIMIT = 600
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
-# `errors` is open to all; a part may always import itself.
+# `errors` and `durable` are open to all; a part may always import itself.
 MAY_IMPORT = {
     "errors": set(),
+    "durable": set(),
     "kernels": set(),
     "optim": {"kernels"},
     "data": set(),
@@ -39,6 +40,7 @@ HARNESS = ["quintic.model", "quintic.data", "quintic.train", "quintic.eval", "qu
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms"}
+MAY_RENAME = {"durable"}
 MAY_NOT_PRINT = {"optim", "model", "data", "kernels"}
 
 
@@ -115,7 +117,7 @@ def wrong_directions(module: Module) -> list[str]:
     """Imports against the arrows between the parts."""
     if module.part not in MAY_IMPORT:
         return []
-    allowed = MAY_IMPORT[module.part] | {module.part, "errors"}
+    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable"}
     found = []
     for line, name in imports(module):
         if is_in(name, "quintic"):
@@ -151,6 +153,24 @@ def environment_reads(module: Module) -> list[str]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def stray_renames(module: Module) -> list[str]:
+    """A file or folder renamed outside the one file that flushes it to disk before and its folder after."""
+    if module.name in MAY_RENAME:
+        return []
+    found = []
+    for node in ast.walk(module.tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name = ast.unparse(node.func)
+        # `text.replace(old, new)` has two arguments, `dataclasses.replace` has keywords; `optim` writes no files.
+        is_of_path = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+        if is_of_path and module.part == "optim":
+            continue
+        if is_of_path or name in ("os.replace", "shutil.move") or node.func.attr == "rename":
+            found.append(f"line {node.lineno}: {name}()")
     return found
 
 
@@ -195,6 +215,7 @@ RULES: list[Rule] = [
     wrong_directions,
     stray_communication,
     environment_reads,
+    stray_renames,
     awareness_of_tests,
     prints,
     loose_ends,
@@ -225,6 +246,9 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),
         (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
         (environment_reads, "train.loop", "from os import getenv\n"),
+        (stray_renames, "data.hub", "import os\nos.replace(a, b)\n"),
+        (stray_renames, "data.hub", "partial.replace(path)\n"),
+        (stray_renames, "train.runs", "partial.rename(path)\n"),
         (awareness_of_tests, "optim.muon", "import sys\nif 'pytest' in sys.modules: pass\n"),
         (prints, "data.loader", "print('hello')\n"),
         (loose_ends, "cli", "# TODO: later\n"),
@@ -245,6 +269,8 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (stray_communication, "optim.layout", "from torch.distributed.tensor import DTensor\n"),
         (stray_communication, "train.loop", "import torch.distributed\n"),
         (environment_reads, "kernels.dispatch", "import os\nx = os.environ['X']\n"),
+        (stray_renames, "durable", "import os\nos.replace(a, b)\n"),
+        (stray_renames, "data.hub", "text.replace('a', 'b')\nreplace(a, b)\n"),
         (prints, "cli", "print('hello')\n"),
         (loose_ends, "cli", "# TODO(#12): later\n"),
         (too_long, "cli", "\n" * LINE_LIMIT),

@@ -13,6 +13,7 @@ from typing import Any
 
 from quintic.data.documents import read_documents
 from quintic.data.sources import Part, Source, slug
+from quintic.durable import write_atomically
 from quintic.errors import DataError
 
 __all__ = ["download", "open_hub"]
@@ -117,9 +118,7 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
     }
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(".partial")
-        partial.write_text(json.dumps(listing), encoding="utf-8")
-        partial.replace(kept)
+        write_atomically(kept, json.dumps(listing))
     except OSError as error:
         raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another --data-dir") from error
     return listing

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quintic.data.dataset import checksum
+from quintic.durable import replace, write_atomically
 
-__all__ = ["ShardWriter", "exclusive", "write_atomically"]
+__all__ = ["ShardWriter", "exclusive"]
 
 
 class ShardWriter:
@@ -87,7 +88,7 @@ class ShardWriter:
         part = self._open_path
         path = part.with_suffix("")
         _write_offsets(path.with_suffix(".idx"), self._offsets)
-        part.replace(path)
+        replace(part, path)
         self._index_part.unlink(missing_ok=True)
         self._closed.append({"file": path.name, **self._counts()})
         self._offsets, self._num_bytes, self._crc = [0], 0, 0
@@ -129,7 +130,7 @@ class ShardWriter:
             # The rename of a shard closed after the checkpoint is undone: its number is written again.
             closed_later = self._open_path.with_suffix("")
             if not self._open_path.exists() and closed_later.exists():
-                closed_later.replace(self._open_path)
+                replace(closed_later, self._open_path)
             os.truncate(self._open_path, counts["tokens"] * self._dtype.itemsize)
             index = self._index_part if self._index_part.exists() else closed_later.with_suffix(".idx")
             self._offsets = np.fromfile(index, dtype="<i8")[: counts["documents"] + 1].tolist()
@@ -166,19 +167,6 @@ class ShardWriter:
             "bytes": self._num_bytes,
             "crc32": f"{self._crc:08x}",
         }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that the file is the old one or the new one, also after a crash.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
-        _append(file, text.encode())
-        _make_durable(file)
-    partial.replace(path)
 
 
 @contextmanager
@@ -218,8 +206,4 @@ def _make_durable(file: BinaryIO) -> None:
 
 
 def _write_offsets(path: Path, offsets: list[int]) -> None:
-    partial = path.with_name(path.name + ".new")
-    with partial.open("wb") as file:
-        _append(file, np.array(offsets, dtype="<i8").tobytes())
-        _make_durable(file)
-    partial.replace(path)
+    write_atomically(path, np.array(offsets, dtype="<i8").tobytes())

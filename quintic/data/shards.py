@@ -28,10 +28,11 @@ from typing import Any
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, Split, SplitName
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
-from quintic.data.shard_writer import ShardWriter, exclusive, write_atomically
+from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.sources import Source, open_source
 from quintic.data.survey import survey, text_hash
 from quintic.data.tokenizer import Tokenizer
+from quintic.durable import flush, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["Dataset", "Progress", "Split", "SplitName", "prepare"]
@@ -170,6 +171,7 @@ def _prepare(plan: _Plan) -> None:
             job.abandon()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+            flush(folder.parent)
             job = _Tokenization(plan)
             job.begin()
         job.run()
@@ -339,5 +341,6 @@ class _Tokenization:
         }
         write_atomically(plan.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
         # Left-overs of a stopped preparation, and the checkpoint that the manifest replaces.
-        for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part"), *plan.folder.glob("*.new")):
+        for path in (plan.folder / _PROGRESS_NAME, *plan.folder.glob("*.part")):
             path.unlink(missing_ok=True)
+        remove_unfinished(plan.folder)

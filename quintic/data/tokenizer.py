@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quintic.durable import write_atomically
 from quintic.errors import DataError
 
 __all__ = ["BOS", "Tokenizer", "byte_alphabet"]
@@ -159,7 +160,7 @@ class Tokenizer:
             DataError: the file cannot be written.
         """
         try:
-            Path(path).write_text(self.definition, encoding="utf-8")
+            write_atomically(Path(path), self.definition)
         except OSError as error:
             raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
 

@@ -6,12 +6,10 @@ A file counts for the device and the versions that it was made with, and for the
 that is what its bits were compared for. Whoever reads it gets no error from it, but a warning where it does not count.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quintic.durable import write_atomically
 from quintic.errors import ConfigError
 from quintic.kernels.dispatch import cache_folder
 
@@ -105,7 +104,7 @@ def write_configurations(key: DeviceKey, configurations: _Configurations, candid
         others = {}
     content = {"format": _FORMAT, "made_with": key._asdict(), "configurations": {**others, **configurations}}
     try:
-        _replace(path, json.dumps(content, indent=1) + "\n")
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise _not_writable(path, error) from None
     return path
@@ -152,16 +151,3 @@ def _read(path: Path, key: DeviceKey, candidates: _Candidates) -> dict[str, dict
         if configuration not in candidates.get(name, ()):
             raise ValueError(f"{name}: {configuration} is no configuration that a search would have written")
     return configurations
-
-
-def _replace(path: Path, text: str) -> None:
-    """Give a file new content, so that whoever reads it meanwhile finds the old or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

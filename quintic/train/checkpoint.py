@@ -14,7 +14,6 @@ A run that fell back comes by the damaged steps again. Until it has written such
 the good ones, which are older.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quintic.durable import discard, flush, remove_unfinished, replace
 from quintic.errors import CheckpointError
 
 __all__ = [
@@ -86,8 +86,10 @@ def save_checkpoint(
     temporary = folder / f".step-{step:06d}.{os.getpid()}.tmp"
     optimizer_tensors, optimizer_groups = _flatten(optimizer)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            flush(run_dir)
+        remove_unfinished(folder)
         temporary.mkdir()
         save_file(_saveable(model.state_dict()), temporary / _WEIGHTS)
         save_file(_saveable(optimizer_tensors), temporary / _OPTIMIZER)
@@ -95,14 +97,9 @@ def save_checkpoint(
         (temporary / _STATE).write_text(text, encoding="utf-8")
         manifest = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in temporary.iterdir():
-            _flush(path)
-        if final.exists():  # a run that was resumed from an older step comes by again
-            _remove(final)
-        os.replace(temporary, final)
-        _flush(folder)
+        replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
         for old in [path for path in checkpoints(run_dir) if _step(path) <= step][keep:]:
-            _remove(old)
+            discard(old)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # safetensors reports a full disk with an exception class of its own.
@@ -225,28 +222,5 @@ def _damage(path: Path) -> str:
     return ""
 
 
-def _flush(path: Path) -> None:
-    """Force a file or folder to disk, so that a rename never outlives the data it names."""
-    with contextlib.suppress(PermissionError):  # folders cannot be opened on Windows
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint: it is gone at once, so that a kill half-way does not leave a damaged one."""
-    hidden = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
-    os.replace(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save left behind."""
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)

@@ -19,13 +19,13 @@ token, ``bpb`` in bits per byte. The file is strict JSON: NaN and infinities, wh
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from quintic.durable import write_atomically
 from quintic.errors import ConfigError, DataError
 
 __all__ = [
@@ -86,12 +86,7 @@ class MetricsLog:
         kept = [r for r in records if resume_step is None or not _is_after(r, resume_step)]
         if len(kept) == len(records) and _ends_with_newline(self.path):
             return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(_encode(record) for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        write_atomically(self.path, "".join(map(_encode, kept)))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one record and hand it to the trackers.

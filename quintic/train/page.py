@@ -14,6 +14,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from quintic.durable import write_atomically
+
 __all__ = [
     "axis_tabs",
     "date",
@@ -41,9 +43,7 @@ def render_page(title: str, body: str) -> str:
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace ``path`` in one move, so that a browser never sees half a page; its folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    temporary.replace(path)
+    write_atomically(path, text.encode("utf-8", errors="replace"))
 
 
 def section(title: str, *parts: str) -> str:

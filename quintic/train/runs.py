@@ -10,6 +10,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
+from quintic.durable import replace
 from quintic.errors import ConfigError
 from quintic.train.config import Config, load_config, to_dict
 from quintic.train.metrics import METRICS_FILE
@@ -51,7 +52,7 @@ def create_run(config: Config) -> Path:
         (temporary / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
         if _is_taken(folder):
             raise _exists(folder)
-        temporary.rename(folder)
+        replace(temporary, folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as arrow
 import pyarrow.parquet
 import pytest
+from durability import disk_events, durable_names
 from hub_server import Hub, serve
 from text_samples import make_text
 
@@ -109,6 +110,16 @@ def test_without_network_a_known_data_set_goes_on(hub: Hub, tmp_path: Path, clos
     assert next(documents) == "kept"
     with pytest.raises(DataError, match=r"hf:me/web: b.jsonl cannot be downloaded .*check the network"):
         next(documents)
+
+
+def test_what_is_known_of_a_data_set_survives_a_crash(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
+    events = disk_events(monkeypatch)
+    open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    (name,) = durable_names(events)
+    assert [path.name for path in (tmp_path / "hub-listings").iterdir()] == [name]
 
 
 def test_without_network_and_unknown_it_says_so(tmp_path: Path, closed_endpoint: str) -> None:

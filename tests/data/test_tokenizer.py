@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from durability import disk_events, durable_names
 from hypothesis import given
 from hypothesis import strategies as st
 from text_samples import make_text
@@ -100,6 +101,14 @@ def test_save_and_load_keep_everything(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert loaded.fingerprint() == tokenizer.fingerprint()
         assert (loaded.bos_id, loaded.vocab_size) == (tokenizer.bos_id, tokenizer.vocab_size)
         assert loaded.encode(make_text(99, 50)) == tokenizer.encode(make_text(99, 50))
+
+
+def test_a_saved_tokenizer_survives_a_crash(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = disk_events(monkeypatch)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert durable_names(events) == ["tokenizer.json"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

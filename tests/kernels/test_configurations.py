@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
 from quintic.kernels import configurations
@@ -208,6 +209,13 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         ConfigError, match=r"file/folder/kernels-.* cannot be written \(Not a directory\): name another"
     ):
         check_writable(KEY)
+
+
+def test_what_was_found_survives_a_crash(own_cache, monkeypatch):
+    known = candidates_by_name()
+    events = disk_events(monkeypatch)
+    path = write_configurations(KEY, {"adamw": known["adamw"][1]}, known)
+    assert durable_names(events) == [path.name]
 
 
 def test_an_unfinished_write_leaves_the_old_file(own_cache, monkeypatch):

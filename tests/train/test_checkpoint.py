@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from durability import Synced, as_it_is, disk_events, durable_names
 from safetensors import SafetensorError
 from torch import nn
 
@@ -199,6 +200,23 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         restore_optimizer(newest(tmp_path), optimizer)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         load_model_weights(newest(tmp_path), nn.Linear(4, 8))
+
+
+# -- what a crash leaves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_saved_step_survives_a_crash(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if not first:
+        save(run_dir, 1)
+    events = disk_events(monkeypatch)
+    save(run_dir, 2)
+    assert durable_names(events) == ["step-000002"]
+    # The folder of all checkpoints has a name in the run's folder, which is new with the first one.
+    assert (as_it_is(run_dir).identity in [event.identity for event in events if isinstance(event, Synced)]) == first
+    assert all(as_it_is(path) in events for path in (run_dir / "checkpoints" / "step-000002").iterdir())
 
 
 # -- failures while saving --------------------------------------------------------------------------------------------

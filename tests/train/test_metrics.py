@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError, DataError
 from quintic.train.metrics import MetricsLog, RunHistory, TensorBoardTracker, WandbTracker, read_metrics
@@ -142,6 +143,14 @@ def test_a_crash_while_the_log_is_rewritten_leaves_the_old_one(tmp_path: Path, m
     with pytest.raises(OSError, match="no space left"):
         MetricsLog(path, resume_step=2)
     assert path.read_bytes() == before
+
+
+def test_a_mended_log_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    fill(path, 6)
+    events = disk_events(monkeypatch)
+    MetricsLog(path, resume_step=2).close()
+    assert durable_names(events) == ["metrics.jsonl"]
 
 
 def test_history_has_one_record_per_step(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError, DataError
 from quintic.train.figures import Bar, Curve, Reference, format_si, line_chart, nice_ticks, share_bar, upper_edge
@@ -140,6 +141,14 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     assert sum("role" in attributes for tag, attributes in page.tags if tag == "svg") == 11
     # The reference lines: two in each tab's chart of bits per byte.
     assert sum(attributes.get("class") == "reference" for _, attributes in page.tags) == 6
+
+
+def test_pages_survive_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second")
+    events = disk_events(monkeypatch)
+    path = write_report(first)
+    write_comparison({"first": first, "second": second}, tmp_path / "pages" / "comparison.html", title="Two")
+    assert durable_names(events) == [path.name, "comparison.html"]
 
 
 def test_an_unfinished_run_says_so_and_uses_what_there_is(tmp_path: Path) -> None:

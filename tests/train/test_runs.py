@@ -3,8 +3,10 @@
 import os
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
 from quintic.train import runs
@@ -23,6 +25,12 @@ def test_a_new_run_holds_its_configuration_and_nothing_else(tmp_path: Path) -> N
     assert list(folder.iterdir()) == [folder / CONFIG_FILE]
     assert load_config(folder / CONFIG_FILE) == wanted
     assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_new_run_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = disk_events(monkeypatch)
+    create_run(config(tmp_path, "first"))
+    assert durable_names(events) == ["first"]
 
 
 def test_unnamed_runs_of_one_second_get_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +70,12 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert (create_run(config(tmp_path, "a")) / CONFIG_FILE).is_file()
 
 
-@pytest.mark.parametrize("name", ["write_text", "rename"])
-def test_a_full_disk_leaves_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(Path, "write_text"), (os, "fsync"), (os, "replace")])
+def test_a_full_disk_leaves_nothing(owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, name, fail)
+    monkeypatch.setattr(owner, name, fail)
     with pytest.raises(ConfigError, match=r"a: cannot be made \(No space left on device\); choose another --runs-dir"):
         create_run(config(tmp_path, "a"))
     assert list(tmp_path.iterdir()) == []

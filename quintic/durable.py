@@ -1,0 +1,91 @@
+"""Files and folders that appear whole: a reader, or a restart after a crash, finds the old content or the new one.
+
+Content is written under another name in the same folder, flushed to disk, and renamed; then the folder is flushed.
+Without the first flush a crash may leave the new name with no content, without the second the old name.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+__all__ = ["discard", "flush", "remove_unfinished", "replace", "write_atomically"]
+
+# What file systems answer that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
+_NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Give a file new content, a text in UTF-8. Of several processes that write at once, the last one wins.
+
+    Raises:
+        OSError: the file cannot be written; it is what it was, and nothing else is left behind.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
+    """Flush a finished file, or a folder and the files in it, and rename it to `path`, in the same folder.
+
+    Args:
+        finished: the file or folder.
+        path: its new name. A file of that name is replaced; a folder must be empty, or is deleted if `discard_old`.
+        discard_old: see `path`.
+
+    Raises:
+        OSError: it cannot be flushed or renamed. Where only the flush of the folder failed, `path` is new already.
+    """
+    if finished.is_dir():
+        for inner in sorted(finished.iterdir()):
+            flush(inner)
+    flush(finished)
+    if discard_old and path.is_dir():
+        discard(path)
+    os.replace(finished, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Force a file to disk, or the names in a folder, where the file system can do that for folders.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    is_folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not (is_folder and error.errno in _NO_FOLDER_FLUSH):
+            raise
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder that never shows half deleted: it gets a name that `remove_unfinished` knows first.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed writers left in a folder that no other process writes to now."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
