@@ -1,6 +1,6 @@
 """Ranks that give different layers, or make mistakes: a rule or an error, never a hang."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import quintic
 from quintic import QKClip
+from quintic.optim import comms as collectives
 
 HIGH, LOW = 4 * THRESHOLD, THRESHOLD / 2
 
@@ -59,11 +60,13 @@ def give_late(rank, world_size):
     model, optimizer = small()
     model.other = Small().attn
     optimizer.add_param_group({"params": [(n, p) for n, p in model.named_parameters() if n.startswith("other")]})
-    # Nobody gives anything, then only the last rank: agreed upon at once.
+    # Nobody gives anything, then only the last rank: from the next step on, with these maxima.
     optimizer.step()
     optimizer.step(qk_logits=maxima(HIGH, LOW) if rank == world_size - 1 else None)
+    assert rows_of(model) == [1, 1, 1, 1]
+    optimizer.step(qk_logits=maxima(2 * THRESHOLD, LOW) if rank == 0 else None)
     assert rows_of(model) == [0.25, 0.25, 1, 1]
-    # Another layer, on one rank: from the next step on, with these maxima.
+    # So does another layer.
     optimizer.step(qk_logits=maxima(LOW, HIGH, layer="other") if rank == 0 else {})
     assert model.other["k_proj"].weight.eq(1).all()
     optimizer.step(qk_logits=maxima(2 * THRESHOLD, LOW, layer="other") if rank == 1 else None)
@@ -80,14 +83,93 @@ def test_a_layer_may_come_late_and_from_one_rank():
     run(give_late, 3)
 
 
-def reduce_once(rank, world_size, wrap, shape):
+def give_all_late(rank, world_size):
+    """Layers that all ranks give in the same step are clipped at once, as on one device, whatever came before."""
+    model, optimizer = small()
+    model.other = Small().attn
+    optimizer.add_param_group({"params": [(n, p) for n, p in model.named_parameters() if n.startswith("other")]})
+    for _ in range(2):
+        optimizer.step()
+    optimizer.step(qk_logits=maxima(HIGH if rank == 1 else -1.0, LOW))
+    assert rows_of(model) == [0.25, 0.25, 1, 1]
+    optimizer.step()
+    optimizer.step(qk_logits=maxima(LOW, HIGH if rank == 0 else LOW, layer="other"))
+    assert rows_of(model.other) == [1, 1, 0.25, 0.25]
+    assert rows_of(model) == [0.25, 0.25, 1, 1]
+
+
+def test_layers_that_all_ranks_give_are_clipped_at_once():
+    run(give_all_late, 3)
+
+
+@contextmanager
+def counted():
+    """Collect the largest entries taken over ranks, as numbers of entries; everything else may only be a count."""
     calls = []
     original = dist.all_reduce
 
     def counting(tensor, op=dist.ReduceOp.SUM, **options):
-        calls.append((op, tensor.numel()))
+        if op == dist.ReduceOp.MAX:
+            calls.append(tensor.numel())
         return original(tensor, op, **options)
 
+    with mock.patch.object(dist, "all_reduce", counting):
+        yield calls
+
+
+def step_without_logits(rank, world_size, comms, master):
+    """Until a layer is known a step sends two numbers, and nothing through the host."""
+    _, optimizer = small(comms, master=master)
+    _, without = small(comms, master=master)
+    for one in (optimizer, without):
+        one.step()
+    silent = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("through the host"))
+    without.param_groups[0]["qk_clip"] = None
+    without.step()
+    logs = []
+    for one in (optimizer, without):
+        with silent, logged_collectives() as log:
+            for _ in range(3):
+                one.step()
+        logs.append(log)
+    more = list(logs[0])
+    for call in logs[1]:
+        more.remove(call)
+    assert more == [("all_reduce", 2)] * 3
+    # Then all ranks agree, once.
+    optimizer.step(qk_logits=maxima(HIGH, LOW))
+    with silent, counted() as calls:
+        optimizer.step()
+    assert calls == [4]
+
+
+@pytest.mark.parametrize(("comms", "master"), [("averaged", None), ("sharded", "fp32")])
+def test_steps_without_logits_send_two_numbers(comms, master):
+    run(step_without_logits, 2, comms, master)
+
+
+@contextmanager
+def logged_collectives():
+    """Collect (name, entries sent) of all collectives."""
+    log = []
+
+    def logging(name, original, place):
+        def call(*args, **options):
+            log.append((name, args[place].numel()))
+            return original(*args, **options)
+
+        return call
+
+    places = {"all_reduce": 0, "all_to_all_single": 1, "broadcast": 0}
+    with ExitStack() as stack:
+        for name, place in places.items():
+            stack.enter_context(mock.patch.object(dist, name, logging(name, getattr(dist, name), place)))
+        gather = logging("all_gather", collectives._all_gather, 1)
+        stack.enter_context(mock.patch.object(collectives, "_all_gather", gather))
+        yield log
+
+
+def reduce_once(rank, world_size, wrap, shape):
     model, mesh = (
         Attentions(),
         DeviceMesh(DEVICE, torch.arange(world_size).view(shape), mesh_dim_names=("data", "tensor")),
@@ -95,12 +177,12 @@ def reduce_once(rank, world_size, wrap, shape):
     wrap(model, mesh)
     optimizer = optimizer_of(model, CASES["float32"], comms="averaged" if wrap is attentions.plain else "none")
     for step in range(2):
-        calls.clear()
         # After the first step ranks have nothing to say to each other through the host.
         silence = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError) if step else nullcontext()
-        with mock.patch.object(dist, "all_reduce", counting), silence:
+        with counted() as calls, silence:
             optimizer.step(qk_logits=seen(step, rank))
-        assert [size for op, size in calls if op == dist.ReduceOp.MAX] == [sum(attentions.HEADS.values()) + 1]
+        # In the first step they find out that all have layers.
+        assert calls == [2] * (step == 0) + [sum(attentions.HEADS.values()) + 2]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +220,37 @@ def make_a_mistake_on_one_rank(rank, world_size):
     assert rows_of(model) == [0.25, 0.25, 1, 1]
 
 
+def make_a_mistake_where_others_give_nothing(rank, world_size):
+    """The others do not wait in order to hear of it; the next step is right."""
+    model, optimizer = small("none", process_group=dist.group.WORLD)
+    if rank == 1:
+        with pytest.raises(ValueError, match=r"^qk_logits\['atn'\]"):
+            optimizer.step(qk_logits=maxima(HIGH, LOW, layer="atn"))
+    else:
+        optimizer.step()
+    assert rows_of(model) == [1, 1, 1, 1]
+    # All agree now, on what was right.
+    optimizer.step(qk_logits=maxima(HIGH, LOW) if rank else None)
+    assert rows_of(model) == [0.25, 0.25, 1, 1]
+
+
+def raise_on_one_rank(rank, world_size):
+    """A rank's step ends with an error that the others do not share, and a layer was new in it."""
+    model, optimizer = small("none", process_group=dist.group.WORLD, on_nonfinite="raise")
+    optimizer.step()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("nan") if rank == 1 else 1.0)
+    logits = maxima(HIGH, LOW) if rank == 0 else None
+    if rank == 1:
+        with pytest.raises(FloatingPointError):
+            optimizer.step(qk_logits=logits)
+    else:
+        optimizer.step(qk_logits=logits)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert rows_of(model) == [0.25, 0.25, 1, 1]
+
+
 def ask_on_one_rank(rank, world_size):
     _, optimizer = small()
     if rank:
@@ -172,6 +285,7 @@ def cut_otherwise(rank, world_size):
         optimizer.step(qk_logits=maxima(HIGH, LOW))
     _, optimizer = small("none", model=model, process_group=dist.group.WORLD)
     optimizer.step(qk_logits=maxima(HIGH, LOW) if rank == 3 else None)
+    optimizer.step()
     found = {name: model.attn[name].weight.full_tensor()[:, 0].tolist() for name in ("q_proj", "k_proj")}
     assert found == {name: [0.5, 0.5, 1, 1] for name in found}
 
@@ -205,6 +319,8 @@ def give_odd_dtensors(rank, world_size):
         (name_a_layer_twice, 2),
         (give_other_heads, 2),
         (make_a_mistake_on_one_rank, 3),
+        (make_a_mistake_where_others_give_nothing, 2),
+        (raise_on_one_rank, 3),
         (ask_on_one_rank, 2),
         (say_nothing_of_ranks, 2),
         (leave_out_ranks, 2),
@@ -298,3 +414,49 @@ def test_maxima_over_ranks_are_those_of_all_tokens():
     of_ranks = [seen(0, rank) for rank in range(3)]
     expected = largest(of_ranks)
     assert all(torch.equal(expected[layer], torch.stack([m[layer] for m in of_ranks]).amax(0)) for layer in expected)
+
+
+def send_again(rank, world_size, dtype, master, limit):
+    """What owners alone can scale comes to all ranks: each byte once, from its owner, as many at a time as fit."""
+    model, others = Small(), ("second", "third", "fourth")
+    for other in others:
+        model.add_module(other, Small().attn)
+    model.linear = nn.Linear(4, 4, bias=False)
+    model.to(DEVICE, dtype)
+    params = list(model.named_parameters())
+    clip = QKClip(threshold=THRESHOLD)
+    options = {"comms": "sharded", "master": master, "qk_clip": clip, "max_workspace_bytes": limit}
+    optimizer = quintic.Muon([{"params": params}], lr=0.0, **options)
+    sent = []
+    original = dist.broadcast
+
+    def logging(tensor, src, **options):
+        sent.append((src, tensor.numel() * tensor.itemsize))
+        return original(tensor, src, **options)
+
+    for _ in range(2):
+        sent.clear()
+        with mock.patch.object(dist, "broadcast", logging):
+            optimizer.step(qk_logits=maxima(HIGH, LOW) | {other: torch.full((2,), LOW) for other in others})
+        clipped = [param for name, param in params if name != "linear.weight"]
+        key = master if master == "mantissa" else "master"
+        owned = torch.tensor([optimizer.state[param][key].numel() * dtype.itemsize for param in clipped], device=DEVICE)
+        everyone = [torch.empty_like(owned) for _ in range(world_size)]
+        dist.all_gather(everyone, owned)
+        assert sum(int(found.sum()) for found in everyone) == sum(p.numel() * dtype.itemsize for p in clipped)
+        expected = {source: int(found.sum()) for source, found in enumerate(everyone)}
+        assert {source: sum(size for src, size in sent if src == source) for source in expected} == expected
+        # Each owner sends all it has at once, or of as many weights as fit.
+        together = [clipped] if limit is None else [[param] for param in clipped]
+        places = {param: place for place, param in enumerate(clipped)}
+        messages = [sum(int(found[places[param]]) for param in some) for some in together for found in everyone]
+        assert len(sent) == sum(size > 0 for size in messages)
+    assert rows_of(model) == [0.0625, 0.0625, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master", "limit"),
+    [(torch.bfloat16, "mantissa", None), (torch.bfloat16, "fp32", 63), (torch.float16, "fp32", None)],
+)
+def test_scaled_weights_are_sent_once(dtype, master, limit):
+    run(send_again, 2, dtype, master, limit)
