@@ -162,7 +162,7 @@ def explain(
         group["params"] = [twins[param] for param in group["params"]]
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.param_groups for twin in group["params"]}
-    rows = []
+    rows, states = [], optimizer.state
     for name, param in model.named_parameters():
         if param not in decisions:
             rows.append(_frozen(name, param))
@@ -182,7 +182,7 @@ def explain(
                 why=decision.why,
                 lr=float(group["lr"]),
                 lr_scale=tuple(lr_scale_factor(group["lr_scale"], m, n) for _, m, n in matrices),
-                state_bytes=sum(_tensor_bytes(value) for value in optimizer.state[twin].values()),
+                state_bytes=sum(_tensor_bytes(value) for value in states[twin].values()),
             )
         )
     return Explanation(type(model).__name__, tuple(rows))

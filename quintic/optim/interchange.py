@@ -161,9 +161,9 @@ def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def _owned(optimizer: Optimizer) -> dict[str, _Owned]:
-    divided = divided_parameters(optimizer.param_groups)
+    divided, states = divided_parameters(optimizer.param_groups), optimizer.state
     return {
-        name: _Owned(param, group, optimizer.state[param], divided.get(param))
+        name: _Owned(param, group, states[param], divided.get(param))
         for group in optimizer.param_groups
         for name, param in zip(group["param_names"], group["params"], strict=True)
     }

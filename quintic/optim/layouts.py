@@ -24,6 +24,7 @@ __all__ = [
     "Box",
     "Layout",
     "intersection",
+    "is_dtensor",
     "layout_of",
     "local_gradient",
     "local_gradients",
@@ -171,7 +172,7 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
         ValueError: the placements are not those of a parameter (see `mesh_layout`), or the local tensor has not the
             shape that they give this rank.
     """
-    if not _is_dtensor(param):
+    if not is_dtensor(param):
         return None
     mesh, placements = param.device_mesh, param.placements
     try:
@@ -198,7 +199,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     `DTensor.to_local` does the same through autograd, which takes tens of microseconds.
     """
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     return _waited_for(tensor._local_tensor)
 
@@ -246,7 +247,8 @@ def _dtensor_type() -> Any:
     return () if module is None else module.DTensor
 
 
-def _is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Return whether a tensor is a `DTensor`."""
     return isinstance(tensor, _dtensor_type())
 
 

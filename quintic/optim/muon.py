@@ -7,7 +7,8 @@ ranks: `travel.py`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal, overload
@@ -18,26 +19,26 @@ from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
-from quintic.optim.comms import ProcessGroup, this_rank
+from quintic.optim.comms import ProcessGroup
 from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
-from quintic.optim.placement import place_state
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
 from quintic.optim.runner import Runner
 from quintic.optim.schedule import Orders, orders_of
-from quintic.optim.sharded import divided_state, parts_of
 from quintic.optim.sharded_state import whole_states
-from quintic.optim.sharing import dividing_ranks, layouts_of
+from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.state import as_saved, complete_second_moments, init_state, load_state
+from quintic.optim.state import as_saved, complete_second_moments, load_state
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
+from quintic.optim.upkeep import Upkeep
 from quintic.optim.validate import check_group, check_keys, checked_options
 from quintic.optim.views import Matrix
+from quintic.optim.watching import Change
 
 __all__ = ["Muon", "Orthogonalizer"]
 
@@ -136,6 +137,9 @@ class Muon(Optimizer):
     _rows: AnnouncedRows
     _early: EarlyAverages
     _qk_step: QKStep | None
+    _upkeep: Upkeep
+    _is_state_lent: bool = False
+    """Whether `state` gives what there is, whatever it is."""
     # What the user may ask about the steps made.
     _skipped: Tensor | None
     _num_steps: int
@@ -182,7 +186,7 @@ class Muon(Optimizer):
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a validated group and create its state at once.
+        """Add a validated group.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -204,20 +208,22 @@ class Muon(Optimizer):
             raise
         self._checked_options.append(checked_options(added))
         self._communicators.connect([added], [layouts])
-        ranks = dividing_ranks(added, layouts)
-        parts = parts_of(added, ranks) if ranks else []
-        for index, param in enumerate(added["params"]):
-            state = init_state(param, added)
-            # One at a time: never is more than one parameter's state whole on a rank.
-            self.state[param] = divided_state(state, parts[index], ranks.index(this_rank())) if ranks else state
-            place_state([{"params": [param], "offload": added["offload"]}], self.state)
         self._forget_plan()
+        self._upkeep.outdate()
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter. Waits for state on its way to host memory (`offload`): ask again after every step."""
-        if self._runner is not None:
-            self._runner.finish()
+        """State by parameter, of all parameters: what is missing is made for those that are there now.
+
+        Waits for state on its way to host memory (`offload`): ask again after every step.
+        """
+        if not self._is_state_lent:
+            self._look()
+            if self._upkeep.is_outdated:
+                self._needed_state()
+            elif self._runner is not None:
+                self._runner.finish()
+            self._upkeep.give()
         found: defaultdict[Tensor, Any] = self.__dict__["state"]
         return found
 
@@ -225,6 +231,7 @@ class Muon(Optimizer):
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self.__dict__["state"] = value
         self._forget_plan()
+        self._upkeep.outdate()
 
     def offload(self, on: bool = True) -> None:
         """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
@@ -240,22 +247,25 @@ class Muon(Optimizer):
         for options in (self.defaults, *self.param_groups):
             options["offload"] = bool(on)
         self._forget_plan()
-        place_state(self.param_groups, self.state)
+        self._upkeep.outdate()
+        if self.__dict__["state"]:
+            self._needed_state()
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
         return replace(self._planned().plan, kept_bytes=self._communicators.kept_bytes)
 
     def _planned(self) -> Runner:
-        """Return the runner of the current plan; options that were changed are checked first."""
+        """Return the runner of the current plan; what was changed is checked first. No state is made."""
+        self._look()
         if self._checked_options != (options := list(map(checked_options, self.param_groups))):
             self._check_changes(options)
         if self._runner is None:
-            place_state(self.param_groups, self.state)
             self._runner = Runner(
-                self.param_groups, self.state, self._communicators, self._orders, self._rows, self._early
+                self.param_groups, self.__dict__["state"], self._communicators, self._orders, self._rows, self._early
             )
             self._planned_options = list(map(_options_of_plan, self.param_groups))
+            self._upkeep.watch(self.param_groups)
         return self._runner
 
     def _check_changes(self, options: list[tuple[Any, ...]]) -> None:
@@ -267,6 +277,46 @@ class Muon(Optimizer):
         self._checked_options = options
         if self._planned_options != list(map(_options_of_plan, self.param_groups)):
             self._forget_plan()
+            self._upkeep.outdate()  # which state there is, and where, follows from options, too
+
+    def _look(self) -> None:
+        """Notice parameters that were moved, converted or exchanged."""
+        change = self._upkeep.look(self.param_groups)
+        if change is Change.PARAMETERS:
+            self._forget_plan()
+            self._checked_options = []
+        elif change is Change.MEMORY and self._runner is not None:
+            self._runner.renew()
+
+    def _make_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of the parameters that are there: made, moved along or checked if anything has changed."""
+        state: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
+        if not self._upkeep.is_current(self.param_groups, state):
+            if self._runner is not None:
+                self._runner.finish()
+                self._runner.renew()
+            self._upkeep.bring_up_to_date(self.param_groups, state)
+        return state
+
+    def _needed_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the same outside of a step, when nothing of it is under way."""
+        self._look()
+        if self._checked_options != (options := list(map(checked_options, self.param_groups))):
+            self._check_changes(options)
+        state = self._make_state()
+        if self._runner is not None:
+            self._runner.finish()
+        return state
+
+    @contextmanager
+    def _lending(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
+        """Let PyTorch's methods see this state."""
+        own = self.__dict__["state"]
+        self.__dict__["state"], self._is_state_lent = state, True
+        try:
+            yield
+        finally:
+            self.__dict__["state"], self._is_state_lent = own, False
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
@@ -305,6 +355,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runner = self._planned()
+        self._make_state()
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
         done = runner.step(pending_steps, self._num_steps)
@@ -397,14 +448,12 @@ class Muon(Optimizer):
         it returns whole; see `state.py` and `docs/checkpoints.md`.
         """
         self._rows.check(wait=True)
-        complete_second_moments(self.param_groups, self.state, self._communicators)
-        whole = whole_states(self.param_groups, self.state, self._communicators)
-        divided = {param: self.state[param] for param in whole}
-        self.state.update(whole)
-        try:
+        state = self._needed_state()
+        complete_second_moments(self.param_groups, state, self._communicators)
+        whole = whole_states(self.param_groups, state, self._communicators)
+        params = (param for group in self.param_groups for param in group["params"])
+        with self._lending({param: whole.get(param, state[param]) for param in params}):
             return as_saved(super().state_dict())
-        finally:
-            self.state.update(divided)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.
@@ -419,20 +468,21 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self, state_dict)
+        load_state(self, self._needed_state(), state_dict)
+        self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep."""
-        return {**super().__getstate__(), "_orders": self._orders}
+        state = self.__dict__["state"]
+        with self._lending(self._needed_state() if state else state):
+            return {**super().__getstate__(), "_orders": self._orders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         super().__setstate__(state)
         self._forget_steps()
-        # A copy of what was pinned is not.
-        place_state(self.param_groups, self.state, force=True)
 
     def _forget_steps(self) -> None:
         """Forget what is told about the steps made, and the plan."""
@@ -443,6 +493,8 @@ class Muon(Optimizer):
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
         self._checked_options = []
+        # A copy of state that was pinned is not.
+        self._upkeep = Upkeep()
         self._forget_plan()
 
     def _forget_plan(self) -> None:
@@ -473,7 +525,7 @@ class Muon(Optimizer):
             return None
         runner.agreements.agree()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
-            self._qk_step = QKStep(qk_clip, self.param_groups, self.state, self._communicators)
+            self._qk_step = QKStep(qk_clip, self.param_groups, self.__dict__["state"], self._communicators)
         self._qk_step.start(qk_logits)
         return self._qk_step
 

@@ -25,8 +25,10 @@ from quintic.optim.offload_size import Offloaded, buffers, offloaded_entries
 from quintic.optim.operands import Operands, State
 from quintic.optim.packing import in_memory_order
 from quintic.optim.pipeline import Passes
+from quintic.optim.placement import planned_state
 from quintic.optim.plan import Bucket, Member, Plan, block_of
 from quintic.optim.sharded import CUT_KEYS, state_of_part
+from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.state import master_key
 from quintic.optim.transfers import Copies, Loan, Ring, copies_for
 from quintic.optim.views import View
@@ -64,7 +66,7 @@ class Offload:
     Args:
         plan: of the groups.
         groups: parameter groups.
-        state: of their parameters, in its place (`place_state`).
+        state: of their parameters, in its place; there need be none before the first step.
     """
 
     def __init__(self, plan: Plan, groups: Sequence[Mapping[str, Any]], state: State) -> None:
@@ -74,14 +76,12 @@ class Offload:
         self._rings: dict[tuple[torch.device, int], Ring] = {}
         """For directions (0) and for weights (1) of each device."""
         buckets = []
+        divided = divided_parameters(groups)
         for number, bucket in enumerate(plan):
             group = groups[bucket.group]
             if group["offload"]:
-                hosted = _Matrices(bucket, group) if bucket.algorithm == "muon" else _Vectors(bucket, group)
-                self._hosted[number] = hosted
-                params = [local_tensor(group["params"][member.index]) for member in bucket.members]
-                hosted.prepare(bucket.members, params, self._states(bucket))
-                bucket = replace(bucket, offloaded=hosted.size())
+                self._hosted[number] = _hosted(bucket, group)
+                bucket = replace(bucket, offloaded=_size(bucket, group, divided))
             buckets.append(bucket)
         self.plan = replace(plan, buckets=tuple(buckets))
         """The plan, with what is offloaded."""
@@ -175,12 +175,32 @@ class Offload:
 
     def _states(self, bucket: Bucket) -> list[dict[str, Tensor]]:
         """Return the state of each member as this rank has it on the host."""
-        params = self._groups[bucket.group]["params"]
-        if bucket.sharding is None:
-            found = [self._state[params[member.index]] for member in bucket.members]
-            return [{key: local_tensor(value) for key, value in state.items()} for state in found]
-        owned = [(part, params[part.index]) for part in bucket.sharding.owned]
-        return [state_of_part(self._state[param], part, param) for part, param in owned]
+        return _states_of(bucket, self._groups[bucket.group]["params"], self._state)
+
+
+def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
+    """Return what this rank has of the state of each member of a bucket."""
+    if bucket.sharding is None:
+        found = [state[params[member.index]] for member in bucket.members]
+        return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in found]
+    owned = [(part, params[part.index]) for part in bucket.sharding.owned]
+    return [state_of_part(state[param], part, param) for part, param in owned]
+
+
+def _hosted(bucket: Bucket, group: Mapping[str, Any]) -> "_Matrices | _Vectors":
+    return _Matrices(bucket, group) if bucket.algorithm == "muon" else _Vectors(bucket, group)
+
+
+def _size(bucket: Bucket, group: Mapping[str, Any], divided: Mapping[Tensor, Divided]) -> Offloaded:
+    """Return how much state of a bucket is in host memory; there need be none yet."""
+    params = group["params"]
+    members = [local_tensor(params[member.index]) for member in bucket.members]
+    state = {}
+    for param in {params[member.index] for member in bucket.members}:
+        state[param] = planned_state(param, group, divided[param].own if param in divided else None)
+    hosted = _hosted(bucket, group)
+    hosted.prepare(bucket.members, members, _states_of(bucket, params, state))
+    return hosted.size()
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:

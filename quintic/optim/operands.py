@@ -70,6 +70,11 @@ class BucketMemory:
         self._factors_key: tuple[object, ...] | None = None
         self._factors = torch.empty(0)
 
+    def renew(self) -> None:
+        """Forget where weights and state are: they may have other memory now."""
+        self.everything = None
+        self._moments_key, self._moments = None, []
+
     def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
 

@@ -210,12 +210,13 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if id(found.group) in due]
     is_finite = _all_finite(everything, parameters)
+    states = optimizer.state
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
         cut = _partial_cut(found)
         is_stepped = _is_stepped(found, cut is not None and _may_lack_addends(optimizer, found.param, cut))
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
-            with state_on_device(found.param, optimizer.state[found.param]) as state:
+            with state_on_device(found.param, states[found.param]) as state:
                 _step_parameter(found, cut, state, observer)
     for group, pending in zip(groups, pending_steps, strict=True):
         group["pending_steps"] = pending

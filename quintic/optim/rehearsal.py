@@ -318,10 +318,10 @@ def _local_load(bucket: Bucket, group: Mapping[str, Any], present: Tensor) -> Lo
 def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
     """Return the bytes of state on each rank: what is like the parameter is cut like it, the rest is whole."""
     per_entry: dict[Layout, int] = {}
-    whole = 0
+    whole, states = 0, optimizer.state
     for group, found in zip(optimizer.param_groups, layouts, strict=True):
         for param, layout in zip(group["params"], found, strict=True):
-            for value in optimizer.state[param].values():
+            for value in states[param].values():
                 if value.shape == param.shape:
                     per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize
                 else:

@@ -105,6 +105,11 @@ class Runner:
         if self._offload is not None:
             self._offload.finish()
 
+    def renew(self) -> None:
+        """Find weights and state anew at the next step: they may have other memory now."""
+        for memory in self._memories:
+            memory.renew()
+
     def reachable_state(self) -> AbstractContextManager[None]:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
         return nullcontext() if self._offload is None else self._offload.reachable()

@@ -13,7 +13,7 @@ from quintic.optim.sharded import CUT_KEYS, Part, parts_of
 from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.state import second_moments
 
-__all__ = ["Divided", "divided_parameters", "part_of_saved", "whole_states"]
+__all__ = ["Divided", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
 
 
 class Divided(NamedTuple):
@@ -97,9 +97,14 @@ def part_of_saved(
     """
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
-    ordered = source.contiguous()
-    if not param.is_contiguous():
-        ordered = torch.empty_like(param, dtype=source.dtype, device=source.device).copy_(source)
-    flat = in_memory_order(ordered)
+    flat = in_order_of(param, source)
     for part in divided.own:
         yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
+
+
+def in_order_of(param: Tensor, value: Tensor) -> Tensor:
+    """Return the entries of a tensor of a parameter's shape in the order of the parameter's memory, (entries,)."""
+    ordered = value.contiguous()
+    if not param.is_contiguous():
+        ordered = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+    return in_memory_order(ordered)

@@ -69,6 +69,11 @@ class ShardedMemory(TravelMemory):
         self.elsewhere: tuple[list[Tensor], Tensor] | None = None
         """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
 
+    def renew(self) -> None:
+        """Forget where weights and state are."""
+        super().renew()
+        self._owned = self.elsewhere = None
+
     def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
         """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
         local = self.local_operands()

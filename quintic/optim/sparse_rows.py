@@ -52,6 +52,7 @@ class Table:
     def __init__(self, name: str, param: Tensor, group: int, sharding: Sharding) -> None:
         assert sharding.rows is not None
         self.name, self.param, self.group = name, param, group
+        self.device = param.device
         self.ranks, self.position = sharding.ranks, sharding.position
         self.division: RowDivision = sharding.rows
         self.is_complete = False
@@ -264,7 +265,8 @@ class AnnouncedRows:
                 part = bucket.sharding.parts[0]
                 param = groups[bucket.group]["params"][part.index]
                 table = self._tables.get(param)
-                if table is None or (table.division, table.ranks) != (bucket.sharding.rows, bucket.sharding.ranks):
+                known = (bucket.sharding.rows, bucket.sharding.ranks, bucket.device)
+                if table is None or (table.division, table.ranks, table.device) != known:
                     table = Table(part.name, param, bucket.group, bucket.sharding)
                 found[bucket.group, part.index] = table
         self._tables = {table.param: table for _, table in sorted(found.items())}

@@ -10,8 +10,9 @@
 | both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
 
 Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
-State exists from construction on, so that every checkpoint has the same keys. State of a parameter's shape is a
-`DTensor` in the parameter's layout where the parameter is one; everything else is whole on every rank.
+As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
+State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
+whole on every rank (`placement.py`).
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
 of bf16 weights into bf16; `load_state` copies values into the state that exists and refuses what does not fit.
 """
@@ -38,17 +39,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODE_KEYS",
+    "STATE_KEYS",
     "as_saved",
     "complete_second_moments",
-    "init_state",
+    "copy_",
     "load_state",
     "master_key",
     "master_of",
+    "num_second_moments",
+    "piece_of",
     "second_moments",
 ]
 
 CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
+
+STATE_KEYS = frozenset(
+    {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master", "mantissa"}
+)
+"""Names of all state; other keys of a parameter's state are the user's."""
 
 # What completes a low-precision parameter to float32; a parameter has one of them, or none.
 _MASTER_KEYS = ("master", "mantissa")
@@ -66,25 +75,6 @@ _NO_OPTIONS = ("not_of_groups",)
 _MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
 
 
-def init_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return zero state for one parameter of a validated group, on the parameter's device."""
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    if group["algorithm"] == "adamw":
-        step = torch.zeros((), dtype=torch.float32, device=param.device)
-        state = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    else:
-        state = {"momentum_buffer": zeros}
-        if group["normalize"] == "neuron":
-            length = sum(b * m_ * n_ for b, (m_, n_) in _second_moment_shapes(param.shape, group["view"]))
-            state["second_momentum_buffer"] = torch.zeros(length, dtype=dtype, device=param.device)
-    if param.dtype.itemsize < 4 and group["master"] == "fp32":
-        state["master"] = param.detach().to(torch.float32, copy=True)
-    elif param.dtype.itemsize < 4 and group["master"] == "mantissa":
-        state["mantissa"] = torch.zeros_like(param, dtype=torch.uint16, memory_format=torch.preserve_format)
-    return state
-
-
 def master_key(state: Mapping[str, Tensor]) -> str | None:
     """Return the name of what completes a parameter to float32 in its state: `master`, `mantissa`, or None."""
     return next((key for key in _MASTER_KEYS if key in state), None)
@@ -94,6 +84,11 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
     """Return what completes a parameter to float32, or None."""
     key = master_key(state)
     return None if key is None else state[key]
+
+
+def num_second_moments(shape: Sequence[int], view: View) -> int:
+    """Return how many second moments NorMuon keeps of a parameter."""
+    return sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
 
 
 def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
@@ -169,12 +164,19 @@ def _as_text(option: object) -> str | None:
     return None if option is None else str(option)
 
 
-def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_state(
+    optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Tensor]], state_dict: Mapping[str, Any]
+) -> None:
     """Copy saved values into the optimizer's state and hyperparameters; nothing changes unless everything fits.
 
     Parameters are matched by name where both sides have names, else by position, as in PyTorch. State may be saved as
     whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds what it needs. Nothing
     is communicated.
+
+    Args:
+        optimizer: whose hyperparameters are set.
+        state: of its parameters.
+        state_dict: what was saved.
 
     Raises:
         ValueError: another number of groups, another parameter set, algorithm or view, missing or unknown state, a
@@ -196,9 +198,9 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 )
         for name, param, key in _matched(number, group, saved_group):
             parts = divided.get(param)
-            copies += _matched_state(name, param, optimizer.state[param], state_dict["state"].get(key), parts)
+            copies += _matched_state(name, param, state[param], state_dict["state"].get(key), parts)
     for target, source in copies:
-        _copy_(target, source)
+        copy_(target, source)
     for group, saved_group in zip(groups, saved_groups, strict=True):
         for key, value in saved_group.items():
             if key not in (*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS):
@@ -209,7 +211,7 @@ def load_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def _sole_holders(layout: Layout, view: View) -> Tensor:
     """Return for each second moment the rank that alone holds any of its matrix, -1 where several do; int64, CPU."""
     shape = layout.shape
-    length = sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
+    length = num_second_moments(shape, view)
     # On the CPU, whatever the default device is.
     result = torch.full((length,), -1, dtype=torch.int64, device="cpu")
     blocks = second_moments(result, shape, view)
@@ -278,12 +280,12 @@ def _matched_state(
             raise ValueError(message)
         if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
             raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
-        piece = _piece(what, target, source)
+        piece = piece_of(what, target, source)
         if piece is not None:
             yield local_tensor(target), piece
 
 
-def _piece(what: str, target: Tensor, source: Tensor) -> Tensor | None:
+def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
     """Return the part of a saved tensor that this rank holds of a state of the same shape; None if it holds nothing.
 
     Raises:
@@ -311,7 +313,8 @@ def _piece(what: str, target: Tensor, source: Tensor) -> Tensor | None:
     return local_tensor(source)[relative(box, whole if saved_layout is None else saved_layout.box_of(rank))]
 
 
-def _copy_(target: Tensor, source: Tensor) -> None:
+def copy_(target: Tensor, source: Tensor) -> None:
+    """Copy state in place, from whatever device and dtype; mantissas come as any integers."""
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)

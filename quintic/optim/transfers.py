@@ -236,7 +236,9 @@ class Ring:
 
     def __init__(self, copies: Copies, size: int, number: int) -> None:
         self._copies = copies
-        self._buffers = list(copies.allocate(size * number).split(size)) if size else []
+        # Of empty tensors, too, twins are on the device.
+        memory = copies.allocate(size * number)
+        self._buffers = list(memory.split(size)) if size else [memory]
         self._stored: list[Any] = [None] * number
         self._number = number
         self._loans: list[Loan] = []
@@ -283,4 +285,4 @@ class Ring:
         self._loaded.append(event)
 
     def _buffer(self, place: int) -> Tensor:
-        return self._buffers[place % self._number] if self._buffers else torch.empty(0)
+        return self._buffers[place % len(self._buffers)]

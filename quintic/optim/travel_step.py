@@ -47,6 +47,11 @@ class TravelMemory(DeviceMemory):
         self._moments_of_units: list[list[Tensor]] | None = None
         self._moments_packing: Packing | None = None
 
+    def renew(self) -> None:
+        """Forget where weights and state are."""
+        super().renew()
+        self._moments_of_units = None
+
     def scales(self, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
         travel = _travel_of(bucket)

@@ -169,11 +169,12 @@ def _compare(
     """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
+    states = optimizer.state
     for found in parameters_of(optimizer):
         # State may be in host memory.
         expected, first, second = (
             {key: value.to(found.param.device) for key, value in values.items()}
-            for values in (local_values(optimizer, found.param), before[found.param], taken[found.param])
+            for values in (local_values(states, found.param), before[found.param], taken[found.param])
         )
         if found.group["algorithm"] == "muon":
             differences += _compare_matrices(found, expected, second, first, roundings)

@@ -1,6 +1,6 @@
 """What a step changes, kept in host memory by `verify`, and put back bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -15,16 +15,17 @@ Values: TypeAlias = dict[Tensor, dict[str, Tensor]]
 """Of each parameter the weight and state that this rank holds."""
 
 
-def local_values(optimizer: Muon, param: Tensor) -> dict[str, Tensor]:
+def local_values(states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor) -> dict[str, Tensor]:
     """Return the `"weight"` and state that this rank holds of a parameter, sharing memory."""
-    state = {key: local_tensor(value) for key, value in optimizer.state[param].items()}
+    state = {key: local_tensor(value) for key, value in states[param].items()}
     return {"weight": local_tensor(param.detach()), **state}
 
 
 def snapshot(optimizer: Muon) -> Values:
     """Return copies in host memory of what this rank holds of all weights and state."""
+    states = optimizer.state
     return {
-        param: {key: value.to("cpu", copy=True) for key, value in local_values(optimizer, param).items()}
+        param: {key: value.to("cpu", copy=True) for key, value in local_values(states, param).items()}
         for _, param in named_parameters(optimizer)
     }
 
@@ -65,8 +66,9 @@ class Kept:
     def restore(self) -> None:
         """Put everything back, in place."""
         optimizer = self._optimizer
+        states = optimizer.state
         for param, values in self.values.items():
-            for key, target in local_values(optimizer, param).items():
+            for key, target in local_values(states, param).items():
                 target.copy_(values[key])
         for param, gradient in self._gradients.items():
             if gradient is None:

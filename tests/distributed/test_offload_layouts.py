@@ -247,7 +247,7 @@ def check_dtensors_elsewhere(rank, world_size):
     param = model.mlp[0].weight
     optimizer = quintic.Muon([param])
     value = optimizer.state[param]["momentum_buffer"]
-    moved = placement._on_device(value, torch.device("meta"), force=True)
+    moved = placement._on_device(value, torch.device("meta"))
     assert isinstance(moved, DTensor)
     assert (moved.placements, moved.device_mesh, moved.shape) == (value.placements, value.device_mesh, value.shape)
     assert moved.to_local().is_meta

@@ -272,7 +272,7 @@ def test_parameters_without_gradient_keep_weights_and_state():
     optimizer.step()  # nothing has a gradient
 
 
-def test_state_exists_from_construction_on():
+def test_all_parameters_have_state_once_it_is_asked_for():
     optimizer = Muon(quintic.param_groups(small_model()), normalize="neuron")
     names = {
         name: set(optimizer.state[param])

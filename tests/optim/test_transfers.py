@@ -79,3 +79,16 @@ def test_tensors_that_lie_between_each_other(data):
     for place in range(8):
         if not any(cut.storage_offset() == place * 5 for cut in cuts):
             assert torch.equal(base[:, place * 5 : place * 5 + 5], untouched[:, place * 5 : place * 5 + 5])
+
+
+def test_twins_of_empty_tensors_are_on_the_device():
+    """Where a rank holds no entry of any parameter, there are no bytes, and kernels still look at devices."""
+    ring = transfers.Ring(transfers.copies_for(torch.device("meta")), 0, 1)
+    loan = transfers.Loan([torch.empty(16, 0), torch.empty(0, dtype=torch.uint16)])
+    for _ in range(2):
+        ring.begin([loan])
+        with ring.use(loan):
+            assert [(twin.device.type, twin.shape, twin.dtype) for twin in ring.twins(loan)] == [
+                ("meta", (16, 0), torch.float32),
+                ("meta", (0,), torch.uint16),
+            ]
