@@ -1,5 +1,6 @@
 """What every test gets: one thread per xdist worker, a fixed seed, and `gpu` tests skipped without a GPU."""
 
+import importlib.util
 import os
 import random
 import shutil
@@ -7,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from processes import search_path
+
 # xdist's workers share the cores; PyTorch's own threads would only fight over them. Set before torch is
 # imported, so that the processes a test starts inherit it.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Set here, before a test starts the server that forks the ranks of distributed tests.
+if PACKAGE := importlib.util.find_spec("quintic"):
+    os.environ["PYTHONPATH"] = search_path(PACKAGE.origin, os.environ.get("PYTHONPATH", ""))
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

@@ -107,7 +107,7 @@ def tiny_options(dataset: Dataset, runs_dir: Path, **changes: Any) -> list[str]:
 
 def start(arguments: list[str], folder: Path) -> "subprocess.Popen[str]":
     """Start `python -m quintic` in a folder, on one thread."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "quintic", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)

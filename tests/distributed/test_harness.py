@@ -1,5 +1,7 @@
 """The harness itself: results by rank, every kind of failure, and no process left behind."""
 
+import contextlib
+import importlib.util
 import os
 import runpy
 import subprocess
@@ -137,14 +139,35 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
             harness.run(test_harness.sleep_on, 2, [0, 1], 100, {str(tmp_path)!r}, timeout=100)
         """)
     )
-    process = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
-    try:
+    with started(script, tmp_path) as process:
         files = [tmp_path / "pid0", tmp_path / "pid1"]
-        pids = [int(text) for text in wait_for(lambda: texts(files), 60 * TIME_FACTOR)]
-    finally:
-        process.kill()
-        process.wait()
+        pids = [int(text) for text in wait_for(lambda: texts(files), 60 * TIME_FACTOR, process)]
     assert wait_for(lambda: not any(map(is_running, pids)), 20)
+
+
+def test_a_process_that_dies_is_not_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import no_such_package\n")
+    start = time.monotonic()
+    with (
+        started(script, tmp_path) as process,
+        pytest.raises(AssertionError, match=r"(?s)ended with code 1: Traceback.*No module named 'no_such_package'"),
+    ):
+        wait_for(lambda: False, 60 * TIME_FACTOR, process)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_cannot_import_the_function_says_so(tmp_path, monkeypatch):
+    """A module that only this process knows."""
+    (tmp_path / "only_here.py").write_text("def nothing(rank, world_size):\n    pass\n")
+    spec = importlib.util.spec_from_file_location("only_here", tmp_path / "only_here.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank \d of 2: (?s:.)*No module named 'only_here'"):
+        run(module.nothing, 2)
+    assert time.monotonic() - start < 30 * TIME_FACTOR
 
 
 def test_the_environment_says_where_ranks_are(monkeypatch):
@@ -201,9 +224,26 @@ def texts(files):
     return found if all(found) else None
 
 
-def wait_for(condition, seconds):
+@contextlib.contextmanager
+def started(script, folder):
+    """A process that runs a script in a folder; killed at the end. What it writes to stderr is in the file `errors`."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with open(folder / "errors", "w", encoding="utf-8") as errors:
+        process = subprocess.Popen([sys.executable, str(script)], cwd=folder, env=environment, stderr=errors)
+    process.errors = folder / "errors"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition, seconds, process=None):
+    """Wait until a condition holds; no longer than the process that should make it true lives."""
     until = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < until, f"waited {seconds} s in vain"
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"the process ended with code {process.returncode}: {process.errors.read_text()}")
         time.sleep(0.02)
     return value
