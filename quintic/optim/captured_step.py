@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quintic.optim.device_memory import HYPERPARAMETERS
 from quintic.optim.muon import Muon
+from quintic.optim.opaque import opaque
 
 __all__ = ["CapturedStep"]
 
@@ -72,6 +73,7 @@ class CapturedStep:
             self._graph.reset()
         self._graph, self._gradients, self._num_eager = None, [], 0
 
+    @opaque
     @torch.no_grad()
     def __call__(self) -> None:
         """Make one step. All ranks that share parameters must call it.

@@ -17,6 +17,7 @@ from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import local_gradient, local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.opaque import opaque
 from quintic.optim.partial_gradients import PartialGradients, cut_of
 from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of
 
@@ -31,6 +32,7 @@ _SCOPES = ("adamw", "all")
 _NORM_EPS = 1e-6
 
 
+@opaque
 @torch.no_grad()
 def clip_grad_norm_(
     optimizer: Muon,

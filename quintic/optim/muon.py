@@ -24,6 +24,7 @@ from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
+from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
@@ -329,6 +330,7 @@ class Muon(Optimizer):
         self, closure: Callable[[], float | None], *, qk_logits: Mapping[str | int, Tensor] | None = None
     ) -> float | None: ...
 
+    @opaque_step
     @torch.no_grad()
     def step(
         self,
@@ -377,6 +379,7 @@ class Muon(Optimizer):
         self._rows.check(wait=False)
         return loss
 
+    @opaque
     @torch.no_grad()
     def announce_rows(self, param: Tensor | str, rows: Tensor, *, more: bool = False) -> None:
         """Say which rows of a table the next step's gradient touches, so that ranks exchange them meanwhile.
@@ -407,6 +410,7 @@ class Muon(Optimizer):
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
         self._rows.withdraw(self.param_groups, may_have_sent=self._planned().agreements.has_agreed)
 
+    @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
         waiting = [(p, p.grad) for group in self.param_groups if group["pending_steps"] for p in group["params"]]

@@ -22,11 +22,11 @@ import math
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from quintic.kernels.dispatch import KernelsOption, choose_kernels, choose_products
 from quintic.optim.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
+from quintic.optim.opaque import opaque
 from quintic.optim.products import nothing_ambient, padded_side
 from quintic.optim.program import multiplier, products_of, run_products, run_queue
 from quintic.optim.sums import norms
@@ -48,8 +48,8 @@ __all__ = [
 # entry that R = X X^T can have. A power of two, so that no other dtype notices.
 _ENTRY_NORM = 128.0
 
-# `_disable_dynamo` below is `torch.compiler.disable`, but imports the compiler only at the first call, as PyTorch's own
-# optimizers do. A compiled graph would run under the global settings that `nothing_ambient` keeps away.
+# Functions below are opaque to the compiler, too, because its graphs would run under the global settings that
+# `nothing_ambient` keeps away.
 
 
 def orthogonalize(
@@ -89,7 +89,7 @@ def orthogonalize(
     return polar_factor(x, method, steps, coefficients=coefficients, compute_dtype=compute_dtype, dtype=x.dtype)
 
 
-@_disable_dynamo
+@opaque
 def polar_factor(
     x: Tensor,
     method: str,
@@ -120,7 +120,7 @@ def polar_factor(
     return apply_form(x, form, dtype=dtype)
 
 
-@_disable_dynamo
+@opaque
 def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from quintic.optim.comms import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.opaque import without_hooks
 from quintic.optim.precision import full_precision
 from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
 from quintic.optim.sharing import AVERAGING
@@ -97,9 +98,8 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
         given = _give_gradients(optimizer, process_group)
         kept.keep_gradients()
         kept.make_due()
-        step = type(optimizer).step
         # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
-        (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)  # type: ignore[attr-defined]
+        without_hooks(type(optimizer).step)(optimizer)
         taken = snapshot(optimizer)
         kept.restore()
         kept.make_due()
