@@ -97,6 +97,64 @@ def test_options_that_change_between_steps_move_no_state(world_size):
     assert run(changes, world_size, list(CHANGES), timeout=110) == [{}] * world_size
 
 
+# One after the other; owners of what is gathered change with the work.
+IN_TURN = [
+    {"orthogonalizer": "gram", "orthogonalizer_steps": 8},
+    {"orthogonalizer": "svd", "max_workspace_bytes": 3000},
+    {"orthogonalizer": torch.sign, "offload": True},
+    {"orthogonalizer": "newton_schulz", "coefficients": (2, -1.5, 0.5), "max_workspace_bytes": None},
+]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered_changes(rank, world_size, layouts):
+    """Where weights and state differ from one device's, and owners of units before and after, by layout and master."""
+    wrong, owners = {}, {}
+    mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("strided",))
+    for number, layout in enumerate(layouts):
+        dtype, master = MASTERS[number % len(MASTERS)]
+        shapes = [(7, 8, 8), (3, 5, 40)] if layout == "experts" else [(32, 32), (23, 183), (5, 3)]
+        group = {"view": EXPERTS if layout == "experts" else MATRIX, "normalize": "neuron", "master": master, **FLOAT32}
+
+        def saved(params, comms, group=group, dtype=dtype):
+            optimizer = quintic.Muon([{"params": params, **group}], lr=0.1, comms=comms)
+            plans = []
+            for step, change in enumerate([{}, *IN_TURN]):
+                optimizer.param_groups[0].update(change)
+                for index, param in enumerate(params):
+                    generator = torch.Generator().manual_seed(100 * step + index)
+                    gradient = torch.randn(param.shape, generator=generator).to(DEVICE, dtype)
+                    if isinstance(param, DTensor):
+                        gradient = distribute_tensor(gradient, mesh, param.placements, src_data_rank=None)
+                    param.grad = gradient
+                optimizer.step()
+                plans.append(sorted(name for bucket in optimizer.plan() for name in owned_by(bucket)))
+            state = {n: {k: whole(v) for k, v in s.items()} for n, s in optimizer.state_dict()["state"].items()}
+            return ([whole(param).detach() for param in params], {"state": state}), plans
+
+        params, comms, _ = laid_out(model(shapes, dtype), layout, {"strided": mesh})
+        found, plans = saved(params, comms)
+        differing = differences(found, saved(model(shapes, dtype), "none")[0])
+        wrong |= {(layout, master): differing} if differing else {}
+        owners[layout] = plans
+    return wrong, owners
+
+
+def owned_by(bucket):
+    return [unit.name for unit in bucket.travel.owned] if bucket.travel is not None else []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_options_that_change_between_steps_move_no_state_where_matrices_are_gathered(world_size):
+    results = run(gathered_changes, world_size, ["averaged", "rows", "columns", "experts"], timeout=110)
+    assert [wrong for wrong, _ in results] == [{}] * world_size
+    for layout in ("averaged", "rows", "columns"):
+        assert any(len({tuple(plan) for plan in owners[layout]}) > 1 for _, owners in results), layout
+
+
 def adamw_changes(rank, world_size):
     """Where AdamW's weights and state differ from one device's, by master."""
     wrong = {}
