@@ -217,6 +217,15 @@ def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) 
 
 def _svd(x: Tensor) -> Tensor:
     """Return U V^T of each normalised matrix; singular directions of size zero stay zero."""
+    if x.device.type != "cpu":
+        return _svd_of_batch(x)
+    # The last bits of LAPACK and of MKL's products depend on where in memory a matrix begins, and so on its place in a
+    # batch. One at a time all begin alike; LAPACK computes them one after the other in any case.
+    factors = [_svd_of_batch(matrix) for matrix in x.reshape(-1, *x.shape[-2:])]
+    return torch.stack(factors).view(x.shape)
+
+
+def _svd_of_batch(x: Tensor) -> Tensor:
     # LAPACK and cuSOLVER refuse a whole batch for one NaN; `_normalized` has spread it over its matrix.
     bad = x[..., :1, :1].isnan()
     u, s, vh = torch.linalg.svd(x.masked_fill(bad, 0), full_matrices=False)

@@ -342,6 +342,19 @@ def test_batching_does_not_change_a_bit_of_odd_matrices_in_bfloat16(method, shap
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (5, 13), (10, 3), (13, 32), (16, 16), (2, 0), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_place_in_a_batch_does_not_change_a_bit_of_svd(shape, dtype):
+    """LAPACK looks at the alignment of each matrix in memory."""
+    alone = torch.randn(shape, dtype=dtype)
+    expected = polar_factor(alone, "svd", compute_dtype=dtype)
+    for first, count, place in [(0, 1, 0), (0, 3, 1), (1, 5, 2), (3, 4, 3)]:
+        memory = torch.randn(first + count * alone.numel(), dtype=dtype)
+        batch = memory[first:].view(count, *shape)
+        batch[place] = alone
+        assert torch.equal(polar_factor(batch, "svd", compute_dtype=dtype)[place], expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (2, 0, 3, 3), (0, 0)])
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_inputs_stay_empty(shape, method):
