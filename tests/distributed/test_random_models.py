@@ -59,6 +59,9 @@ class Drawn:
     clipped: str | None = None
     reloaded_after: int | None = None
     verified_before: int | None = None
+    changed_before: int | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Options that are set on all groups before a step."""
 
     @property
     def averages(self) -> bool:
@@ -110,6 +113,15 @@ def draw(seed: int, world_size: int) -> Drawn:
     found.clipped = choose.choice([None, "all", "adamw"]) if dtype != torch.float64 and not found.has_gaps else None
     found.reloaded_after = choose.choice([None, 1, 2])
     found.verified_before = choose.choice([None, None, 1, 3])
+    found.changed_before = choose.choice([None, 1, 2])
+    # What computes in 16 bits keeps to methods that CPUs have for these.
+    others = [method for method in methods if method not in ("auto", "gram") or options["compute_dtype"] is not None]
+    found.changes = {
+        "orthogonalizer": choose.choice(others),
+        "orthogonalizer_steps": choose.choice([2, 5, 8]),
+        "max_workspace_bytes": choose.choice([None, 300, 20_000]),
+        "offload": choose.random() < 0.5,
+    }
     return found
 
 
@@ -191,6 +203,9 @@ def check_seed(rank: int, world_size: int, seed: int) -> None:
     params = {name: nn.Parameter(laid_out(name, value)) for name, value in initial(drawn).items()}
     optimizer = optimizer_of(drawn, params, comms)
     for step in range(STEPS):
+        if step == drawn.changed_before:
+            for group in (*one.param_groups, *optimizer.param_groups):
+                group.update(drawn.changes)
         for name, shape in drawn.shapes.items():
             without = lacking(drawn, seed, name, step, world_size)
             is_missing = len(without) == world_size if drawn.averages else bool(without)
@@ -219,6 +234,8 @@ def check_seed(rank: int, world_size: int, seed: int) -> None:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = optimizer_of(drawn, params, comms)
             optimizer.load_state_dict(saved)
+            for group in optimizer.param_groups:
+                group["orthogonalizer"] = one.param_groups[0]["orthogonalizer"]  # which is not loaded
 
 
 def check_seeds(rank: int, world_size: int, seeds: Sequence[int]) -> None:
