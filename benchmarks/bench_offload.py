@@ -172,7 +172,8 @@ def optimizer_of(weights: Weights, **options: Any) -> quintic.Muon:
         {"params": weights.matrices, "algorithm": "muon"},
         {"params": weights.others, "algorithm": "adamw"},
     ]
-    return quintic.Muon(groups, lr=LR, adamw_lr=ADAMW_LR, weight_decay=WEIGHT_DECAY, **options)
+    decays = {"weight_decay": WEIGHT_DECAY, "adamw_weight_decay": WEIGHT_DECAY}
+    return quintic.Muon(groups, lr=LR, adamw_lr=ADAMW_LR, **decays, **options)
 
 
 def state_on_device(optimizer: quintic.Muon, cuda: bool) -> int:

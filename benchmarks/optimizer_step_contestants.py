@@ -91,7 +91,8 @@ def _quintic(**options: Any) -> Callable[[Weights, bool], list[Any]]:
             {"params": weights.matrices, "algorithm": "muon"},
             {"params": weights.others, "algorithm": "adamw"},
         ]
-        return [quintic.Muon(groups, lr=LR, adamw_lr=ADAMW_LR, weight_decay=WEIGHT_DECAY, **options)]
+        decays = {"weight_decay": WEIGHT_DECAY, "adamw_weight_decay": WEIGHT_DECAY}
+        return [quintic.Muon(groups, lr=LR, adamw_lr=ADAMW_LR, **decays, **options)]
 
     return build
 

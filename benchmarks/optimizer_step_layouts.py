@@ -125,6 +125,7 @@ def _quintic(**options: Any) -> Callable[[Weights, Place], Any]:
             lr=shapes.LR,
             adamw_lr=shapes.ADAMW_LR,
             weight_decay=shapes.WEIGHT_DECAY,
+            adamw_weight_decay=shapes.WEIGHT_DECAY,
             comms=COMMS.get(place.layout, "none"),
             **options,
         )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.optim.rates import lr_ratio
+
 __all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
@@ -75,8 +77,10 @@ class DeviceHyperparameters:
         """
         beta1, beta2 = group["betas"]
         found = (group["lr"], group["weight_decay"], group["momentum"], beta1, beta2, group["eps"])
+        ratio = lr_ratio(group)
         live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
-        numbers = tuple(0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
+        lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
+        numbers = (lr * ratio, *others)
         if numbers != self._uploaded:
             if is_capturing(self.values.device):
                 raise RuntimeError(
@@ -88,3 +92,5 @@ class DeviceHyperparameters:
         for index, (value, is_live) in enumerate(zip(found, live, strict=True)):
             if is_live:
                 self.values[index].copy_(value)
+        if live[0] and ratio != 1:
+            self.values[0].mul_(ratio)

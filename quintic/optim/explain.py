@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quintic.optim.groups import PERHAPS_FUSED, Rule, decide, grouped
 from quintic.optim.muon import Muon
+from quintic.optim.rates import learning_rate
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 
@@ -45,7 +46,7 @@ class Row:
     """(count, m outputs, n inputs) for each kind of matrix."""
     why: str
     lr: float
-    """The learning rate of its group; 0 if frozen."""
+    """The learning rate it is stepped with, before `lr_scale`; 0 if frozen."""
     lr_scale: tuple[float, ...]
     """The factor on `lr` that the shape of each kind of matrix gives; empty unless the algorithm is Muon."""
     state_bytes: int
@@ -180,7 +181,7 @@ def explain(
                 view=decision.view if is_muon else None,
                 matrices=matrices,
                 why=decision.why,
-                lr=float(group["lr"]),
+                lr=learning_rate(group),
                 lr_scale=tuple(lr_scale_factor(group["lr_scale"], m, n) for _, m, n in matrices),
                 state_bytes=sum(_tensor_bytes(value) for value in states[twin].values()),
             )

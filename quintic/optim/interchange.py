@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.optim.coefficients import newton_schulz_coefficients
+from quintic.optim.rates import learning_rate
 from quintic.optim.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
 from quintic.optim.sharded import CUT_KEYS
 from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
@@ -141,7 +142,8 @@ def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
         indices = list(range(first, first + len(group["params"])))
-        options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        lr = group["lr"] if group["adamw_lr_ratio"] is None else learning_rate(group)
+        options = {"lr": lr, "weight_decay": group["weight_decay"]}
         if algorithm == "adamw":
             options |= {"betas": group["betas"], "eps": group["eps"], **_ADAMW_OPTIONS}
         else:

@@ -28,6 +28,7 @@ from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
+from quintic.optim.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
 from quintic.optim.runner import Runner
 from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
@@ -60,9 +61,10 @@ class Muon(Optimizer):
         u  = polar factor of (1 - momentum) g + momentum m
         w <- w - lr weight_decay w - lr lr_scale(rows, columns) u
 
-    and for `algorithm="adamw"` AdamW with bias correction and `lr=adamw_lr`. `quintic.param_groups(model)` makes the
-    groups; every option below can also be set on a group. Momentum and moments are float32 for low-precision weights.
-    Gradients are never modified; a parameter whose gradient is None keeps its weights and state.
+    and for `algorithm="adamw"` AdamW with bias correction, with `lr=adamw_lr` and `weight_decay=adamw_weight_decay`.
+    `quintic.param_groups(model)` makes the groups; every option below can also be set on a group. Momentum and moments
+    are float32 for low-precision weights. Gradients are never modified; a parameter whose gradient is None keeps its
+    weights and state.
 
     Args:
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
@@ -71,7 +73,7 @@ class Muon(Optimizer):
             the gradient.
         momentum: averaging coefficient in [0, 1).
         nesterov: look one gradient ahead.
-        weight_decay: decoupled, w <- w - lr weight_decay w per step; AdamW groups use it too unless they set their own.
+        weight_decay: of Muon groups, decoupled: w <- w - lr weight_decay w per step.
         decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
             learning rate.
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402).
@@ -87,6 +89,11 @@ class Muon(Optimizer):
         lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
             groups whose parameters are banks of equally many matrices.
         adamw_lr: learning rate of AdamW groups that set none themselves.
+        adamw_lr_ratio: let AdamW groups have Muon's `lr` and step with `lr * adamw_lr_ratio`, so that one number drives
+            both: for schedulers with absolute rates, such as `OneCycleLR(max_lr=...)` or `eta_min`. In place of
+            `adamw_lr`; None for learning rates of their own.
+        adamw_weight_decay: of AdamW groups that set none themselves: embeddings, heads, norms and biases decay only if
+            asked to.
         betas: AdamW's averaging coefficients.
         eps: AdamW's denominator guard.
         step_every: step only every k-th time. In between, `zero_grad` leaves the group's gradients alone, so that they
@@ -137,6 +144,7 @@ class Muon(Optimizer):
     _communicators: Communicators
     _rows: AnnouncedRows
     _early: EarlyAverages
+    _cycled: CycledMomentum
     _qk_step: QKStep | None
     _upkeep: Upkeep
     _is_state_lent: bool = False
@@ -164,7 +172,9 @@ class Muon(Optimizer):
         normalize_beta: float = 0.95,
         lr_scale: LrScale = "spectral",
         lr_multipliers: Sequence[float] | None = None,
-        adamw_lr: float = 3e-4,
+        adamw_lr: float = ADAMW_LR,
+        adamw_lr_ratio: float | None = None,
+        adamw_weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         step_every: int = 1,
@@ -182,6 +192,8 @@ class Muon(Optimizer):
         work_order: Sequence[str] | None = None,
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
+        if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
+            raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
         self._orders = orders_of(launch_order, work_order)
         self._forget_steps()
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
@@ -195,9 +207,9 @@ class Muon(Optimizer):
         group = dict(param_group)
         number = len(self.param_groups)
         check_keys(number, group, self.defaults)
-        if group.get("algorithm", "muon") == "adamw" and "lr" not in group:
-            group["lr"] = group.get("adamw_lr", self.defaults["adamw_lr"])
         _add_names(number, group)
+        if group.get("algorithm", "muon") == "adamw":
+            fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
         added = self.param_groups[-1]
         try:
@@ -208,9 +220,22 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
         self._checked_options.append(checked_options(added))
+        self._cycled.watch(self.param_groups)
         self._communicators.connect([added], [layouts])
         self._forget_plan()
         self._upkeep.outdate()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
+        self._cycled.follow()
+        found: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return found
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = value
+        self._cycled.watch(value)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -442,6 +467,7 @@ class Muon(Optimizer):
 
         `step` does it by itself; needed only before replaying a captured step. Does not wait for the device.
         """
+        self._cycled.follow()
         if self._runner is not None:
             self._runner.upload_hyperparameters()
 
@@ -473,6 +499,7 @@ class Muon(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         load_state(self, self._needed_state(), state_dict)
+        self._cycled.watch(self.__dict__["param_groups"])
         self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -487,6 +514,7 @@ class Muon(Optimizer):
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         super().__setstate__(state)
         self._forget_steps()
+        self._cycled.watch(self.__dict__["param_groups"])
 
     def _forget_steps(self) -> None:
         """Forget what is told about the steps made, and the plan."""
@@ -497,6 +525,7 @@ class Muon(Optimizer):
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
         self._checked_options = []
+        self._cycled = CycledMomentum()
         # A copy of state that was pinned is not.
         self._upkeep = Upkeep()
         self._forget_plan()

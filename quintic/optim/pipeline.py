@@ -17,6 +17,7 @@ from quintic.optim.forms import Form
 from quintic.optim.operands import BucketMemory, Operands
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
+from quintic.optim.rates import learning_rate
 from quintic.optim.update import adamw_, apply_, momentum_, neuron_factors_
 
 __all__ = [
@@ -145,7 +146,7 @@ def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> No
     """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
     if not active.params:
         return
-    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    lr, eps, weight_decay = learning_rate(group), float(group["eps"]), float(group["weight_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     plain = not group["cautious"] and group["decay_coupling"] == "lr"
     masters: Sequence[Tensor | None] = active.masters() or [None] * len(active.params)

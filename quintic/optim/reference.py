@@ -22,6 +22,7 @@ from quintic.optim.packing import in_memory_order
 from quintic.optim.partial_gradients import Cut, cut_of, zeros
 from quintic.optim.placement import state_on_device
 from quintic.optim.plan import direction_dtype, form_of
+from quintic.optim.rates import learning_rate
 from quintic.optim.sharded import CUT_KEYS, divided_state
 from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.sharing import AVERAGING, layouts_of
@@ -359,7 +360,7 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Mapping[st
         local["exp_avg"],
         local["exp_avg_sq"],
         local["step"],
-        lr=float(group["lr"]),
+        lr=learning_rate(group),
         betas=(float(group["betas"][0]), float(group["betas"][1])),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),

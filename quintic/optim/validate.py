@@ -57,19 +57,10 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 CHECKED_OPTIONS = (
-    *(
-        "algorithm",
-        "view",
-        "comms",
-        "process_group",
-        "transport",
-        "master",
-        "offload",
-        "max_workspace_bytes",
-        "kernels",
-    ),
-    *("orthogonalizer", "orthogonalizer_steps", "coefficients", "compute_dtype", "normalize", "nesterov", "cautious"),
-    *("decay_coupling", "lr_scale", "lr_multipliers", "step_every", "on_nonfinite", "qk_clip", "telemetry_every"),
+    *("algorithm", "view", "normalize", "nesterov", "cautious", "decay_coupling", "master", "qk_clip", "on_nonfinite"),
+    *("orthogonalizer", "orthogonalizer_steps", "coefficients", "compute_dtype", "kernels", "max_workspace_bytes"),
+    *("lr_scale", "lr_multipliers", "adamw_lr_ratio", "step_every", "telemetry_every"),
+    *("comms", "process_group", "transport", "offload"),
 )
 """Options of a group that are checked again when they change. Not those that schedules change at every step."""
 
@@ -172,6 +163,8 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
 
     for key in ("lr", "weight_decay", "eps"):
         check(key, _is_number(group[key], 0), "a number of at least 0")
+    ratio = group["adamw_lr_ratio"]
+    check("adamw_lr_ratio", ratio is None or _is_number(ratio, 0), "a number of at least 0, or None")
     for key in ("momentum", "normalize_beta"):
         check(key, _is_number(group[key], 0, 1), "a number in [0, 1)")
     betas = group["betas"]

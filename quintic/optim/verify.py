@@ -22,6 +22,7 @@ from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.opaque import without_hooks
 from quintic.optim.precision import full_precision
+from quintic.optim.rates import learning_rate
 from quintic.optim.reference import Parameter, Rounding, parameters_of, run_reference
 from quintic.optim.sharing import AVERAGING
 from quintic.optim.state import master_key, second_moments
@@ -195,7 +196,7 @@ def _compare_adamw(
         if right.numel() == 0:
             continue
         if key == "weight":
-            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * float(found.group["lr"]))
+            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * learning_rate(found.group))
             scale = _largest(right - old)
         else:
             allowed = torch.full_like(right, 0.0 if key == "step" else _allowed_state(right, old))
@@ -324,10 +325,11 @@ def _allowed_change(
     wide = torch.promote_types(right.dtype, torch.float32)
     old, right = old.to(wide), right.to(wide)
     allowed = right.abs().mul(relative).add(slack)
-    rate = float(group["lr"]) * float(group["weight_decay"])
+    lr = learning_rate(group)
+    rate = lr * float(group["weight_decay"])
     if group["cautious"] and rate:
         # Where the update is so small that its sign may go either way, decay may come or not.
-        decay = old.abs() * (rate * float(group["lr"]) if group["decay_coupling"] == "lr_squared" else rate)
+        decay = old.abs() * (rate * lr if group["decay_coupling"] == "lr_squared" else rate)
         allowed += decay * ((right - old).abs() <= decay + allowed)
     return allowed
 

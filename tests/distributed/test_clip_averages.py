@@ -22,7 +22,13 @@ def optimizer_of(model, comms="none", **options):
     comms = comms.removesuffix("_sparse")  # matrices have no rows that are zero
     groups = quintic.param_groups(model, rules=rules(model), adamw=of_tables, muon={"comms": comms})
     # Cautious decay, so that AdamW is not PyTorch's fused one, which rounds the ends of tensors otherwise.
-    options = {"compute_dtype": torch.float32, "weight_decay": 0.1, "cautious": True, **options}
+    options = {
+        "compute_dtype": torch.float32,
+        "weight_decay": 0.1,
+        "adamw_weight_decay": 0.1,
+        "cautious": True,
+        **options,
+    }
     return quintic.Muon(groups, lr=0.05, adamw_lr=0.01, **options)
 
 

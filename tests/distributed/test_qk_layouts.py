@@ -21,7 +21,7 @@ from quintic import QKClip
 NUM_STEPS = 4
 
 # Cautious decay, so that AdamW is not PyTorch's fused one, which rounds the ends of tensors otherwise.
-_OPTIONS = {"weight_decay": 0.1, "cautious": True}
+_OPTIONS = {"weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True}
 
 
 @dataclass(frozen=True)

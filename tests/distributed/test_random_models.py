@@ -90,6 +90,7 @@ def draw(seed: int, world_size: int) -> Drawn:
         "offload": choose.random() < 0.2,
         "transport": choose.choice(["collectives", "collectives", "copy_engines"]),
     }
+    options["adamw_weight_decay"] = options["weight_decay"]
     if options["orthogonalizer"] == "svd":
         options["compute_dtype"] = None
     elif options["orthogonalizer"] == "gram" and dtype != torch.float64:

@@ -32,6 +32,7 @@ def optimizer_of(params, comms, master):
         adamw_lr=0.1,
         normalize="neuron",
         weight_decay=0.1,
+        adamw_weight_decay=0.1,
         compute_dtype=torch.float32,
         comms=comms,
         master=master,

@@ -74,12 +74,16 @@ CASES = {
     "accumulated": Case(announces="more"),
     "some": Case(announces="some"),
     "other": Case(announces="other", gaps=True),
-    "gaps": Case(gaps=True, options={"weight_decay": 0.1, "cautious": True}),
-    "gaps_announced": Case(announces="always", gaps=True, options={"weight_decay": 0.1, "on_nonfinite": "skip"}),
+    "gaps": Case(gaps=True, options={"weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True}),
+    "gaps_announced": Case(
+        announces="always", gaps=True, options={"weight_decay": 0.1, "adamw_weight_decay": 0.1, "on_nonfinite": "skip"}
+    ),
     "bf16": Case(torch.bfloat16, announces="some"),
     "float64": Case(torch.float64),
     "fp32": Case(torch.bfloat16, {"master": "fp32"}, announces="always"),
-    "mantissa": Case(torch.bfloat16, {"master": "mantissa", "weight_decay": 0.1}, announces="more"),
+    "mantissa": Case(
+        torch.bfloat16, {"master": "mantissa", "weight_decay": 0.1, "adamw_weight_decay": 0.1}, announces="more"
+    ),
     "step_every": Case(options={"step_every": 2}, announces="always"),
     "clipped": Case(announces="some", clips=True),
     "offload": Case(options={"offload": True}),

@@ -61,9 +61,11 @@ _FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 CASES = {
     "plain": Case(_FLOAT32),
     "neuron": Case({**_FLOAT32, "normalize": "neuron", "normalize_beta": 0.7}),
-    "cautious": Case({**_FLOAT32, "weight_decay": 0.3, "cautious": True}),
-    "multipliers": Case({**_FLOAT32, "nesterov": False, "weight_decay": 0.1}, multipliers=True),
-    "bf16": Case({"weight_decay": 0.1}, torch.bfloat16),
+    "cautious": Case({**_FLOAT32, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True}),
+    "multipliers": Case(
+        {**_FLOAT32, "nesterov": False, "weight_decay": 0.1, "adamw_weight_decay": 0.1}, multipliers=True
+    ),
+    "bf16": Case({"weight_decay": 0.1, "adamw_weight_decay": 0.1}, torch.bfloat16),
     "fp32": Case({**_FLOAT32, "master": "fp32"}, torch.bfloat16),
     "mantissa": Case({"master": "mantissa", "normalize": "neuron"}, torch.bfloat16, multipliers=True),
     # So little that one matrix at a time is computed, and AdamW in pieces.

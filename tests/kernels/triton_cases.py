@@ -49,13 +49,16 @@ VIEWS = [
 ]
 
 # What every view meets: nothing, and all that makes another pass of it.
-OPTIONS = [{}, {"normalize": "neuron", "weight_decay": 0.1, "cautious": True, "on_nonfinite": "skip"}]
+OPTIONS = [
+    {},
+    {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True, "on_nonfinite": "skip"},
+]
 
 # What changes an update without asking where its matrix lies.
 MORE_OPTIONS = [
-    {"nesterov": False, "weight_decay": 0.3},
-    {"weight_decay": 0.3, "cautious": True},
-    {"weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
+    {"nesterov": False, "weight_decay": 0.3, "adamw_weight_decay": 0.3},
+    {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True},
+    {"weight_decay": 3.0, "adamw_weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
 ]
 
 
@@ -132,7 +135,14 @@ def test_dtypes_and_masters(dtype, master, algorithm):
     values = torch.randn(33, 50)
     for kernels in ("triton", "torch"):
         param = nn.Parameter(values.to(DEVICE, dtype))
-        options = {"lr": 0.01, "adamw_lr": 0.01, "weight_decay": 0.1, "cautious": True, "master": master}
+        options = {
+            "lr": 0.01,
+            "adamw_lr": 0.01,
+            "weight_decay": 0.1,
+            "adamw_weight_decay": 0.1,
+            "cautious": True,
+            "master": master,
+        }
         group = {"params": [param], "algorithm": algorithm}
         params.append(param)
         optimizers.append(Muon([group], kernels=kernels, compute_dtype=torch.float32, **options))
@@ -179,12 +189,16 @@ def test_mantissa_is_the_float32_master_bit_for_bit(options):
 
 
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (), (0,), (4, 0)])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3, "cautious": True}, {"on_nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True}, {"on_nonfinite": "skip"}],
+    ids=str,
+)
 def test_adamw(shape, options):
     params, optimizers = [], []
     values = [torch.randn(shape), torch.randn(70, 80)]
     for kernels in ("triton", "torch"):
-        found = [nn.Parameter(value.to(DEVICE)) for value in values]
+        found = [nn.Parameter(value.to(DEVICE, copy=True)) for value in values]
         params.append(found)
         groups = [{"params": found, "algorithm": "adamw"}]
         optimizers.append(Muon(groups, adamw_lr=0.01, kernels=kernels, betas=(0.8, 0.999), **options))
@@ -210,7 +224,13 @@ def test_a_step_with_non_finite_gradients_leaves_every_bit(bad, options):
     matrix, vector = nn.Parameter(torch.randn(20, 30).to(DEVICE, dtype)), nn.Parameter(torch.randn(9).to(DEVICE, dtype))
     groups = [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}]
     optimizer = Muon(
-        groups, kernels="triton", on_nonfinite="skip", weight_decay=0.1, compute_dtype=torch.float32, **options
+        groups,
+        kernels="triton",
+        on_nonfinite="skip",
+        weight_decay=0.1,
+        adamw_weight_decay=0.1,
+        compute_dtype=torch.float32,
+        **options,
     )
     for step in range(4):
         matrix.grad, vector.grad = torch.randn_like(matrix), torch.randn_like(vector)
@@ -227,7 +247,7 @@ def test_a_step_with_non_finite_gradients_leaves_every_bit(bad, options):
 
 def test_many_parameters_of_one_shape_and_chunks():
     values = [torch.randn(6, 40, 24), *(torch.randn(40, 24) for _ in range(5))]
-    params = [[nn.Parameter(value.to(DEVICE)) for value in values] for _ in range(2)]
+    params = [[nn.Parameter(value.to(DEVICE, copy=True)) for value in values] for _ in range(2)]
     optimizers = []
     for found, kernels in zip(params, ("triton", "torch"), strict=True):
         groups = [
@@ -258,6 +278,33 @@ def test_hyperparameters_are_read_anew_every_step():
         for optimizer in optimizers:
             optimizer.step()
         assert_alike(params, optimizers, 1e-5)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_schedulers_reach_the_kernels(live):
+    """One rate for both algorithms, a tensor on the device too, and a cycled momentum."""
+    values = [torch.randn(16, 24), torch.randn(50)]
+    params = [[nn.Parameter(value.to(DEVICE, copy=True)) for value in values] for _ in range(2)]
+    runs = []
+    for (matrix, vector), kernels in zip(params, ("triton", "torch"), strict=True):
+        groups = [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}]
+        optimizer = Muon(groups, adamw_lr_ratio=0.05, kernels=kernels, compute_dtype=torch.float32)
+        runs.append((optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5)))
+    for _ in range(4):
+        gradients = [torch.randn(value.shape) for value in values]
+        for found, (optimizer, scheduler) in zip(params, runs, strict=True):
+            for param, gradient in zip(found, gradients, strict=True):
+                param.grad = gradient.to(DEVICE)
+            for group in optimizer.param_groups:
+                if live and not isinstance(group["lr"], torch.Tensor):
+                    group["lr"] = torch.tensor(group["lr"], device=DEVICE)
+            optimizer.step()
+            scheduler.step()
+        for first, second in zip(*params, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+    assert not any(
+        torch.allclose(param.cpu(), value, atol=1e-3) for param, value in zip(params[0], values, strict=True)
+    )
 
 
 def test_a_layout_of_memory_in_order_is_recognised():

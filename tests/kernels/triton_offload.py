@@ -22,7 +22,13 @@ GROUPS = [
 ]
 
 
-EVERYTHING = {"normalize": "neuron", "on_nonfinite": "skip", "cautious": True, "weight_decay": 0.3}
+EVERYTHING = {
+    "normalize": "neuron",
+    "on_nonfinite": "skip",
+    "cautious": True,
+    "weight_decay": 0.3,
+    "adamw_weight_decay": 0.3,
+}
 
 
 def made(dtype, **options):
@@ -57,7 +63,7 @@ def give_gradients(params, step, wide=False):
         (torch.float32, {}, 4_000),
         (torch.float32, EVERYTHING, 2**31),
         (torch.float32, EVERYTHING, 4_000),
-        (LOW, {"master": "fp32", "weight_decay": 0.1}, 4_000),
+        (LOW, {"master": "fp32", "weight_decay": 0.1, "adamw_weight_decay": 0.1}, 4_000),
         *([(LOW, {"master": "mantissa"}, workspace) for workspace in (2**31, 4_000)] if DEVICE == "cuda" else []),
     ],
     ids=str,

@@ -81,6 +81,31 @@ class TestOnDevice:
                         assert torch.equal(value, eager.state[twin][key]), (number, key)
             assert optimizer.last_step().skipped_steps == eager.last_step().skipped_steps
 
+    @pytest.mark.parametrize("live", [False, True])
+    def test_schedules_with_absolute_rates_and_cycled_momentum_are_followed(self, live):
+        params, twins = params_of(), params_of()
+        eager, optimizer = optimizer_of(twins, adamw_lr_ratio=0.05), optimizer_of(params, adamw_lr_ratio=0.05)
+        schedulers = []
+        for one in (eager, optimizer):
+            if live:
+                for group in one.param_groups:
+                    group["lr"] = torch.tensor(group["lr"], device="cuda")
+            schedulers.append(torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=12))
+        momenta = set()
+        with CapturedStep(optimizer) as step:
+            for number in range(8):
+                for found in (params, twins):
+                    give_gradients(found, number, moves=False)
+                step()
+                eager.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+                momenta.add(optimizer.param_groups[0]["momentum"])
+                for param, twin in zip(params, twins, strict=True):
+                    assert torch.equal(param, twin), number
+            assert step._graph is not None
+        assert len(momenta) > 4
+
     def test_changed_options_and_loaded_state_are_followed(self):
         params, twins = params_of(), params_of()
         eager, optimizer = optimizer_of(twins), optimizer_of(params)

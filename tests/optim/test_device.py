@@ -14,10 +14,10 @@ pytestmark = ON_CUDA
 
 OPTIONS = [
     {},
-    {"normalize": "neuron", "weight_decay": 0.1, "cautious": True},
+    {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True},
     {"on_nonfinite": "skip", "master": "mantissa"},
     {"orthogonalizer": "newton_schulz", "master": "fp32"},
-    {"lr_multipliers": (2.0,), "decay_coupling": "lr_squared", "weight_decay": 1.0},
+    {"lr_multipliers": (2.0,), "decay_coupling": "lr_squared", "weight_decay": 1.0, "adamw_weight_decay": 1.0},
 ]
 
 
@@ -138,7 +138,7 @@ def test_changed_hyperparameters_compile_nothing():
     from quintic.kernels import adamw, matrix_update
 
     params = params_of()
-    optimizer = optimizer_of(params, weight_decay=0.1)
+    optimizer = optimizer_of(params, weight_decay=0.1, adamw_weight_decay=0.1)
     kernels = [matrix_update._momentum_kernel, matrix_update._apply_kernel, adamw._adamw_kernel]
 
     def compiled():
@@ -202,7 +202,7 @@ def test_repeated_runs_are_bitwise_equal():
     for _ in range(2):
         torch.manual_seed(0)
         params = params_of()
-        optimizer = optimizer_of(params, normalize="neuron", weight_decay=0.1, cautious=True)
+        optimizer = optimizer_of(params, normalize="neuron", weight_decay=0.1, adamw_weight_decay=0.1, cautious=True)
         for _ in range(3):
             give_gradients(params)
             optimizer.step()

@@ -59,6 +59,7 @@ def test_every_shape_and_memory_layout_follows_the_reference(m, n, memory, neuro
         lr=0.05,
         momentum=0.8,
         weight_decay=0.2,
+        adamw_weight_decay=0.2,
         cautious=cautious,
         normalize="neuron" if neuron else None,
         compute_dtype=torch.float64,
@@ -98,7 +99,7 @@ def test_twenty_steps_equal_torch_adamw(fused):
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((9, 5), (7,), ())]
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
     options = {"betas": (0.8, 0.95), "eps": 1e-9, "weight_decay": 0.1}
-    first = Muon([{"params": ours, "algorithm": "adamw"}], adamw_lr=0.01, **options)
+    first = Muon([{"params": ours, "algorithm": "adamw", **options}], adamw_lr=0.01)
     second = torch.optim.AdamW(theirs, lr=0.01, fused=fused, **options)
     for _ in range(20):
         for p, q in zip(ours, theirs, strict=True):
@@ -132,7 +133,7 @@ def test_weights_of_several_dtypes_in_one_group():
     params = [nn.Parameter(torch.randn(6, 4).to(dtype)) for dtype in FLOAT_DTYPES]
     vectors = [nn.Parameter(torch.randn(4).to(dtype)) for dtype in FLOAT_DTYPES]
     groups = [{"params": params}, {"params": vectors, "algorithm": "adamw"}]
-    optimizer = Muon(groups, lr=0.1, adamw_lr=0.1, weight_decay=0.1, cautious=True)
+    optimizer = Muon(groups, lr=0.1, adamw_lr=0.1, weight_decay=0.1, adamw_weight_decay=0.1, cautious=True)
     before = [param.detach().clone() for param in (*params, *vectors)]
     for _ in range(2):
         stepped(optimizer, *params, *vectors)
@@ -151,6 +152,7 @@ def test_a_fresh_process_resumes_to_the_bit(tmp_path):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)).bfloat16()
         options = {"normalize": "neuron", "master": "mantissa", "weight_decay": 0.1, "cautious": True}
+        options["adamw_weight_decay"] = 0.1
         optimizer = quintic.Muon(quintic.param_groups(model), **options)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
         if load != "-":

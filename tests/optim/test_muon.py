@@ -123,7 +123,7 @@ def test_adamw_group_equals_torch_adamw_to_the_bit():
     ours, theirs = parameter(9, 5), parameter(9, 5)
     theirs.data.copy_(ours)
     options = {"betas": (0.8, 0.95), "eps": 1e-9, "weight_decay": 0.1}
-    first = Muon([{"params": [ours], "algorithm": "adamw"}], adamw_lr=0.01, **options)
+    first = Muon([{"params": [ours], "algorithm": "adamw", **options}], adamw_lr=0.01)
     second = torch.optim.AdamW([theirs], lr=0.01, fused=True, **options)
     for _ in range(5):
         give_gradients([ours])
@@ -138,7 +138,13 @@ def test_adamw_group_equals_torch_adamw_to_the_bit():
 def test_adamw_group_equals_the_reference(dtype, cautious):
     param = parameter(4, 3, dtype=dtype)
     reference = oracle.AdamWTensor(param.detach().double().numpy())
-    optimizer = Muon([{"params": [param], "algorithm": "adamw"}], adamw_lr=0.01, weight_decay=0.2, cautious=cautious)
+    optimizer = Muon(
+        [{"params": [param], "algorithm": "adamw"}],
+        adamw_lr=0.01,
+        weight_decay=0.2,
+        adamw_weight_decay=0.2,
+        cautious=cautious,
+    )
     for _ in range(3):
         give_gradients([param])
         optimizer.step()
@@ -254,7 +260,9 @@ def test_workspace_bound_splits_buckets_and_changes_nothing():
 
 def test_parameters_without_gradient_keep_weights_and_state():
     params = [parameter(4, 4), parameter(4, 4), parameter(3)]
-    optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw"}], weight_decay=0.1)
+    optimizer = Muon(
+        [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw"}], weight_decay=0.1, adamw_weight_decay=0.1
+    )
     give_gradients(params)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict()["state"])
@@ -541,7 +549,11 @@ def test_distributed_checkpoint_round_trip():
         ({"view": "matrix"}, {}, "group0.param0: view='matrix' is not a view"),
         ({"weight_dcay": 0.1}, {}, "unknown option 'weight_dcay'; did you mean 'weight_decay'"),
         ({"use_muon": True}, {}, "unknown option 'use_muon'; did you mean 'algorithm'"),
-        ({"amsgrad": True}, {}, "unknown option 'amsgrad'; the options are adamw_lr, algorithm, betas"),
+        (
+            {"amsgrad": True},
+            {},
+            "unknown option 'amsgrad'; the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, alg",
+        ),
         ({"param_names": ["a", "b"]}, {}, "1 params but 2 param_names"),
         ({}, {"lr": -1.0}, "lr=-1.0 must be a number of at least 0"),
         ({}, {"momentum": 1.0}, r"momentum=1.0 must be a number in \[0, 1\)"),

@@ -16,7 +16,7 @@ def optimizer_of(**options):
         {"params": [("first", params[0]), ("second", params[1])]},
         {"params": [("bias", params[2])], "algorithm": "adamw"},
     ]
-    return params, Muon(groups, lr=0.1, normalize="neuron", weight_decay=0.1, **options)
+    return params, Muon(groups, lr=0.1, normalize="neuron", weight_decay=0.1, adamw_weight_decay=0.1, **options)
 
 
 def everything(params, optimizer):

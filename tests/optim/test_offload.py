@@ -24,10 +24,16 @@ SMALL = 4000
 
 RULES = {
     "muon": EXACT,
-    "bf16": {"weight_decay": 0.1},
-    "neuron": {**EXACT, "normalize": "neuron", "weight_decay": 0.1},
-    "cautious": {**EXACT, "weight_decay": 0.3, "cautious": True},
-    "squared": {**EXACT, "weight_decay": 0.3, "decay_coupling": "lr_squared", "nesterov": False},
+    "bf16": {"weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    "neuron": {**EXACT, "normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    "cautious": {**EXACT, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True},
+    "squared": {
+        **EXACT,
+        "weight_decay": 0.3,
+        "adamw_weight_decay": 0.3,
+        "decay_coupling": "lr_squared",
+        "nesterov": False,
+    },
     "function": {"orthogonalizer": torch.sign},
     "skip": {**EXACT, "on_nonfinite": "skip"},
 }
@@ -147,7 +153,14 @@ def test_bits_do_not_depend_on_where_state_is(rule, workspace, policy, delayed):
 @pytest.mark.parametrize("workspace", [SMALL, 2**31])
 def test_masters_are_offloaded_too(dtype, master, workspace, policy, delayed):
     delayed(policy)
-    plain, hosted = pair(dtype, master=master, max_workspace_bytes=workspace, normalize="neuron", weight_decay=0.1)
+    plain, hosted = pair(
+        dtype,
+        master=master,
+        max_workspace_bytes=workspace,
+        normalize="neuron",
+        weight_decay=0.1,
+        adamw_weight_decay=0.1,
+    )
     for step in range(4):
         for params, optimizer in (plain, hosted):
             give_gradients(params, step, ("layers.0.weight", "experts", "scale") if step == 1 else ())

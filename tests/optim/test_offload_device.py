@@ -17,7 +17,7 @@ pytestmark = ON_CUDA
 
 OPTIONS = [
     {},
-    {"normalize": "neuron", "weight_decay": 0.1, "cautious": True},
+    {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True},
     {"on_nonfinite": "skip", "master": "mantissa"},
     {"master": "fp32"},
     {"kernels": "torch", "master": "fp32"},

@@ -97,7 +97,13 @@ def test_a_step_is_that_of_the_oracle(shape, neuron):
 
 def test_vectors_are_those_of_the_oracle():
     param = nn.Parameter(torch.randn(7, dtype=torch.float64))
-    optimizer = Muon([{"params": [param], "algorithm": "adamw"}], adamw_lr=0.1, weight_decay=0.3, cautious=True)
+    optimizer = Muon(
+        [{"params": [param], "algorithm": "adamw"}],
+        adamw_lr=0.1,
+        weight_decay=0.3,
+        adamw_weight_decay=0.3,
+        cautious=True,
+    )
     vector = oracle.AdamWTensor(param.detach().numpy())
     for _ in range(4):
         param.grad = torch.randn(7, dtype=torch.float64)
@@ -109,11 +115,17 @@ def test_vectors_are_those_of_the_oracle():
 CASES = {
     "plain": (torch.float32, FLOAT32),
     "neuron": (torch.float32, {**FLOAT32, "normalize": "neuron", "nesterov": False}),
-    "cautious": (torch.float32, {**FLOAT32, "weight_decay": 0.3, "cautious": True, "lr_scale": "unit_rms"}),
-    "squared": (torch.float32, {"weight_decay": 0.3, "decay_coupling": "lr_squared", "momentum": 0.0}),
-    "bf16": (torch.bfloat16, {"weight_decay": 0.1}),
+    "cautious": (
+        torch.float32,
+        {**FLOAT32, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True, "lr_scale": "unit_rms"},
+    ),
+    "squared": (
+        torch.float32,
+        {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "decay_coupling": "lr_squared", "momentum": 0.0},
+    ),
+    "bf16": (torch.bfloat16, {"weight_decay": 0.1, "adamw_weight_decay": 0.1}),
     "fp32": (torch.bfloat16, {"master": "fp32", "normalize": "neuron"}),
-    "mantissa": (torch.bfloat16, {"master": "mantissa", "weight_decay": 0.1}),
+    "mantissa": (torch.bfloat16, {"master": "mantissa", "weight_decay": 0.1, "adamw_weight_decay": 0.1}),
     "fp16": (torch.float16, {"master": "fp32", "compute_dtype": torch.float16}),
     "float64": (torch.float64, {"normalize": "neuron", "compute_dtype": torch.float64}),
     "svd": (torch.float32, {"orthogonalizer": "svd"}),

@@ -65,6 +65,7 @@ def ours(params, others=None, **options):
             "momentum": MU,
             "orthogonalizer": "svd",
             "weight_decay": DECAY,
+            "adamw_weight_decay": DECAY,
             "adamw_lr": ADAMW_LR,
             "betas": BETAS,
             "eps": EPS,
@@ -145,7 +146,12 @@ def test_keller_jordan_of_2024():
     library = begun(peers.KellerJordan2024(matrices, other, **options), params)
     twins = twins_of(params)
     filters = {"params": [twins["filters"]], "param_names": ["filters"], "view": Flatten()}
-    optimizer = ours({name: twin for name, twin in twins.items() if name != "filters"}, weight_decay=0.0, eps=0.0)
+    optimizer = ours(
+        {name: twin for name, twin in twins.items() if name != "filters"},
+        weight_decay=0.0,
+        adamw_weight_decay=0.0,
+        eps=0.0,
+    )
     optimizer.add_param_group(filters)
     import_state(optimizer, library.state_dict(), source="keller_jordan_2024", names=names_of(library, params))
     assert_continues(library, params, optimizer, twins)

@@ -119,6 +119,8 @@ RESTORED = {
     "normalize_beta": (0.9, 0.95),
     "lr_multipliers": ((2.0,), None),
     "adamw_lr": (1e-3, 3e-4),
+    "adamw_lr_ratio": (0.1, None),
+    "adamw_weight_decay": (0.1, 0.0),
     "betas": ((0.8, 0.9), (0.9, 0.95)),
     "eps": (1e-6, 1e-8),
     "step_every": (2, 1),

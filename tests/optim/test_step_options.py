@@ -107,7 +107,13 @@ def test_a_wrong_number_of_multipliers_is_named():
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_decay_can_be_tied_to_the_square_of_the_learning_rate(algorithm, cautious):
     param = nn.Parameter(torch.randn(6, 4))
-    options = {"cautious": cautious, "weight_decay": 3.0, "decay_coupling": "lr_squared", "lr": 0.1}
+    options = {
+        "cautious": cautious,
+        "weight_decay": 3.0,
+        "adamw_weight_decay": 3.0,
+        "decay_coupling": "lr_squared",
+        "lr": 0.1,
+    }
     optimizer = Muon([{"params": [param], "algorithm": algorithm, **options}], **EXACT)
     if algorithm == "muon":
         twin = oracle.MuonMatrix(param.detach().numpy())
@@ -171,6 +177,7 @@ def test_adamw_in_pieces_is_adamw(options, shape):
             [{"params": [p], "algorithm": "adamw"}],
             adamw_lr=0.01,
             weight_decay=0.1,
+            adamw_weight_decay=0.1,
             max_workspace_bytes=bound,
             **options,
         )

@@ -204,13 +204,13 @@ def doubled(x):
 OPTIONS = [
     {},
     {"normalize": "neuron"},
-    {"compute_dtype": torch.float32, "weight_decay": 0.1},
+    {"compute_dtype": torch.float32, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"compute_dtype": torch.float16},
     {"orthogonalizer": "gram", "compute_dtype": torch.float32, "max_workspace_bytes": 400_000},
     {"orthogonalizer": "gram", "compute_dtype": torch.float16, "max_workspace_bytes": 400_000, "normalize": "neuron"},
-    {"master": "fp32", "cautious": True, "weight_decay": 0.1},
-    {"master": "mantissa", "cautious": True, "weight_decay": 0.1},
-    {"cautious": True, "weight_decay": 0.1},
+    {"master": "fp32", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    {"master": "mantissa", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    {"cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"orthogonalizer": doubled},
 ]
 CASES = [

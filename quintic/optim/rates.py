@@ -1,0 +1,78 @@
+"""Learning rates, decays and momenta of groups: which a new group begins with, and which a step takes.
+
+A schedule with absolute rates (`OneCycleLR(max_lr=...)`, `eta_min`, `min_lr`, `swa_lr`) gives all groups the same
+number: right for Muon, and far too much for AdamW. With `adamw_lr_ratio` that number is every group's `lr`, and
+AdamW groups are stepped with `lr * adamw_lr_ratio`. Schedulers that cycle the momentum write it into `betas` where an
+optimizer has these: for Muon groups it goes on from there to `momentum`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates", "learning_rate", "lr_ratio"]
+
+ADAMW_LR = 3e-4
+"""Learning rate of AdamW groups unless another one is given."""
+
+# What schedulers leave in groups whose momentum they cycle.
+_CYCLED_KEY = "max_momentum"
+
+
+def lr_ratio(group: Mapping[str, Any]) -> float:
+    """Return the factor between a group's `lr` and the learning rate of its steps."""
+    ratio = group["adamw_lr_ratio"] if group["algorithm"] == "adamw" else None
+    return 1.0 if ratio is None else float(ratio)
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate that a group is stepped with; waits for the device if `lr` is a tensor there."""
+    return float(group["lr"]) * lr_ratio(group)
+
+
+def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Set the `lr` and `weight_decay` that a new AdamW group does not have: those of AdamW, and not of Muon.
+
+    Args:
+        number: of the group, for messages.
+        group: not yet complete; changed.
+        defaults: of the optimizer.
+
+    Raises:
+        ValueError: it has a learning rate of its own, which the optimizer's `adamw_lr_ratio` would change.
+    """
+    if group.get("adamw_lr_ratio", defaults["adamw_lr_ratio"]) is None:
+        group.setdefault("lr", group.get("adamw_lr", defaults["adamw_lr"]))
+    elif "adamw_lr_ratio" not in group and (own := group.keys() & {"lr", "adamw_lr"}):
+        key = max(own)
+        raise ValueError(
+            f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} is a learning rate of its own, "
+            f"while the optimizer has adamw_lr_ratio={defaults['adamw_lr_ratio']!r}; give the group an adamw_lr_ratio "
+            f"in place of {key}, or adamw_lr_ratio=None besides, to set its rate apart"
+        )
+    group.setdefault("weight_decay", group.get("adamw_weight_decay", defaults["adamw_weight_decay"]))
+
+
+def _first_name(group: Mapping[str, Any]) -> str:
+    """Return the name of the first parameter of a group that is not yet complete."""
+    first = next(iter(group["params"]), None)
+    return str(first[0] if isinstance(first, tuple) else next(iter(group.get("param_names", [])), "no parameters"))
+
+
+class CycledMomentum:
+    """Takes the momentum of Muon groups from `betas`, where PyTorch's schedulers write it."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], object]] = []
+        """Muon groups, with the `betas` they had when they were last looked at."""
+
+    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take the groups as they are: only what is written from now on counts."""
+        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
+
+    def follow(self) -> None:
+        """Set the momentum of groups whose `betas` a scheduler has written since."""
+        for place, (group, seen) in enumerate(self._seen):
+            if group["betas"] is not seen:
+                if _CYCLED_KEY in group:
+                    group["momentum"] = group["betas"][0]
+                self._seen[place] = group, group["betas"]
