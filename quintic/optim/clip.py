@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms import ProcessGroup, group_ranks, has_process_group, start_all_gather
+from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import local_gradient, local_tensor
@@ -98,7 +99,7 @@ def clip_grad_norm_(
     names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     agreements = optimizer._planned().agreements
-    found = [_squared_norms(names, params, gradients, device, agreements.partial)]
+    found = [_squared_norms(names, params, gradients, device, agreements.partial, optimizer._communicators)]
     for ranks, parts in divided.items():
         found.append(_squared_norms_of_parts(parts, optimizer._communicators[ranks], len(ranks), device))
     squared = agreements.connected.total(*_together(found))
@@ -218,6 +219,7 @@ def _squared_norms(
     gradients: list[Tensor | None],
     device: torch.device,
     partial: PartialGradients,
+    communicators: Communicators,
 ) -> _Squares:
     """Return the squared norm of each parameter's whole gradient, on `device`; mesh by mesh.
 
@@ -227,6 +229,7 @@ def _squared_norms(
         gradients: this rank's pieces; those of sums that turn out to be there on all ranks are put there.
         device: of the result.
         partial: which gradients are sums still to be made.
+        communicators: of the optimizer, connected.
     """
     norms = _norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
@@ -242,7 +245,7 @@ def _squared_norms(
         if mesh is not None:
             of_mesh = [params[place] for place in members]
             late = partial.late(of_mesh, [param.grad for param in of_mesh])
-            whole, num_sums = _over_mesh(squares, late, mesh, of_mesh)
+            whole, num_sums = _over_mesh(squares, late, mesh, of_mesh, communicators)
             new = {members[n]: params[members[n]] for n in late if num_sums[n] == mesh.size()}
             if new:
                 # All ranks of the mesh have these sums, and come here.
@@ -252,7 +255,7 @@ def _squared_norms(
                     gradients[place] = local_gradient(param)
                 norms = _norms(gradients)
                 squares = torch.stack([norms.get(place, zero) for place in members]).square()
-                whole, _ = _over_mesh(squares, [], mesh, of_mesh)
+                whole, _ = _over_mesh(squares, [], mesh, of_mesh, communicators)
             squares = whole
         found.append(_Squares([names[place] for place in members], squares.to(device)))
     return _together(found)
@@ -298,7 +301,7 @@ def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch
 
 
 def _over_mesh(
-    squares: Tensor, late: Sequence[int], mesh: "DeviceMesh", params: Sequence[Any]
+    squares: Tensor, late: Sequence[int], mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators
 ) -> tuple[Tensor, list[float]]:
     """Return the squared norms of whole gradients, (n,), on every rank of the mesh; waits for nothing but `late`.
 
@@ -307,6 +310,7 @@ def _over_mesh(
         late: the numbers of those that this rank could not count, because they are sums that others do not know of.
         mesh: of all these parameters.
         params: the n parameters, `DTensor`s.
+        communicators: of the optimizer, connected.
 
     Returns:
         The squares, and how many ranks say so of each parameter; nothing of that where this rank does not.
@@ -314,11 +318,18 @@ def _over_mesh(
     says = torch.zeros_like(squares)
     if late:
         says = upload(host_tensor([float(number in late) for number in range(len(params))], says.dtype), says.device)
+    if mesh.size() == 1:
+        return squares, says.tolist() if late else []
+    ranks = _ranks(mesh)
+    # In the mesh's own process group, where collectives have run before: not in those of its axes.
+    both = _gathered(torch.cat([squares, says]), communicators[tuple(ranks)], len(ranks))
+    if ranks != mesh.mesh.flatten().tolist():
+        places = [ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
+        both = both[upload(host_tensor(places), both.device)]
+    squares, says = both.view(*mesh.mesh.shape, 2, len(params)).unbind(-2)
+    says = says.sum(dim=tuple(range(mesh.ndim)))
     for axis in range(mesh.ndim):
-        if mesh.size(axis) == 1:
-            continue
-        both = _gathered(torch.cat([squares, says]), mesh.get_group(axis), mesh.size(axis))
-        found, says = both[:, : len(params)], both[:, len(params) :].sum(dim=0)
+        found = squares
         is_copy = [param.placements[axis].is_replicate() for param in params]
         # Of copies the largest counts: they are equal, unless a rank lacks the gradient.
         if all(is_copy):

@@ -233,4 +233,5 @@ def warmed_up(group: ProcessGroup, device: torch.device) -> ProcessGroup:
         dist.all_to_all_single(torch.empty_like(one), one, group=group)
         _all_gather(torch.empty(size * size, device=device), one, group=group)
         dist.all_reduce(one, group=group)
+        dist.broadcast(one, dist.get_global_rank(group, 0), group=group)
     return group

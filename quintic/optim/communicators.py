@@ -1,8 +1,8 @@
 """The process groups of an optimizer, and how messages travel in them.
 
 Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
-default one), else one is made; either way collectives of every kind run once at construction, because the first ones
-of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs.
+default one), else one is made; either way collectives of every kind run once before the first step, because the first
+ones of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

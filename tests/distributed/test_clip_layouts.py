@@ -142,6 +142,19 @@ def check_meshes(rank, world_size):
     add("column", square["outer"], [Shard(0)], 5)
     add("row", square["inner"], [Shard(0)], 5)
     add("empty", flat, [Shard(0)], 0, 2)
+    # Ranks in another order, where PyTorch's own scattering does not keep to it.
+    turned = DeviceMesh(DEVICE, [[3, 1], [0, 2]])
+    first, second = turned.get_coordinate()
+    pieces = {"first": ([Shard(0), Replicate()], first), "second": ([Replicate(), Shard(0)], second)}
+    for name, (placements, place) in pieces.items():
+        wholes[f"turned_{name}"] = whole = gradient(f"turned_{name}", (6, 2), torch.float32, 0)
+        local, of_gradient = (
+            DTensor.from_local(tensor[3 * place : 3 * place + 3].clone(), turned, placements, run_check=False)
+            for tensor in (torch.zeros_like(whole), whole)
+        )
+        param = nn.Parameter(local)
+        param.grad = of_gradient
+        model.register_parameter(f"turned_{name}", param)
     model.plain = nn.Parameter(torch.zeros(3, device=DEVICE))
     wholes["plain"] = gradient("plain", (3,), torch.float32, 0)
     optimizer = quintic.Muon([{"params": list(model.named_parameters()), "algorithm": "adamw"}])
@@ -154,6 +167,8 @@ def check_meshes(rank, world_size):
             placements = [Partial(), Partial()]
             param.grad = DTensor.from_local(addends[name], square, placements, run_check=False)
             wholes[name] = torch.full_like(whole, 10.0)
+        elif name.startswith("turned"):
+            continue
         elif name == "outer":  # whole on every rank, though the parameter is cut
             param.grad = distribute_tensor(whole, square, [Replicate(), Replicate()])
         elif isinstance(param, DTensor):
@@ -166,6 +181,10 @@ def check_meshes(rank, world_size):
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             assert param.grad.placements == param.placements, name
+        if name.startswith("turned"):
+            place = turned.get_coordinate()[name == "turned_second"]
+            torch.testing.assert_close(local_of(param.grad), wholes[name][3 * place :][:3] * (0.5 / expected))
+            continue
         found = param.grad.full_tensor() if isinstance(param, DTensor) else param.grad
         torch.testing.assert_close(found, wholes[name] * (0.5 / expected))
     optimizer.step()
