@@ -210,20 +210,26 @@ def test_repeated_runs_are_bitwise_equal():
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
-def test_the_host_needs_about_two_milliseconds_for_500_parameters():
+def test_the_host_needs_about_as_long_as_for_one_operation_per_parameter():
     import time
 
     params = [nn.Parameter(torch.randn(64, 64, device="cuda")) for _ in range(300)]
     params += [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(200)]
     optimizer = Muon([{"params": params[:300]}, {"params": params[300:], "algorithm": "adamw"}])
     give_gradients(params)
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        optimizer.step()
-        times.append(time.perf_counter() - start)
-    assert sorted(times)[10] < 2.5e-3  # 2.1 ms on the slow host of the H200 measured
+
+    def median_time(function):
+        times = []
+        for _ in range(21):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[10]
+
+    with torch.no_grad():
+        operations = median_time(lambda: [param.add_(0) for param in params])
+    assert median_time(optimizer.step) < 1.2 * operations  # 3.0 against 3.3 ms on the slow host of an H200
 
 
 SHAPES_OF_LIBRARIES = [
