@@ -47,6 +47,18 @@ def test_the_weight_is_the_upper_half_with_either_master():
     assert (weights[0].float().abs() <= value.abs()).all()  # towards zero
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_was_written_counts_instead_of_its_float32_master(dtype):
+    value = torch.randn(1000)
+    weight, master = torch.empty(1000, dtype=dtype), torch.empty(1000)
+    store_(weight, master, value)
+    assert torch.equal(full_precision(weight, master), value)
+    weight[::3] += 1  # as a checkpoint loaded into the model would
+    expected = value.clone()
+    expected[::3] = weight[::3].float()
+    assert torch.equal(full_precision(weight, master), expected)
+
+
 OPTIONS = [
     {"algorithm": "muon"},
     {"algorithm": "muon", "view": Heads(3), "normalize": "neuron", "weight_decay": 0.3, "cautious": True},

@@ -135,6 +135,13 @@ def test_second_moments_below_the_floor_count_as_the_floor():
     torch.testing.assert_close(factors / factors[0], torch.tensor([1.0, 5e4, 1e5, 1e5], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("before", [1e-8, 1e8])
+def test_an_update_keeps_its_norm_whatever_the_second_moments_were(before):
+    update = torch.randn(2, 5, 3, dtype=torch.float64)
+    out = update * neuron_factors_(update, torch.full((2, 5, 1), before, dtype=torch.float64), beta=0.999)
+    torch.testing.assert_close(out.flatten(1).norm(dim=1), update.flatten(1).norm(dim=1))
+
+
 def test_neuron_factors_of_zero_are_finite():
     factors = neuron_factors_(torch.zeros(1, 3, 2), torch.zeros(1, 3, 1), beta=0.9)
     assert torch.isfinite(factors).all()
@@ -152,6 +159,15 @@ def test_apply_decays_and_steps(cautious, wd):
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("coupling", "decay"), [("lr", 0.1 * 0.3), ("lr_squared", 0.1**2 * 0.3)])
+def test_decay_goes_with_the_learning_rate_or_its_square(coupling, decay):
+    weight = torch.randn(20, 10, dtype=torch.float64)
+    expected = weight * (1 - decay)
+    options = {"lr": 0.1, "weight_decay": 0.3, "decay_coupling": coupling, "cautious": False}
+    apply_([weight], [None], [torch.zeros_like(weight)], [7.0], **options)
+    torch.testing.assert_close(weight, expected)
+
+
 def test_apply_rounds_low_precision_weights_once():
     weight = torch.randn(400).bfloat16()
     update = torch.randn(400)
@@ -160,14 +176,15 @@ def test_apply_rounds_low_precision_weights_once():
     assert torch.equal(weight, exact.bfloat16())
 
 
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
 @pytest.mark.parametrize("cautious", [False, True])
-def test_adamw_equals_the_reference(cautious):
+def test_adamw_equals_the_reference(cautious, eps):
     weight = torch.randn(7, 3)
     reference = oracle.AdamWTensor(weight.numpy())
     exp_avg, exp_avg_sq, step = torch.zeros(7, 3), torch.zeros(7, 3), torch.zeros(())
     for _ in range(6):
         gradient = torch.randn(7, 3)
-        options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-8}
+        options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": eps}
         adamw_(weight, None, gradient, exp_avg, exp_avg_sq, step, weight_decay=0.2, cautious=cautious, **options)
         expected = reference.step(gradient.numpy(), wd=0.2, cautious=cautious, **options)
         np.testing.assert_allclose(weight.numpy(), expected, rtol=2e-5, atol=2e-6)
