@@ -22,7 +22,8 @@ SETUP = @for python in $(PYTHONS); do \
 help:
 	@echo 'make train    train a small GPT and write a report to runs/   (options: ARGS="--depth 6")'
 	@echo 'make compare  train the same model with Muon and with AdamW, side by side   (options: ARGS)'
-	@echo 'make test     run the tests   (one: ARGS="-n 0 tests/test_setup.py -k cpu")'
+	@echo 'make test     run the quick tests   (one: ARGS="-n 0 tests/test_setup.py -k cpu")'
+	@echo 'make test-all run all tests, the slow ones too   (the slow ones alone: ARGS="-m slow")'
 	@echo 'make lint     check style and types: ruff, mypy'
 	@echo 'make format   rewrite the source in the house style'
 	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
@@ -36,9 +37,15 @@ compare:
 	@.venv/bin/quintic compare $(ARGS)
 
 # Two workers of one thread each (tests/conftest.py); the first that is done takes over half of what the other has left.
+PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+
 test:
 	$(call SETUP,train dev)
-	@.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all:
+	$(call SETUP,train dev)
+	@$(PYTEST) $(ARGS)
 
 lint:
 	$(call SETUP,train dev)
@@ -55,4 +62,4 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find quintic tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train compare test lint format clean
+.PHONY: help train compare test test-all lint format clean
