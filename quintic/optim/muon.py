@@ -24,6 +24,7 @@ from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
+from quintic.optim.loading import load_state
 from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
@@ -34,7 +35,7 @@ from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
 from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.state import as_saved, complete_second_moments, load_state
+from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.upkeep import Upkeep
@@ -498,7 +499,7 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self, self._needed_state(), state_dict)
+        load_state(self.param_groups, self._needed_state(), state_dict)
         self._cycled.watch(self.__dict__["param_groups"])
         self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
