@@ -24,7 +24,6 @@ from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
-from quintic.optim.loading import load_state
 from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
@@ -35,11 +34,11 @@ from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
 from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.state import as_saved, complete_second_moments
+from quintic.optim.state import as_saved, complete_second_moments, load_state
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.upkeep import Upkeep
-from quintic.optim.validate import check_apart, check_group, check_keys, checked_options
+from quintic.optim.validate import check_group, check_keys, checked_options
 from quintic.optim.views import Matrix
 from quintic.optim.watching import Change
 
@@ -106,9 +105,7 @@ class Muon(Optimizer):
             owns a part of a parameter and its state, and the weights come back; `"sharded_sparse"`: the same bits, but
             of embedding tables (AdamW groups only) just the touched rows travel, see `announce_rows`. Averages are sums
             in the order of the ranks, rounded once. Without an initialised process group there is one rank.
-        process_group: the ranks that `comms` applies to; None for all. With `comms="none"`: ranks that decide together
-            (`on_nonfinite`, clipping) though they share no parameters, such as stages of a pipeline with tied weights;
-            None for none.
+        process_group: the ranks that `comms` speaks of; None for all.
         transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
@@ -140,7 +137,7 @@ class Muon(Optimizer):
     """
 
     # What follows from the groups, made when needed and dropped when they change.
-    _runner: Runner | None = None
+    _runner: Runner | None
     _orders: Orders
     _planned_options: list[tuple[Any, ...]]
     _checked_options: list[tuple[Any, ...]]
@@ -150,7 +147,7 @@ class Muon(Optimizer):
     _cycled: CycledMomentum
     _qk_step: QKStep | None
     _upkeep: Upkeep
-    _is_state_lent: bool = False
+    _is_state_lent: bool
     """Whether `state` gives what there is, whatever it is."""
     # What the user may ask about the steps made.
     _skipped: Tensor | None
@@ -211,8 +208,6 @@ class Muon(Optimizer):
         number = len(self.param_groups)
         check_keys(number, group, self.defaults)
         _add_names(number, group)
-        if isinstance(group.get("params"), list):
-            check_apart(number, group, self.param_groups)
         if group.get("algorithm", "muon") == "adamw":
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
@@ -230,11 +225,17 @@ class Muon(Optimizer):
         self._forget_plan()
         self._upkeep.outdate()
 
+    def _own(self, name: str) -> Any:
+        """What a property keeps; wrappers that borrow the class (Lightning's) have nothing and ask what they wrap."""
+        if name not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__[name]
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
+        found: list[dict[str, Any]] = self._own("param_groups")
         self._cycled.follow()
-        found: list[dict[str, Any]] = self.__dict__["param_groups"]
         return found
 
     @param_groups.setter
@@ -248,6 +249,7 @@ class Muon(Optimizer):
 
         Waits for state on its way to host memory (`offload`): ask again after every step.
         """
+        self._own("state")
         if not self._is_state_lent:
             self._look()
             if self._upkeep.is_outdated:
@@ -255,7 +257,7 @@ class Muon(Optimizer):
             elif self._runner is not None:
                 self._runner.finish()
             self._upkeep.give()
-        found: defaultdict[Tensor, Any] = self.__dict__["state"]
+        found: defaultdict[Tensor, Any] = self._own("state")
         return found
 
     @state.setter
@@ -503,7 +505,7 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self.param_groups, self._needed_state(), state_dict)
+        load_state(self, self._needed_state(), state_dict)
         self._cycled.watch(self.__dict__["param_groups"])
         self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -523,6 +525,8 @@ class Muon(Optimizer):
 
     def _forget_steps(self) -> None:
         """Forget what is told about the steps made, and the plan."""
+        self._runner = None
+        self._is_state_lent = False
         self._skipped = None
         self._num_steps = 0
         self._report = StepReport(), None
