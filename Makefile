@@ -24,6 +24,7 @@ help:
 	@echo 'make compare  train the same model with Muon and with AdamW, side by side   (options: ARGS)'
 	@echo 'make test     run the quick tests   (one: ARGS="-n 0 tests/test_setup.py -k cpu")'
 	@echo 'make test-all run all tests, the slow ones too   (the slow ones alone: ARGS="-m slow")'
+	@echo 'make clients  install the libraries whose training loops have examples, so that make test-all runs these'
 	@echo 'make lint     check style and types: ruff, mypy'
 	@echo 'make format   rewrite the source in the house style'
 	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
@@ -47,6 +48,13 @@ test-all:
 	$(call SETUP,train dev)
 	@$(PYTEST) $(ARGS)
 
+# The libraries of the examples: tests of what is not installed are skipped.
+clients:
+	$(call SETUP,train dev clients)
+
+vision:
+	$(call SETUP,train dev vision)
+
 lint:
 	$(call SETUP,train dev)
 	.venv/bin/python -m ruff check
@@ -62,4 +70,4 @@ clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find quintic tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train compare test test-all lint format clean
+.PHONY: help train compare test test-all clients vision lint format clean

@@ -30,18 +30,19 @@ MAY_IMPORT = {
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
     "train": {"data", "eval", "kernels", "model", "optim"},
+    "integrations": {"optim"},
 }
 
 PARTS = {*MAY_IMPORT, "cli"}
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
-HARNESS = ["quintic.model", "quintic.data", "quintic.train", "quintic.eval", "quintic.cli"]
+HARNESS = [f"quintic.{part}" for part in ("model", "data", "train", "eval", "cli", "integrations")]
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms"}
 MAY_RENAME = {"durable"}
-MAY_NOT_PRINT = {"optim", "model", "data", "kernels"}
+MAY_NOT_PRINT = {"optim", "model", "data", "kernels", "integrations"}
 
 
 class Module(NamedTuple):
@@ -241,6 +242,8 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (wrong_directions, "model.gpt", "import quintic\n"),
         (wrong_directions, "train.loop", "from quintic import cli\n"),
         (wrong_directions, "eval.score", "from quintic.train.loop import train\n"),
+        (wrong_directions, "optim.muon", "from quintic.integrations import muon_for\n"),
+        (wrong_directions, "integrations.titan", "from quintic.kernels import dispatch\n"),
         (stray_communication, "optim.plan", "import torch.distributed as dist\n"),
         (stray_communication, "optim.plan", "from torch import distributed\n"),
         (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),

@@ -1,8 +1,10 @@
 """Run an example as torchrun would: `main` of examples/NAME.py on processes with torchrun's environment variables."""
 
 import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,31 @@ sys.path.append(str(ROOT / "tests" / "distributed"))
 
 import harness  # noqa: E402
 
-__all__ = ["EXAMPLES", "ROOT", "run_example"]
+__all__ = ["EXAMPLES", "ROOT", "needs", "run_example"]
 
 
-def run_example(name: str, ranks: int = 1, timeout: float = 60.0, **arguments: Any) -> list[Any]:
-    """Call `main(**arguments)` of an example on new processes and return the results by rank.
+def run_example(name: str, *calls: Mapping[str, Any], ranks: int = 1, timeout: float = 60.0) -> list[Any]:
+    """Call `main` of an example on new processes, once with each call's arguments; return what rank 0 gets.
 
-    The processes join no group beforehand; the rendezvous that torchrun would host is here, at a free port.
+    The processes join no group beforehand; the rendezvous that torchrun would host is here, at a free port. What `main`
+    returns must be the same on all ranks.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} ranks need as many GPUs")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return harness.run(_main, ranks, name, store.port, arguments, timeout=timeout)
+    results = harness.run(_main, ranks, name, store.port, calls or ({},), timeout=timeout)
+    assert all(result == results[0] for result in results), results
+    return results[0]
 
 
-def _main(rank: int, world_size: int, name: str, port: int, arguments: dict[str, Any]) -> Any:
+def needs(*libraries: str) -> None:
+    """Skip a test whose libraries are not installed; finding that out imports none of them."""
+    missing = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: `make clients`, or `make vision` for timm")
+
+
+def _main(rank: int, world_size: int, name: str, port: int, calls: tuple[Mapping[str, Any], ...]) -> list[Any]:
     dist.destroy_process_group()  # the harness's own
     os.environ.update(
         {
@@ -46,7 +58,10 @@ def _main(rank: int, world_size: int, name: str, port: int, arguments: dict[str,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            # Nothing may be downloaded.
+            "HF_HUB_OFFLINE": "1",
         }
     )
     sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name).main(**arguments)
+    example = importlib.import_module(name)
+    return [example.main(**arguments) for arguments in calls]

@@ -1,0 +1,40 @@
+"""`MuonFactory`: the optimizer that transformers' `Trainer`, and TRL's trainers, make for their model.
+
+    Trainer(model, args, ..., optimizer_cls_and_kwargs=(MuonFactory, {"lr": 0.02, "adamw_lr": 3e-4}))
+
+A finished optimizer does as well, `optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None)`, where the
+trainer trains the very model that it is given. The factory is needed where it does not: with `peft_config`, which adds
+the adapters that are trained, and with `model_init`.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from quintic.integrations import muon_for
+from quintic.optim.muon import Muon
+
+__all__ = ["MuonFactory"]
+
+
+class MuonFactory:
+    """Makes `quintic.Muon` when `Trainer` knows the model that it trains; for `optimizer_cls_and_kwargs`.
+
+    The keywords beside it are those of `quintic.Muon` and `quintic.param_groups`. Of `TrainingArguments` the schedule
+    counts, and scales the rates of both algorithms; `learning_rate`, `weight_decay` and `optim` do not. Several ranks
+    without FSDP2: add `"comms": "averaged"`, and they divide Muon's work.
+
+    Raises:
+        TypeError: transformers is older than version 5, and gives parameters without their model.
+    """
+
+    def __init__(self, params: Any = None, **options: Any) -> None:
+        if params is not None or options:
+            raise TypeError(
+                "MuonFactory needs the Trainer of transformers 5 or newer, which gives it the model; with an older "
+                "one: Trainer(..., optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None))"
+            )
+
+    def __call__(self, model: nn.Module, **options: Any) -> Muon:
+        """Return the optimizer of a model; options as in `muon_for`."""
+        return muon_for(model, **options)
