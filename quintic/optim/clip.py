@@ -74,7 +74,7 @@ def clip_grad_norm_(
         scope: `"adamw"`: gradients of AdamW groups; `"all"`: of all groups.
         error_if_nonfinite: raise if the norm is infinite or undefined; nothing was scaled then. Waits for the device.
         process_group: ranks that share no parameters, whose squared norms are added: those of the pipeline's stages,
-            one rank of every stage. None if there are no stages.
+            one rank of every stage. None if there are no stages, or if groups have a `process_group` of all stages.
 
     Returns:
         () float32: the total norm before clipping, on the device of the (first) gradients; the same on all ranks that

@@ -16,6 +16,7 @@ from quintic.optim.channels import Channel
 from quintic.optim.comms import ProcessGroup, default_group, group_ranks, new_group, this_rank, warmed_up
 from quintic.optim.copy_engines import CopyEngines
 from quintic.optim.layouts import Layout
+from quintic.optim.sharing import bound_ranks
 
 __all__ = ["Communicators", "check_transport"]
 
@@ -60,6 +61,10 @@ class Communicators:
             layouts: of their parameters.
         """
         for group, found in zip(groups, layouts, strict=True):
+            bound = bound_ranks(group)
+            if bound and bound not in self._groups:
+                param = group["params"][0]
+                self._groups[bound] = warmed_up(_group_of(bound, param, group), param.device)
             for param, layout in zip(group["params"], found, strict=True):
                 if layout is None or this_rank() not in layout.ranks:
                     continue

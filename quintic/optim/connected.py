@@ -3,7 +3,7 @@
 A bad gradient that stops the step of one rank must stop it on every rank that shares a parameter with this rank, since
 copies and pieces of the parameter would drift apart otherwise; and therefore on those that share one with these. The
 same holds for the norm by which gradients are clipped. Ranks without such a connection, like the stages of a pipeline,
-neither hear of each other nor wait for each other.
+neither hear of each other nor wait for each other, unless the user binds them together (`process_group`).
 
 A rank knows only the process groups that it is in itself. So before the first step ranks tell each other of theirs,
 until all connected ranks know the whole picture.
@@ -21,6 +21,7 @@ from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_values, sta
 from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.layouts import Layout, local_tensor
+from quintic.optim.sharing import bound_ranks
 
 __all__ = ["Connected", "Facts", "exchanged", "facts_of", "num_rounds"]
 
@@ -31,7 +32,7 @@ class Facts(NamedTuple):
     """What a rank tells the ranks that it is connected with."""
 
     sets: tuple[Ranks, ...]
-    """The sets of ranks that share parameters with it, in ascending order."""
+    """The sets of ranks that share parameters with it, or that its user binds together, in ascending order."""
     asks: bool
     """Whether a group of its acts on gradients that are not finite."""
     raises: bool
@@ -57,9 +58,11 @@ def facts_of(
         problem: why this rank cannot make a step.
     """
     of_params = [layout for of_group in layouts for layout in of_group]
+    sharing = {tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks}
+    bound = {bound_ranks(group) for group in groups} - {()}
     asking = [group["on_nonfinite"] for group in groups if group["on_nonfinite"] != "propagate" and group["params"]]
     return Facts(
-        sets=tuple(sorted({tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks})),
+        sets=tuple(sorted(sharing | bound)),
         asks=bool(asking),
         raises="raise" in asking,
         devices=tuple(_devices(groups)),

@@ -24,6 +24,7 @@ from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.forms import Method, Polynomials
+from quintic.optim.loading import load_state
 from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import PLANNED_OPTIONS, Plan
 from quintic.optim.qk_clip import QKClip
@@ -34,11 +35,11 @@ from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
 from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.state import as_saved, complete_second_moments, load_state
+from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
 from quintic.optim.upkeep import Upkeep
-from quintic.optim.validate import check_group, check_keys, checked_options
+from quintic.optim.validate import check_apart, check_group, check_keys, checked_options
 from quintic.optim.views import Matrix
 from quintic.optim.watching import Change
 
@@ -105,7 +106,9 @@ class Muon(Optimizer):
             owns a part of a parameter and its state, and the weights come back; `"sharded_sparse"`: the same bits, but
             of embedding tables (AdamW groups only) just the touched rows travel, see `announce_rows`. Averages are sums
             in the order of the ranks, rounded once. Without an initialised process group there is one rank.
-        process_group: the ranks that `comms` speaks of; None for all.
+        process_group: the ranks that `comms` applies to; None for all. With `comms="none"`: ranks that decide together
+            (`on_nonfinite`, clipping) though they share no parameters, such as stages of a pipeline with tied weights;
+            None for none.
         transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
@@ -208,6 +211,8 @@ class Muon(Optimizer):
         number = len(self.param_groups)
         check_keys(number, group, self.defaults)
         _add_names(number, group)
+        if isinstance(group.get("params"), list):
+            check_apart(number, group, self.param_groups)
         if group.get("algorithm", "muon") == "adamw":
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
@@ -505,7 +510,7 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self, self._needed_state(), state_dict)
+        load_state(self.param_groups, self._needed_state(), state_dict)
         self._cycled.watch(self.__dict__["param_groups"])
         self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

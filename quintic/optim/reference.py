@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, all_agree_, all_gather_uneven, all_gather_values, num_ranks, this_rank
+from quintic.optim.comms import (
+    ProcessGroup,
+    all_agree_,
+    all_gather_uneven,
+    all_gather_values,
+    group_ranks,
+    num_ranks,
+    this_rank,
+)
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.muon import Muon
@@ -210,7 +218,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if id(found.group) in due]
-    is_finite = _all_finite(everything, parameters)
+    is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
@@ -223,12 +231,13 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
         group["pending_steps"] = pending
 
 
-def _all_finite(everything: list[Parameter], due: list[Parameter]) -> bool:
+def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:
     """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
 
     All of these ranks must call it.
 
     Args:
+        optimizer: of all parameters.
         everything: this rank's parameters.
         due: those that are stepped now.
 
@@ -238,25 +247,37 @@ def _all_finite(everything: list[Parameter], due: list[Parameter]) -> bool:
     asking = [found for found in due if found.group["on_nonfinite"] != "propagate"]
     bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
     is_raised = any(found.group["on_nonfinite"] == "raise" for found in asking)
-    flags = _least_of_connected([int(not bad), int(not is_raised)], everything)
+    groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
+    for group in optimizer.param_groups:
+        # Ranks that need not share anything, where the user names them.
+        if group["comms"] == "none" and group["process_group"] is not None and group["params"]:
+            ranks = tuple(sorted(group_ranks(group["process_group"])))
+            if this_rank() in ranks:
+                groups[ranks] = group["process_group"], group["params"][0]
+    flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
     if flags == [0, 0]:
         where = bad[0].name if bad else "on another rank"
         raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
     return bool(flags[0])
 
 
-def _least_of_connected(flags: list[int], everything: list[Parameter]) -> list[int]:
-    """Return the least of each flag over all ranks that parameters connect, directly or through other ranks.
+def _least_of_connected(
+    flags: list[int], groups: Mapping[tuple[int, ...], tuple[ProcessGroup | None, Tensor]]
+) -> list[int]:
+    """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
 
     Each process group takes its minimum, one after the other, until a flag can have gone from any rank to any other.
+
+    Args:
+        flags: of this rank.
+        groups: ranks -> their process group, and a tensor on the device on which they communicate.
     """
-    groups = {found.ranks: found for found in everything if found.layout is not None}
     # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
     num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
     for _ in range(num_rounds):
-        for _, found in sorted(groups.items()):
-            on_device = torch.tensor(flags, dtype=torch.int32, device=found.param.device)
-            all_agree_(on_device, found.process_group)
+        for _, (process_group, param) in sorted(groups.items(), key=lambda item: item[0]):
+            on_device = torch.tensor(flags, dtype=torch.int32, device=param.device)
+            all_agree_(on_device, process_group)
             flags = on_device.tolist()
     return flags
 

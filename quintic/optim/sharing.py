@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintic.optim.comms import group_ranks, has_process_group
+from quintic.optim.comms import group_ranks, has_process_group, this_rank
 from quintic.optim.layouts import Layout, layout_of, replicated_layout
 
-__all__ = ["AVERAGING", "DIVIDING", "dividing_ranks", "layouts_of", "ranks_of", "travelling"]
+__all__ = ["AVERAGING", "DIVIDING", "bound_ranks", "dividing_ranks", "layouts_of", "ranks_of", "travelling"]
 
 DIVIDING = ("sharded", "sharded_sparse")
 """Values of `comms` with which state is divided among ranks."""
@@ -37,6 +37,21 @@ def layouts_of(number: int, group: Mapping[str, Any]) -> list[Layout | None]:
             layout = replicated_layout(param.shape, group_ranks(group["process_group"]))
         found.append(None if layout is None or len(layout.ranks) == 1 else layout)
     return found
+
+
+def bound_ranks(group: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks that a user's `process_group` makes decide together though `comms` shares nothing among them.
+
+    Args:
+        group: the parameter group.
+
+    Returns:
+        In ascending order; none if the group says nothing of that.
+    """
+    if group["comms"] != "none" or group["process_group"] is None or not group["params"]:
+        return ()
+    ranks = tuple(sorted(group_ranks(group["process_group"])))
+    return ranks if len(ranks) > 1 and this_rank() in ranks else ()
 
 
 def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:

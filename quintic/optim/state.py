@@ -1,4 +1,4 @@
-"""Optimizer state: names, shapes, dtypes, and loading without casts.
+"""Optimizer state: names, shapes, dtypes, and how it is saved.
 
 | algorithm | name                     | shape                             | dtype                          |
 |-----------|--------------------------|-----------------------------------|--------------------------------|
@@ -13,19 +13,15 @@ Masters belong to parameters of less than float32 only, see `precision.py`; floa
 As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
 State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
 whole on every rank (`placement.py`).
-PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
-of bf16 weights into bf16; `load_state` copies values into the state that exists and refuses what does not fit.
+How saved state comes back: `loading.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import le
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintic.optim.comms import has_process_group, merged_over_ranks, this_rank
 from quintic.optim.communicators import Communicators
@@ -34,16 +30,12 @@ from quintic.optim.sharing import layouts_of
 from quintic.optim.update import second_moment_shape
 from quintic.optim.views import View
 
-if TYPE_CHECKING:
-    from quintic.optim.sharded_state import Divided
-
 __all__ = [
     "CODE_KEYS",
     "STATE_KEYS",
     "as_saved",
     "complete_second_moments",
     "copy_",
-    "load_state",
     "master_key",
     "master_of",
     "num_second_moments",
@@ -61,18 +53,6 @@ STATE_KEYS = frozenset(
 
 # What completes a low-precision parameter to float32; a parameter has one of them, or none.
 _MASTER_KEYS = ("master", "mantissa")
-
-# What a group is, as opposed to how it is stepped: loading must not change these.
-_IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
-
-# Where the work is done and in how much memory: of this run, not of the one that was saved.
-_PLACE_KEYS = ("comms", "transport", "offload", "max_workspace_bytes")
-
-# What older versions left in every saved group.
-_NO_OPTIONS = ("not_of_groups",)
-
-# Integers that hold every mantissa.
-_MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
@@ -164,49 +144,6 @@ def _as_text(option: object) -> str | None:
     return None if option is None else str(option)
 
 
-def load_state(
-    optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Tensor]], state_dict: Mapping[str, Any]
-) -> None:
-    """Copy saved values into the optimizer's state and hyperparameters; nothing changes unless everything fits.
-
-    Parameters are matched by name where both sides have names, else by position, as in PyTorch. State may be saved as
-    whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds what it needs. Nothing
-    is communicated.
-
-    Args:
-        optimizer: whose hyperparameters are set.
-        state: of its parameters.
-        state_dict: what was saved.
-
-    Raises:
-        ValueError: another number of groups, another parameter set, algorithm or view, missing or unknown state, a
-            shape that differs, or a `DTensor` in another layout; the message names the parameter.
-    """
-    saved_groups = state_dict["param_groups"]
-    groups = optimizer.param_groups
-    if len(saved_groups) != len(groups):
-        raise ValueError(f"the saved optimizer has {len(saved_groups)} parameter groups, this one has {len(groups)}")
-    from quintic.optim.sharded_state import divided_parameters
-
-    divided = divided_parameters(groups)
-    copies: list[tuple[Tensor, Tensor]] = []
-    for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        for key in ("algorithm", "view"):
-            if key in saved_group and str(saved_group[key]) != str(group[key]):
-                raise ValueError(
-                    f"parameter group {number} was saved with {key}={saved_group[key]!s}, this one has {group[key]!s}"
-                )
-        for name, param, key in _matched(number, group, saved_group):
-            parts = divided.get(param)
-            copies += _matched_state(name, param, state[param], state_dict["state"].get(key), parts)
-    for target, source in copies:
-        copy_(target, source)
-    for group, saved_group in zip(groups, saved_groups, strict=True):
-        for key, value in saved_group.items():
-            if key not in (*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS):
-                group[key] = _with_tuples(deepcopy(value))
-
-
 @lru_cache(maxsize=1024)
 def _sole_holders(layout: Layout, view: View) -> Tensor:
     """Return for each second moment the rank that alone holds any of its matrix, -1 where several do; int64, CPU."""
@@ -225,64 +162,6 @@ def _sole_holders(layout: Layout, view: View) -> Tensor:
             for block, matrix in unit.matrices:
                 blocks[block][matrix] = holders[0]
     return result
-
-
-def _matched(number: int, group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[tuple[str, Tensor, Any]]:
-    """Return (name, parameter, key into the saved state) for each parameter of a group."""
-    names, saved_names, keys = group["param_names"], saved_group.get("param_names"), saved_group["params"]
-    if len(keys) != len(names):
-        raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, this one has {len(names)}")
-    if set(keys) == set(names):
-        keys = names  # the keys of torch.distributed.checkpoint, which may have put them into this optimizer's order
-    elif saved_names is not None and list(saved_names) != list(names):
-        missing = [name for name in names if name not in saved_names]
-        if missing:
-            raise ValueError(f"parameter group {number}: {missing[0]} is not in the saved optimizer state")
-        if any(isinstance(key, str) for key in keys):
-            raise ValueError(
-                f"parameter group {number} was saved with its parameters in another order, {saved_names[0]} first, "
-                f"and under keys such as {keys[0]} that are not their names; name the parameters of this optimizer as "
-                f"model.named_parameters() does, or give them in the saved order"
-            )
-        of_name = dict(zip(saved_names, keys, strict=True))
-        keys = [of_name[name] for name in names]
-    return list(zip(names, group["params"], keys, strict=True))
-
-
-def _matched_state(
-    name: str,
-    param: Tensor,
-    state: Mapping[str, Tensor],
-    saved: Mapping[str, Any] | None,
-    divided: "Divided | None",
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what of this rank's state becomes what of the saved state of a parameter."""
-    from quintic.optim.sharded import CUT_KEYS
-    from quintic.optim.sharded_state import part_of_saved
-
-    if saved is None:
-        raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
-    if set(saved) != set(state):
-        raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(state)}")
-    for key, target in state.items():
-        what = f"{name}: saved {key}"
-        source = torch.as_tensor(saved[key])
-        if divided is not None and key in CUT_KEYS:
-            yield from part_of_saved(what, param, divided, target, source)
-            continue
-        if source.shape != target.shape:
-            message = f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"
-            if source.ndim == target.ndim and all(map(le, source.shape, target.shape)):
-                message += (
-                    "; if it is the piece of one rank, save whole tensors or DTensors instead, as "
-                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
-                )
-            raise ValueError(message)
-        if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
-            raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
-        piece = piece_of(what, target, source)
-        if piece is not None:
-            yield local_tensor(target), piece
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
@@ -318,11 +197,6 @@ def copy_(target: Tensor, source: Tensor) -> None:
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return a hyperparameter with tuples for lists, which checkpoints make of tuples."""
-    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:

@@ -6,7 +6,7 @@
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import itemgetter
 from typing import Any
@@ -80,6 +80,35 @@ def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]
             nearest = [_SYNONYMS[key]] if key in _SYNONYMS else difflib.get_close_matches(str(key), sorted(known), n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(sorted(options))}"
             raise ValueError(f"parameter group {number}: unknown option {key!r}{hint}")
+
+
+def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Reject a tensor that is listed twice, in one group or in two: it would be stepped twice.
+
+    Args:
+        number: position of the group, for messages.
+        group: with `params` as a list of tensors, with their `param_names`, or of pairs of a name and a tensor.
+        others: complete groups that come before it.
+
+    Raises:
+        ValueError: names the tensor as both places do.
+    """
+    places: dict[Tensor, str] = {}
+    for place, other in enumerate(others):
+        rows = zip(other["params"], other["param_names"], strict=True)
+        places |= {param: f"{name} of parameter group {place}" for param, name in rows}
+    params = group["params"]
+    names = group.get("param_names") or [None] * len(params)
+    for row, given in zip(params, names, strict=False):
+        name, param = row if isinstance(row, tuple) else (given, row)
+        if isinstance(param, Tensor) and param in places:
+            raise ValueError(
+                f"parameter group {number}: {name} is the same tensor as {places[param]}, and would be stepped twice; "
+                f"list it once. Of modules that share tensors make the groups together: "
+                f"quintic.param_groups(torch.nn.ModuleList([...]))"
+            )
+        if isinstance(param, Tensor):
+            places[param] = f"{name} of the same group"
 
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:

@@ -39,6 +39,18 @@ def optimizer_of(params, comms, master):
     )
 
 
+def regrouped(params, comms):
+    """The same in other groups, which divide ownership otherwise."""
+    groups = [
+        {"params": [(name, params[name])], "algorithm": "adamw" if name in ("table", "bias") else "muon"}
+        for name in reversed(params)
+    ]
+    for group in groups:
+        if group["params"][0][0] == "bank":
+            group["view"] = quintic.Rows(2)
+    return quintic.Muon(groups, lr=0.5, normalize="neuron", comms=comms)
+
+
 def take_steps(optimizer, params, first, last):
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -94,3 +106,23 @@ def test_saved_on_some_ranks_and_continued_on_others(dtype, master):
                 is_fused = name in ("table", "bias") and dtype == torch.float32
                 rtol, atol = fused_adamw_tolerance(5, lr=0.1) if is_fused else (0.0, 0.0)
                 assert torch.allclose(found[name], value, rtol=rtol, atol=atol), (comms, name)
+
+
+def loaded_regrouped(rank, world_size, state_dict):
+    optimizer = regrouped(model(torch.float32), "sharded")
+    optimizer.load_state_dict(state_dict)
+    saved = optimizer.state_dict()
+    keys = {name: key for g in saved["param_groups"] for name, key in zip(g["param_names"], g["params"], strict=True)}
+    options = {g["param_names"][0]: (g["lr"], g["weight_decay"]) for g in saved["param_groups"]}
+    return {name: saved["state"][key] for name, key in keys.items()}, options
+
+
+def test_divided_state_finds_its_owner_in_other_groups():
+    _, state_dict, _, _ = run(saved_by, 2, torch.float32, None, "sharded")[0]
+    keys = {n: key for g in state_dict["param_groups"] for n, key in zip(g["param_names"], g["params"], strict=True)}
+    for states, options in run(loaded_regrouped, 2, state_dict):
+        assert options == dict.fromkeys(keys, (0.1, 0.1))
+        for name, key in keys.items():
+            assert states[name].keys() == state_dict["state"][key].keys()
+            for what, value in state_dict["state"][key].items():
+                assert torch.equal(states[name][what], value), (name, what)
