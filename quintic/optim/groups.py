@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from quintic.optim.flattened import check_model_is_whole
 from quintic.optim.registry import Found, known_views
 from quintic.optim.views import Experts, Matrix, Split, View
 
@@ -169,6 +170,7 @@ def decide(model: nn.Module, rules: Sequence[Rule] = ()) -> list[Decision]:
     Raises:
         ValueError: as `param_groups`.
     """
+    check_model_is_whole(model)
     # With duplicates: a module that is registered twice may be recognisable under its second name only.
     modules = list(model.named_modules(remove_duplicate=False))
     uses = _uses(modules)

@@ -23,6 +23,7 @@ from quintic.optim.comms import ProcessGroup
 from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
+from quintic.optim.flattened import check_group_is_whole
 from quintic.optim.forms import Method, Polynomials
 from quintic.optim.loading import load_state
 from quintic.optim.opaque import opaque, opaque_step
@@ -296,8 +297,7 @@ class Muon(Optimizer):
     def _planned(self) -> Runner:
         """Return the runner of the current plan; what was changed is checked first. No state is made."""
         self._look()
-        if self._checked_options != (options := list(map(checked_options, self.param_groups))):
-            self._check_changes(options)
+        self._check_changes()
         if self._runner is None:
             self._runner = Runner(
                 self.param_groups, self.__dict__["state"], self._communicators, self._orders, self._rows, self._early
@@ -306,10 +306,14 @@ class Muon(Optimizer):
             self._upkeep.watch(self.param_groups)
         return self._runner
 
-    def _check_changes(self, options: list[tuple[Any, ...]]) -> None:
-        """Check the groups whose options are not those checked before; forget the plan if it depends on any of them."""
+    def _check_changes(self) -> None:
+        """Check groups of which options or parameters may have changed; forget a plan that depends on such an option."""
+        options = list(map(checked_options, self.param_groups))
+        if self._checked_options == options and not self._upkeep.is_outdated:
+            return
         for number, (group, found) in enumerate(zip(self.param_groups, options, strict=True)):
-            if self._checked_options[number : number + 1] != [found]:
+            if self._upkeep.is_outdated or self._checked_options[number : number + 1] != [found]:
+                check_group_is_whole(number, group, was_checked=True)
                 check_group(number, group)
                 check_transport(number, group, layouts_of(number, group))
         self._checked_options = options
@@ -322,7 +326,6 @@ class Muon(Optimizer):
         change = self._upkeep.look(self.param_groups)
         if change is Change.PARAMETERS:
             self._forget_plan()
-            self._checked_options = []
         elif change is Change.MEMORY and self._runner is not None:
             self._runner.renew()
 
@@ -339,8 +342,7 @@ class Muon(Optimizer):
     def _needed_state(self) -> dict[Tensor, dict[str, Any]]:
         """Return the same outside of a step, when nothing of it is under way."""
         self._look()
-        if self._checked_options != (options := list(map(checked_options, self.param_groups))):
-            self._check_changes(options)
+        self._check_changes()
         state = self._make_state()
         if self._runner is not None:
             self._runner.finish()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
+from quintic.optim.flattened import check_group_is_whole
 from quintic.optim.forms import check_orthogonalizer
 from quintic.optim.layouts import local_tensor
 from quintic.optim.qk_clip import QKClip
@@ -133,10 +134,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             f"parameter group {number} ({_first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
             f"algorithm='adamw'; use comms='sharded' for matrices"
         )
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError(
-            f"parameter group {number}: {len(group['params'])} params but {len(group['param_names'])} param_names"
-        )
+    check_group_is_whole(number, group)
     for name, param in zip(group["param_names"], group["params"], strict=True):
         if not param.is_floating_point():
             raise TypeError(f"{name}: dtype {param.dtype} cannot be optimized; parameters must be floating point")
