@@ -146,6 +146,13 @@ class Agreements:
         for counted in self._counted.values():
             counted.learn()
 
+    def any_present(self) -> Iterator[Tensor]:
+        """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
+
+        Of the step that was just made; nothing is communicated, and no host waits.
+        """
+        return (counted.any_present() for counted in self._counted.values())
+
     def stepped(self, number: int, bucket: Bucket, parts: object, indices: Iterable[int]) -> Tensor | None:
         """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
 
@@ -209,7 +216,7 @@ class _Counted:
         self.params, self.groups = params, groups
         self._num_needed, self._group, self._partial = needed, process_group, partial
         self._present: list[int] | None = None
-        self._flags = self._enough = torch.empty(0)
+        self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
         self._is_due: Sequence[bool] = ()
         self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
@@ -296,10 +303,15 @@ class _Counted:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
         if self._pending is not None:
             counts, self._pending = self._pending.wait(), None
-            self._enough = (counts >= self._needed).int()
+            self._counts, self._enough = counts, (counts >= self._needed).int()
             if self._asks:
                 self._copy = HostCopy(counts)
         return self._enough
+
+    def any_present(self) -> Tensor:
+        """Return () bool: whether any rank has any of the gradients in this step."""
+        self.enough()
+        return self._counts.any()
 
     def _read(self, counts: Sequence[int]) -> None:
         """Find out which gradients are sums that some rank lacks and not all know of."""

@@ -23,6 +23,7 @@ from quintic.optim.comms import ProcessGroup
 from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.early_averages import EarlyAverages
+from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.flattened import check_group_is_whole
 from quintic.optim.forms import Method, Polynomials
 from quintic.optim.loading import load_state
@@ -153,6 +154,7 @@ class Muon(Optimizer):
     _upkeep: Upkeep
     _is_state_lent: bool
     """Whether `state` gives what there is, whatever it is."""
+    _first_gradients: FirstGradients
     # What the user may ask about the steps made.
     _skipped: Tensor | None
     _num_steps: int
@@ -307,7 +309,7 @@ class Muon(Optimizer):
         return self._runner
 
     def _check_changes(self) -> None:
-        """Check groups of which options or parameters may have changed; forget a plan that depends on such an option."""
+        """Check groups whose options or parameters may have changed; forget a plan that depends on such an option."""
         options = list(map(checked_options, self.param_groups))
         if self._checked_options == options and not self._upkeep.is_outdated:
             return
@@ -397,9 +399,11 @@ class Muon(Optimizer):
                 loss = closure()
         runner = self._planned()
         self._make_state()
+        self._first_gradients.look(self.param_groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
         done = runner.step(pending_steps, self._num_steps)
+        self._first_gradients.ask_others(runner.agreements.any_present())
         if done.asks and done.go is not None:
             if self._skipped is None:
                 self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
@@ -540,6 +544,7 @@ class Muon(Optimizer):
         self._communicators = Communicators()
         self._rows = AnnouncedRows(self._communicators)
         self._early = EarlyAverages()
+        self._first_gradients = FirstGradients()
         self._checked_options = []
         self._cycled = CycledMomentum()
         # A copy of state that was pinned is not.

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 
@@ -45,6 +46,7 @@ class Kept:
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
         self._counts = optimizer._num_steps, optimizer._report
         self._gradients: dict[Tensor, Tensor | None] = {}
+        self._first_gradients = optimizer._first_gradients
         self._early = optimizer._early.fresh()
         self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
 
@@ -59,6 +61,7 @@ class Kept:
 
     def make_due(self) -> None:
         """Let every group step next time, whatever its `step_every`, and measure nothing."""
+        self._optimizer._first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -76,6 +79,7 @@ class Kept:
             elif param.grad is not None:
                 param.grad.copy_(gradient)
         optimizer._early.keep(self._early)
+        optimizer._first_gradients = self._first_gradients
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
         optimizer._num_steps, optimizer._report = self._counts

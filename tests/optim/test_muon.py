@@ -342,6 +342,7 @@ def test_hooks_run():
 def test_schedulers_keep_the_ratio_of_the_learning_rates():
     optimizer = Muon(quintic.param_groups(small_model()), lr=0.02, adamw_lr=0.003)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    give_gradients(param for group in optimizer.param_groups for param in group["params"])
     for step in range(3):
         assert {g["algorithm"]: g["lr"] for g in optimizer.param_groups} == pytest.approx(
             {"muon": 0.02 / (1 + step), "adamw": 0.003 / (1 + step)}
@@ -353,6 +354,7 @@ def test_schedulers_keep_the_ratio_of_the_learning_rates():
 def test_one_cycle_scheduler_runs():
     optimizer = Muon(quintic.param_groups(small_model()))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.01], total_steps=5)
+    give_gradients(param for group in optimizer.param_groups for param in group["params"])
     for _ in range(5):
         optimizer.step()
         if scheduler.last_epoch < 4:

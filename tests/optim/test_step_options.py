@@ -158,8 +158,9 @@ def test_the_last_step_says_what_was_done():
 
 
 def test_a_split_parameter_without_gradient_counts_once():
-    param = nn.Parameter(torch.randn(6, 4))
-    optimizer = Muon([{"params": [param], "view": Split((2, 4))}])
+    param, other = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(2, 2))
+    other.grad = torch.ones(2, 2)
+    optimizer = Muon([{"params": [param], "view": Split((2, 4))}, {"params": [other]}])
     optimizer.step()
     assert optimizer.last_step().without_gradient == 1
 

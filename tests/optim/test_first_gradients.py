@@ -1,0 +1,128 @@
+"""A first step without any gradient: a warning where the model has other parameters than the optimizer, else none."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import quintic
+from quintic.optim.first_gradients import FirstGradients
+
+MATCH = (
+    r"first step found no gradient at all, also none of 0\.weight and 3 others .*make it afterwards; quintic\.verify"
+)
+
+
+def model_of(device="cpu"):
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+
+
+def optimizer_of(model):
+    return quintic.Muon(quintic.param_groups(model))
+
+
+def train(model, optimizer):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_model_that_was_materialised_with_new_parameters():
+    model = model_of("meta")
+    optimizer = optimizer_of(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    with pytest.warns(UserWarning, match=MATCH):
+        train(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)  # once is enough
+
+
+def test_what_is_no_reason_to_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # One gradient is enough.
+        model = model_of()
+        optimizer = optimizer_of(model)
+        model[1].bias.grad = torch.ones(4)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        # Nothing requires one.
+        model = model_of()
+        optimizer = optimizer_of(model)
+        model.requires_grad_(False)
+        optimizer.step()
+        # Checkpoints before the first step.
+        model = model_of()
+        optimizer = optimizer_of(model)
+        get_optimizer_state_dict(model, optimizer)
+        train(model, optimizer)
+        # A batch that was skipped.
+        model = model_of()
+        optimizer = optimizer_of(model)
+        optimizer.step(lambda: None)
+        train(model, optimizer)
+
+
+def test_a_skipped_batch_is_no_first_step():
+    optimizer = optimizer_of(model_of())
+    optimizer.step(lambda: None)
+    with pytest.warns(UserWarning, match=MATCH):
+        optimizer.step()
+
+
+def test_verify_is_no_first_step():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    assert quintic.verify(model, optimizer).ok
+    with pytest.warns(UserWarning, match=MATCH):
+        optimizer.step()
+
+
+def test_a_copy_looks_at_its_own_first_step():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer)
+    with pytest.warns(UserWarning, match=MATCH):
+        copy.deepcopy(optimizer).step()
+
+
+class LateAnswer:
+    """A number on its way to the host."""
+
+    def __init__(self, value):
+        self.value, self.is_there = value, False
+
+    def read(self):
+        assert self.is_there, "the host waited"
+        return self.value
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_the_host_does_not_wait_for_other_ranks(present, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "quintic.optim.first_gradients.HostCopy", lambda value: made.append(LateAnswer(value)) or made[-1]
+    )
+    groups, found = optimizer_of(model_of()).param_groups, FirstGradients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.look(groups, may_lack=False)
+        found.ask_others([False, present])
+        found.look(groups, may_lack=False)
+        for answer in made:
+            answer.is_there = True
+        if present:
+            found.look(groups, may_lack=False)
+            found.ask_others([])
+            return
+    with pytest.warns(UserWarning, match=MATCH):
+        found.look(groups, may_lack=False)
