@@ -1,4 +1,4 @@
-"""Ranks that share no parameter, and decide together because the user binds them: stages, and weights tied across them."""
+"""Ranks that share no parameter decide together where the user binds them: stages, and weights tied across stages."""
 
 import math
 from types import SimpleNamespace
