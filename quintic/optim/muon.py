@@ -399,6 +399,7 @@ class Muon(Optimizer):
                 loss = closure()
         runner = self._planned()
         self._make_state()
+        self._upkeep.use()
         self._first_gradients.look(self.param_groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
@@ -517,6 +518,7 @@ class Muon(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         load_state(self.param_groups, self._needed_state(), state_dict)
+        self._upkeep.use()
         self._cycled.watch(self.__dict__["param_groups"])
         self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

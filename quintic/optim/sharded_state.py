@@ -13,7 +13,17 @@ from quintic.optim.sharded import CUT_KEYS, Part, parts_of
 from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.state import second_moments
 
-__all__ = ["Divided", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
+__all__ = ["Divided", "Division", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
+
+
+class Division(NamedTuple):
+    """Which entry of a parameter is where in whose state: state that was divided otherwise means something else."""
+
+    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
+    strides: tuple[int, ...]
+    """Of the parameter's dimensions that have several entries: what the order of memory is."""
 
 
 class Divided(NamedTuple):
@@ -29,6 +39,17 @@ class Divided(NamedTuple):
         """Return the parts of this rank."""
         position = self.ranks.index(this_rank())
         return [part for part in self.parts if part.owner == position]
+
+    def division(self, param: Tensor) -> Division:
+        """How its state is divided, whatever parts the entries of one owner come in."""
+        runs: list[tuple[int, int, int]] = []
+        for part in self.parts:
+            start = part.start
+            if runs and runs[-1][0] == part.owner and runs[-1][2] == start:
+                _, start, _ = runs.pop()
+            runs.append((part.owner, start, part.stop))
+        strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+        return Division(self.ranks, tuple(runs), strides)
 
 
 def divided_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, Divided]:

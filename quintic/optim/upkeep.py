@@ -7,7 +7,8 @@ that no group has any more, it follows the position in the group. If it does not
 - zeros, and masters without a bit that the weight lacks, are made anew;
 - state that says something is copied into new state, as if it were loaded: to another device, into other strides, or a
   rank's piece of a whole tensor;
-- it is an error if this rank lacks what it needs, or the shape is another one.
+- it is an error if this rank lacks what it needs, the shape is another one, or ranks would divide state otherwise than
+  when it was used last: they do not have what is theirs then.
 
 Nothing is communicated. A master belongs to weights of low precision: after `model.float()` there is none, and after
 `model.bfloat16()` it is made of the weights that are there.
@@ -23,7 +24,7 @@ from torch import Tensor
 from quintic.optim.layouts import local_tensor
 from quintic.optim.placement import fits, init_state, needed_state
 from quintic.optim.sharded import CUT_KEYS, Part
-from quintic.optim.sharded_state import divided_parameters, in_order_of
+from quintic.optim.sharded_state import Division, divided_parameters, in_order_of
 from quintic.optim.state import STATE_KEYS, copy_, piece_of
 from quintic.optim.watching import Change, WatchedParameters
 
@@ -33,6 +34,8 @@ _Groups = Sequence[Mapping[str, Any]]
 _States = dict[Tensor, dict[str, Any]]
 _Place = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
+_Divisions = dict[tuple[int, str], list[Division | None]]
+"""By the position of the group and the name, which several parameters might have."""
 
 
 class _Entry(NamedTuple):
@@ -45,6 +48,8 @@ class _Entry(NamedTuple):
     """Of the weights."""
     own: list[Part] | None
     """The parts of this rank, where ranks divide the state."""
+    division: Division | None
+    """Those of all ranks."""
 
 
 class _Source(NamedTuple):
@@ -70,6 +75,10 @@ class Upkeep:
     def __init__(self) -> None:
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
+        self._divisions: _Divisions = {}
+        """How state is divided, also that of parameters that are in no group any more."""
+        self._used: _Divisions = {}
+        """How it was when it was used last: all ranks know, also those that have none of it."""
         self._tensors: list[object] = []
         self._watched: WatchedParameters | None = None
         self._is_current = False
@@ -98,6 +107,10 @@ class Upkeep:
         """Whether there may be no state, or not what is needed."""
         return not self._is_current
 
+    def use(self) -> None:
+        """Note that the state has been stepped or loaded: from now on it says something, on this rank or another."""
+        self._used = self._divisions
+
     def give(self) -> None:
         """Note that somebody gets the state, who may put other tensors there."""
         self._is_given = True
@@ -123,15 +136,16 @@ class Upkeep:
         Raises:
             ValueError: state that says something cannot move to the parameter that is there now; the message names it.
         """
-        divided = divided_parameters(groups)
-        entries: dict[Tensor, _Entry] = {}
-        places: dict[_Place, Tensor] = {}
-        for number, group in enumerate(groups):
-            for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-                own = divided[param].own if param in divided else None
-                entries[param] = _Entry(name, param, group, param.dtype, own)
-                places[number, index] = param
-        sources = {param: self._source(place, entries[param], entries, states) for place, param in places.items()}
+        places = _entries_of(groups)
+        divisions: _Divisions = {}
+        for (number, _), entry in places.items():
+            divisions.setdefault((number, entry.name), []).append(entry.division)
+        for (number, name), found in divisions.items():
+            used = self._used.get((number, name), ())
+            if any(used) and used != found:
+                raise _divided_otherwise(name)
+        entries = {entry.param: entry for entry in places.values()}
+        sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
         changes = [change for param, entry in entries.items() for change in _changes(entry, sources[param])]
         for change in changes:
             _make(change, states)
@@ -139,7 +153,8 @@ class Upkeep:
             # What says something stays, as in PyTorch: the parameter may come back.
             if _says_nothing(states[param], param.dtype):
                 del states[param]
-        self._entries, self._places, self._tensors = entries, places, _tensors_of(groups, states)
+        self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
+        self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
         self._is_current, self._is_given = True, False
         self.watch(groups)
 
@@ -173,6 +188,18 @@ class Upkeep:
         return _Source(was, states[before]) if was.name == entry.name else None
 
 
+def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
+    """Return the parameters that are there now, by their places."""
+    divided = divided_parameters(groups)
+    found: dict[_Place, _Entry] = {}
+    for number, group in enumerate(groups):
+        for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            this = divided.get(param)
+            own, division = (None, None) if this is None else (this.own, this.division(param))
+            found[number, index] = _Entry(name, param, group, param.dtype, own, division)
+    return found
+
+
 def _tensors_of(groups: _Groups, states: _States) -> list[object]:
     found: list[object] = []
     for group in groups:
@@ -190,8 +217,8 @@ def _changes(entry: _Entry, source: _Source | None) -> Iterator[_Change]:
     if source is None:
         yield _Change(entry, "make", None)
         return
-    same_runs = _runs(source.was.own) == _runs(entry.own)
-    if same_runs and fits(source.state, entry.param, entry.group, entry.own):
+    is_divided_alike = source.was.division == entry.division
+    if is_divided_alike and fits(source.state, entry.param, entry.group, entry.own):
         if source.was.param is not entry.param:
             yield _Change(entry, "take", source)
         return
@@ -231,17 +258,14 @@ def _check_move(entry: _Entry, source: _Source) -> None:
     Raises:
         ValueError: the message names the parameter.
     """
-    name, param, group, _, own = entry
+    name, param, group, own = entry.name, entry.param, entry.group, entry.own
     for key, (_, other_shape) in needed_state(param, group).items():
         if key not in source.state:
             continue
         what, value = f"{name}: its {key}", torch.as_tensor(source.state[key])
         if key in CUT_KEYS and source.was.own is not None:
-            if own is None or _runs(own) != _runs(source.was.own):
-                raise ValueError(
-                    f"{what} is divided among ranks otherwise than the parameter that is there now would have it; call "
-                    f"state_dict() on all ranks before the change, and load it into a new optimizer after it"
-                )
+            if entry.division != source.was.division:
+                raise _divided_otherwise(name)
             continue
         shape = tuple(param.shape) if other_shape is None else other_shape
         if tuple(value.shape) != shape:
@@ -270,9 +294,12 @@ def _copies(
             yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
 
 
-def _runs(own: list[Part] | None) -> list[tuple[int, int, int]] | None:
-    """Return where a rank's parts begin and end in a parameter, and where they stand in its state."""
-    return None if own is None else [(part.start, part.stop, part.offset) for part in own]
+def _divided_otherwise(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: its state was divided among ranks for another comms, process_group or view, other parameters in its "
+        f"group, or another order of its memory, and is not where the next step needs it; call state_dict() on all "
+        f"ranks before such a change, and load it into an optimizer made after it"
+    )
 
 
 def _says_nothing(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
