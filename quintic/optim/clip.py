@@ -99,9 +99,9 @@ def clip_grad_norm_(
     names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     agreements = optimizer._planned().agreements
-    found = [_squared_norms(names, params, gradients, device, agreements.partial, optimizer._communicators)]
+    found = [_squared_norms(names, params, gradients, device, agreements.partial, optimizer._current.communicators)]
     for ranks, parts in divided.items():
-        found.append(_squared_norms_of_parts(parts, optimizer._communicators[ranks], len(ranks), device))
+        found.append(_squared_norms_of_parts(parts, optimizer._current.communicators[ranks], len(ranks), device))
     squared = agreements.connected.total(*_together(found))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
@@ -114,7 +114,7 @@ def clip_grad_norm_(
     if math.isfinite(max_norm):
         of_parts = [part for parts in divided.values() for _, part in parts]
         _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        optimizer._early.renew()
+        optimizer._current.early.renew()
     return norm.float()
 
 
@@ -139,7 +139,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
         for number, group in enumerate(groups)
         if (group["pending_steps"] + 1) % group["step_every"] == 0 and scope in ("all", group["algorithm"])
     ]
-    optimizer._early.fresh()  # forgets what was touched, before what remains is touched here
+    optimizer._current.early.fresh()  # forgets what was touched, before what remains is touched here
     if has_process_group():
         optimizer._planned().agreements.sum_early(numbers)
     averages: Mapping[int, OfGroup] = {}

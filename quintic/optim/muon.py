@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -20,30 +19,24 @@ from torch.optim import Optimizer
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.coefficients import DEFAULT_STEPS
 from quintic.optim.comms import ProcessGroup
-from quintic.optim.communicators import Communicators, check_transport
+from quintic.optim.current import Current, States
 from quintic.optim.device_memory import is_capturing
-from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.first_gradients import FirstGradients
-from quintic.optim.flattened import check_group_is_whole
 from quintic.optim.forms import Method, Polynomials
 from quintic.optim.loading import load_state
 from quintic.optim.opaque import opaque, opaque_step
-from quintic.optim.plan import PLANNED_OPTIONS, Plan
+from quintic.optim.plan import Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
 from quintic.optim.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
 from quintic.optim.runner import Runner
 from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
-from quintic.optim.sharing import layouts_of
-from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
-from quintic.optim.upkeep import Upkeep
-from quintic.optim.validate import check_apart, check_group, check_keys, checked_options
+from quintic.optim.validate import check_apart, check_keys
 from quintic.optim.views import Matrix
-from quintic.optim.watching import Change
 
 __all__ = ["Muon", "Orthogonalizer"]
 
@@ -51,8 +44,6 @@ Orthogonalizer = Method | Callable[[Tensor], Tensor]
 
 # Names in the constructor that are no options of a group.
 _NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__class__"})
-
-_options_of_plan: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*PLANNED_OPTIONS)
 
 
 class Muon(Optimizer):
@@ -141,19 +132,10 @@ class Muon(Optimizer):
     Source: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
 
-    # What follows from the groups, made when needed and dropped when they change.
-    _runner: Runner | None
-    _orders: Orders
-    _planned_options: list[tuple[Any, ...]]
-    _checked_options: list[tuple[Any, ...]]
-    _communicators: Communicators
-    _rows: AnnouncedRows
-    _early: EarlyAverages
-    _cycled: CycledMomentum
-    _qk_step: QKStep | None
-    _upkeep: Upkeep
+    _current: Current
     _is_state_lent: bool
     """Whether `state` gives what there is, whatever it is."""
+    _cycled: CycledMomentum
     _first_gradients: FirstGradients
     # What the user may ask about the steps made.
     _skipped: Tensor | None
@@ -200,8 +182,7 @@ class Muon(Optimizer):
         defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
-        self._orders = orders_of(launch_order, work_order)
-        self._forget_steps()
+        self._forget_steps(orders_of(launch_order, work_order))
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -221,17 +202,11 @@ class Muon(Optimizer):
         super().add_param_group(group)
         added = self.param_groups[-1]
         try:
-            check_group(number, added)
-            layouts = layouts_of(number, added)
-            check_transport(number, added, layouts)
+            self._current.add(number, added)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._checked_options.append(checked_options(added))
         self._cycled.watch(self.param_groups)
-        self._communicators.connect([added], [layouts])
-        self._forget_plan()
-        self._upkeep.outdate()
 
     def _own(self, name: str) -> Any:
         """What a property keeps; wrappers that borrow the class (Lightning's) have nothing and ask what they wrap."""
@@ -257,22 +232,15 @@ class Muon(Optimizer):
 
         Waits for state on its way to host memory (`offload`): ask again after every step.
         """
-        self._own("state")
-        if not self._is_state_lent:
-            self._look()
-            if self._upkeep.is_outdated:
-                self._needed_state()
-            elif self._runner is not None:
-                self._runner.finish()
-            self._upkeep.give()
         found: defaultdict[Tensor, Any] = self._own("state")
+        if not self._is_state_lent:
+            self._current.give_state(self.param_groups, found)
         return found
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self.__dict__["state"] = value
-        self._forget_plan()
-        self._upkeep.outdate()
+        self._current.outdate()
 
     def offload(self, on: bool = True) -> None:
         """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
@@ -287,71 +255,24 @@ class Muon(Optimizer):
         """
         for options in (self.defaults, *self.param_groups):
             options["offload"] = bool(on)
-        self._forget_plan()
-        self._upkeep.outdate()
+        self._current.outdate()
         if self.__dict__["state"]:
             self._needed_state()
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
-        return replace(self._planned().plan, kept_bytes=self._communicators.kept_bytes)
+        return replace(self._planned().plan, kept_bytes=self._current.communicators.kept_bytes)
 
     def _planned(self) -> Runner:
         """Return the runner of the current plan; what was changed is checked first. No state is made."""
-        self._look()
-        self._check_changes()
-        if self._runner is None:
-            self._runner = Runner(
-                self.param_groups, self.__dict__["state"], self._communicators, self._orders, self._rows, self._early
-            )
-            self._planned_options = list(map(_options_of_plan, self.param_groups))
-            self._upkeep.watch(self.param_groups)
-        return self._runner
+        return self._current.planned(self.param_groups, self.__dict__["state"])
 
-    def _check_changes(self) -> None:
-        """Check groups whose options or parameters may have changed; forget a plan that depends on such an option."""
-        options = list(map(checked_options, self.param_groups))
-        if self._checked_options == options and not self._upkeep.is_outdated:
-            return
-        for number, (group, found) in enumerate(zip(self.param_groups, options, strict=True)):
-            if self._upkeep.is_outdated or self._checked_options[number : number + 1] != [found]:
-                check_group_is_whole(number, group, was_checked=True)
-                check_group(number, group)
-                check_transport(number, group, layouts_of(number, group))
-        self._checked_options = options
-        if self._planned_options != list(map(_options_of_plan, self.param_groups)):
-            self._forget_plan()
-            self._upkeep.outdate()  # which state there is, and where, follows from options, too
-
-    def _look(self) -> None:
-        """Notice parameters that were moved, converted or exchanged."""
-        change = self._upkeep.look(self.param_groups)
-        if change is Change.PARAMETERS:
-            self._forget_plan()
-        elif change is Change.MEMORY and self._runner is not None:
-            self._runner.renew()
-
-    def _make_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the state of the parameters that are there: made, moved along or checked if anything has changed."""
-        state: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
-        if not self._upkeep.is_current(self.param_groups, state):
-            if self._runner is not None:
-                self._runner.finish()
-                self._runner.renew()
-            self._upkeep.bring_up_to_date(self.param_groups, state)
-        return state
-
-    def _needed_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the same outside of a step, when nothing of it is under way."""
-        self._look()
-        self._check_changes()
-        state = self._make_state()
-        if self._runner is not None:
-            self._runner.finish()
-        return state
+    def _needed_state(self) -> States:
+        """Return the state of all parameters, which is made if there is none; nothing is under way."""
+        return self._current.needed_state(self.param_groups, self.__dict__["state"])
 
     @contextmanager
-    def _lending(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
+    def _lending(self, state: States) -> Iterator[None]:
         """Let PyTorch's methods see this state."""
         own = self.__dict__["state"]
         self.__dict__["state"], self._is_state_lent = state, True
@@ -398,8 +319,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runner = self._planned()
-        self._make_state()
-        self._upkeep.use()
+        self._current.use_state(self.param_groups, self.__dict__["state"])
         self._first_gradients.look(self.param_groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
         pending_steps = self._pending_steps()
@@ -420,7 +340,7 @@ class Muon(Optimizer):
             replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})),
             done.go if done.asks else None,
         )
-        self._rows.check(wait=False)
+        self._current.rows.check(wait=False)
         return loss
 
     @opaque
@@ -448,11 +368,11 @@ class Muon(Optimizer):
             RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
         """
         runner = self._planned()
-        self._rows.announce(self.param_groups, param, rows, more=more, may_send=runner.agreements.has_agreed)
+        self._current.rows.announce(self.param_groups, param, rows, more=more, may_send=runner.agreements.has_agreed)
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        self._rows.withdraw(self.param_groups, may_have_sent=self._planned().agreements.has_agreed)
+        self._current.rows.withdraw(self.param_groups, may_have_sent=self._planned().agreements.has_agreed)
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -479,7 +399,8 @@ class Muon(Optimizer):
         Parameters that were not stepped then, such as those without a gradient, are absent. Empty until a step was
         sampled (`telemetry_every`). Waits for the device.
         """
-        return collected(self._runner.measured) if self._runner is not None else {}
+        runner = self._current.runner
+        return collected(runner.measured) if runner is not None else {}
 
     def upload_hyperparameters(self) -> None:
         """Bring changed learning rates, momenta, decays, betas and eps to the device, where a CUDA graph reads them.
@@ -487,8 +408,8 @@ class Muon(Optimizer):
         `step` does it by itself; needed only before replaying a captured step. Does not wait for the device.
         """
         self._cycled.follow()
-        if self._runner is not None:
-            self._runner.upload_hyperparameters()
+        if self._current.runner is not None:
+            self._current.runner.upload_hyperparameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
@@ -496,10 +417,10 @@ class Muon(Optimizer):
         All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
         it returns whole; see `state.py` and `docs/checkpoints.md`.
         """
-        self._rows.check(wait=True)
+        self._current.rows.check(wait=True)
         state = self._needed_state()
-        complete_second_moments(self.param_groups, state, self._communicators)
-        whole = whole_states(self.param_groups, state, self._communicators)
+        complete_second_moments(self.param_groups, state, self._current.communicators)
+        whole = whole_states(self.param_groups, state, self._current.communicators)
         params = (param for group in self.param_groups for param in group["params"])
         with self._lending({param: whole.get(param, state[param]) for param in params}):
             return as_saved(super().state_dict())
@@ -518,9 +439,8 @@ class Muon(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         load_state(self.param_groups, self._needed_state(), state_dict)
-        self._upkeep.use()
         self._cycled.watch(self.__dict__["param_groups"])
-        self._upkeep.drop_unused(self.__dict__["state"], is_planned=self._runner is not None)
+        self._current.end_load(self.__dict__["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -528,38 +448,23 @@ class Muon(Optimizer):
         """Return what pickle and deepcopy keep."""
         state = self.__dict__["state"]
         with self._lending(self._needed_state() if state else state):
-            return {**super().__getstate__(), "_orders": self._orders}
+            return {**super().__getstate__(), "_orders": self._current.orders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         super().__setstate__(state)
-        self._forget_steps()
+        self._forget_steps(self.__dict__.pop("_orders"))
         self._cycled.watch(self.__dict__["param_groups"])
 
-    def _forget_steps(self) -> None:
-        """Forget what is told about the steps made, and the plan."""
-        self._runner = None
+    def _forget_steps(self, orders: Orders) -> None:
+        """Forget the steps made, and all that follows from the groups."""
+        self._current = Current(orders)
         self._is_state_lent = False
+        self._cycled = CycledMomentum()
+        self._first_gradients = FirstGradients()
         self._skipped = None
         self._num_steps = 0
         self._report = StepReport(), None
-        self._communicators = Communicators()
-        self._rows = AnnouncedRows(self._communicators)
-        self._early = EarlyAverages()
-        self._first_gradients = FirstGradients()
-        self._checked_options = []
-        self._cycled = CycledMomentum()
-        # A copy of state that was pinned is not.
-        self._upkeep = Upkeep()
-        self._forget_plan()
-
-    def _forget_plan(self) -> None:
-        """Forget everything that follows from the groups."""
-        if self._runner is not None:
-            self._runner.finish()
-        self._runner = None
-        self._planned_options = []
-        self._qk_step = None
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
@@ -580,10 +485,7 @@ class Muon(Optimizer):
                 )
             return None
         runner.agreements.agree()
-        if self._qk_step is None or self._qk_step.clip != qk_clip:
-            self._qk_step = QKStep(qk_clip, self.param_groups, self.__dict__["state"], self._communicators)
-        self._qk_step.start(qk_logits)
-        return self._qk_step
+        return self._current.start_qk_step(qk_clip, self.param_groups, self.__dict__["state"], qk_logits)
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

@@ -169,15 +169,15 @@ class Parameter:
 def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
     """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
     divided = divided_parameters(optimizer.param_groups)
-    early = optimizer._early.fresh()
+    early = optimizer._current.early.fresh()
     layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
-    optimizer._communicators.connect(optimizer.param_groups, layouts)
+    optimizer._current.communicators.connect(optimizer.param_groups, layouts)
     for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
         for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
             if layout is None:
                 yield Parameter(name, param, group, None, None)
             elif this_rank() in layout.ranks:
-                process_group = optimizer._communicators[tuple(sorted(layout.ranks))]
+                process_group = optimizer._current.communicators[tuple(sorted(layout.ranks))]
                 yield Parameter(name, param, group, layout, process_group, divided.get(param), early.get(number))
 
 
@@ -206,7 +206,7 @@ def reference_step(optimizer: Muon) -> None:
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
     run_reference(optimizer, None)
-    optimizer._early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
+    optimizer._current.early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def _partial_cut(found: Parameter) -> Cut | None:
 
 def _may_lack_addends(optimizer: Muon, param: Tensor, cut: Cut) -> bool:
     """Return whether a sum is right although ranks have no addend: not where they cannot know yet that it is one."""
-    runner = optimizer._runner
+    runner = optimizer._current.runner
     is_known = runner is None or not runner.agreements.has_agreed or runner.agreements.partial.is_known(param)
     return is_known and not cut.has_copies(param)
 

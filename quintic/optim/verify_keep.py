@@ -47,7 +47,7 @@ class Kept:
         self._counts = optimizer._num_steps, optimizer._report
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._first_gradients = optimizer._first_gradients
-        self._early = optimizer._early.fresh()
+        self._early = optimizer._current.early.fresh()
         self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
 
     def keep_gradients(self) -> None:
@@ -78,7 +78,7 @@ class Kept:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer._early.keep(self._early)
+        optimizer._current.early.keep(self._early)
         optimizer._first_gradients = self._first_gradients
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)

@@ -139,13 +139,13 @@ def check_broken(rank, world_size):
     assert quintic.verify(model, optimizer).ok
 
     # Rank 2 computes another learning-rate scale.
-    optimizer._forget_plan()
+    optimizer._current.forget_plan()
     scale = mock.patch.object(travel_step, "lr_scale_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
     with scale:
         report = quintic.verify(model, optimizer)
     said_by_all(report)
     assert {difference.ranks for difference in report.wrong} == {(2,)}
-    optimizer._forget_plan()
+    optimizer._current.forget_plan()
     assert quintic.verify(model, optimizer).ok
 
     # Rank 0 was given another option, and so step and reference agree.
