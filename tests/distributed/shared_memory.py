@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import ON_GPUS
 from torch import Tensor
 
-from quintic.optim import communicators, muon
+from quintic.optim import communicators, current
 from quintic.optim.copy_engines import CopyEngines
 from quintic.optim.peer_memory import MOST_MESSAGES
 
@@ -81,5 +81,5 @@ def copy_engines() -> Iterator[None]:
         if not ON_GPUS:
             on_cpus = partial(CopyEngines, open_memory=SharedMemory)
             stack.enter_context(mock.patch.object(communicators, "CopyEngines", on_cpus))
-            stack.enter_context(mock.patch.object(muon, "check_transport"))
+            stack.enter_context(mock.patch.object(current, "check_transport"))
         yield
