@@ -118,3 +118,49 @@ def test_schedules_do_not_make_the_plan_anew():
         other.update(lr=value, betas=(0.5, 0.6), eps=1e-3)
         optimizer.step()
         assert optimizer._planned() is runner
+
+
+# -- options that decide which state there is --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["normalize", "master"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_state_that_a_changed_option_needs_begins_as_in_a_new_optimizer(key, steps_before):
+    value = {"normalize": "neuron", "master": "mantissa"}[key]
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(6, 4).bfloat16()) for _ in range(2)]
+    params[1].data.copy_(params[0])
+    first = quintic.Muon([("weight", params[0])], lr=0.1)
+
+    def step(*optimizers):
+        gradient = torch.randn(6, 4).bfloat16()
+        for param, optimizer in zip(params, optimizers, strict=False):
+            param.grad = gradient.clone()
+            optimizer.step()
+
+    for _ in range(steps_before):
+        step(first)
+    first.param_groups[0][key] = value
+    params[1].data.copy_(params[0])
+    second = quintic.Muon([("weight", params[1])], lr=0.1, **{key: value})
+    if steps_before:
+        second.state[params[1]]["momentum_buffer"].copy_(first.state[params[0]]["momentum_buffer"])
+    for _ in range(3):
+        step(first, second)
+        assert torch.equal(*params)
+    assert first.state[params[0]].keys() == second.state[params[1]].keys() > {"momentum_buffer"}
+    first.param_groups[0][key] = None
+    step(first)
+    assert first.state[params[0]].keys() == {"momentum_buffer"}
+
+
+def test_a_group_may_change_its_algorithm():
+    optimizer, weight = optimizer_of()
+    optimizer.step()
+    optimizer.param_groups[0]["algorithm"] = "adamw"
+    optimizer.step()
+    assert optimizer.state[weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert float(optimizer.state[weight]["step"]) == 1
+    optimizer.param_groups[1]["algorithm"] = "muon"
+    with pytest.raises(ValueError, match=r"bias: a 1-D parameter \(shape \(6,\)\) cannot be orthogonalised"):
+        optimizer.step()
