@@ -7,26 +7,34 @@
 
 from quintic.optim.captured_step import CapturedStep
 from quintic.optim.clip import clip_grad_norm_
-from quintic.optim.explain import explain
+from quintic.optim.explain import Explanation, explain
 from quintic.optim.groups import Rule, param_groups
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import orthogonalize
+from quintic.optim.plan import Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.reference import reference_step
+from quintic.optim.telemetry import StepReport
 from quintic.optim.verify import verify
+from quintic.optim.verify_report import Verification
 from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
 
 __all__ = [
     "CapturedStep",
     "Experts",
+    "Explanation",
     "Flatten",
     "Heads",
     "Matrix",
     "Muon",
+    "Plan",
     "QKClip",
     "Rows",
     "Rule",
     "Split",
+    "StepReport",
+    "Verification",
+    "__version__",
     "clip_grad_norm_",
     "explain",
     "orthogonalize",
@@ -34,3 +42,5 @@ __all__ = [
     "reference_step",
     "verify",
 ]
+
+__version__ = "0.1.0"

@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_USAGE, end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        import importlib.metadata
+        import quintic
 
-        print(f"quintic {importlib.metadata.version('quintic')}")
+        print(f"quintic {quintic.__version__}")
         return 0
     command = commands.get(arguments[0])
     if command is None:

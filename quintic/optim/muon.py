@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from quintic.optim.validate import check_apart, check_keys
 from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
+
+# What a closure returns: a number, a tensor, or None.
+Loss = TypeVar("Loss")
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
 
@@ -285,21 +288,13 @@ class Muon(Optimizer):
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float], *, qk_logits: Mapping[str | int, Tensor] | None = None) -> float: ...
-
-    @overload
-    def step(
-        self, closure: Callable[[], float | None], *, qk_logits: Mapping[str | int, Tensor] | None = None
-    ) -> float | None: ...
+    def step(self, closure: Callable[[], Loss], *, qk_logits: Mapping[str | int, Tensor] | None = None) -> Loss: ...
 
     @opaque_step
     @torch.no_grad()
     def step(
-        self,
-        closure: Callable[[], float | None] | None = None,
-        *,
-        qk_logits: Mapping[str | int, Tensor] | None = None,
-    ) -> float | None:
+        self, closure: Callable[[], Loss] | None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None
+    ) -> Loss | None:
         """Update every parameter that has a gradient.
 
         Args:
