@@ -22,7 +22,7 @@ from quintic.optim.schedule import Orders
 from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.upkeep import Upkeep
-from quintic.optim.validate import check_group, checked_options
+from quintic.optim.validate import CHECKED_OPTIONS, check_group, checked_options
 from quintic.optim.watching import Change
 
 __all__ = ["Current", "States"]
@@ -32,6 +32,8 @@ States: TypeAlias = dict[Tensor, dict[str, Any]]
 _Groups: TypeAlias = list[dict[str, Any]]
 
 _options_of_plan: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*PLANNED_OPTIONS)
+
+_ALGORITHM = CHECKED_OPTIONS.index("algorithm")
 
 
 class Current:
@@ -155,8 +157,11 @@ class Current:
         if self._checked_options == options and not self._upkeep.is_outdated:
             return
         for number, (group, found) in enumerate(zip(groups, options, strict=True)):
-            if self._upkeep.is_outdated or self._checked_options[number : number + 1] != [found]:
-                check_group_is_whole(number, group, was_checked=True)
+            before = self._checked_options[number : number + 1]
+            if self._upkeep.is_outdated or before != [found]:
+                # Whoever makes a group of vectors Muon's has flattened nothing.
+                was_checked = bool(before) and before[0][_ALGORITHM] == group["algorithm"]
+                check_group_is_whole(number, group, was_checked=was_checked)
                 check_group(number, group)
                 check_transport(number, group, layouts_of(number, group))
         self._checked_options = options
