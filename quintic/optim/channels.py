@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from quintic.optim.comms import (
@@ -70,6 +71,10 @@ class Channel:
     def __init__(self, group: ProcessGroup) -> None:
         ranks = group_ranks(group)
         self.group, self.num_ranks, self.position = group, len(ranks), ranks.index(this_rank())
+
+    def is_for(self, device: torch.device) -> bool:
+        """Return whether it can send messages of a device."""
+        return True
 
     @property
     def num_bytes(self) -> int:

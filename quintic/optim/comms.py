@@ -13,6 +13,7 @@ __all__ = [
     "all_agree_",
     "all_gather_uneven",
     "all_gather_values",
+    "connects",
     "default_group",
     "group_ranks",
     "has_process_group",
@@ -25,7 +26,7 @@ __all__ = [
     "start_broadcasts",
     "start_sum",
     "this_rank",
-    "warmed_up",
+    "warm_up",
 ]
 
 
@@ -225,13 +226,16 @@ def new_group(ranks: tuple[int, ...]) -> ProcessGroup:
     return group
 
 
-def warmed_up(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """Return a process group in which collectives of every kind have run on the device."""
-    if device.type != "meta":
-        size = dist.get_world_size(group)
-        one = torch.ones(size, device=device)
-        dist.all_to_all_single(torch.empty_like(one), one, group=group)
-        _all_gather(torch.empty(size * size, device=device), one, group=group)
-        dist.all_reduce(one, group=group)
-        dist.broadcast(one, dist.get_global_rank(group, 0), group=group)
-    return group
+def warm_up(group: ProcessGroup, device: torch.device) -> None:
+    """Run collectives of every kind on a device. All ranks of the group must call it."""
+    size = dist.get_world_size(group)
+    one = torch.ones(size, device=device)
+    dist.all_to_all_single(torch.empty_like(one), one, group=group)
+    _all_gather(torch.empty(size * size, device=device), one, group=group)
+    dist.all_reduce(one, group=group)
+    dist.broadcast(one, dist.get_global_rank(group, 0), group=group)
+
+
+def connects(group: ProcessGroup, device: torch.device) -> bool:
+    """Return whether a process group can send tensors of a device: NCCL, for one, knows GPUs alone."""
+    return any(known.type == device.type for known in group._device_types)

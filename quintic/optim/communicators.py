@@ -2,7 +2,8 @@
 
 Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
 default one), else one is made; either way collectives of every kind run once before the first step, because the first
-ones of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs.
+ones of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs. Models are
+often moved after construction: then that is done again for the devices they are on, before the next step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.channels import Channel
-from quintic.optim.comms import ProcessGroup, default_group, group_ranks, new_group, this_rank, warmed_up
+from quintic.optim.comms import ProcessGroup, connects, default_group, group_ranks, new_group, this_rank, warm_up
 from quintic.optim.copy_engines import CopyEngines
 from quintic.optim.layouts import Layout
 from quintic.optim.sharing import bound_ranks
@@ -52,6 +53,8 @@ class Communicators:
         self._channels: dict[_Key, Channel] = {}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._warm: set[tuple[ProcessGroup, str]] = set()
+        """Process groups whose ranks are connected, with the type of device."""
 
     def connect(self, groups: Iterable[Mapping[str, Any]], layouts: Iterable[Sequence[Layout | None]]) -> None:
         """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
@@ -62,17 +65,29 @@ class Communicators:
         """
         for group, found in zip(groups, layouts, strict=True):
             bound = bound_ranks(group)
-            if bound and bound not in self._groups:
-                param = group["params"][0]
-                self._groups[bound] = warmed_up(_group_of(bound, param, group), param.device)
+            if bound:
+                self._find(bound, group["params"][0], group)
             for param, layout in zip(group["params"], found, strict=True):
                 if layout is None or this_rank() not in layout.ranks:
                     continue
                 ranks = tuple(sorted(layout.ranks))
-                if ranks not in self._groups:
-                    self._groups[ranks] = warmed_up(_group_of(ranks, param, group), param.device)
-                if group["comms"] == "sharded_sparse" and ranks not in self._groups_of_marks:
-                    self._groups_of_marks[ranks] = warmed_up(new_group(ranks), param.device)
+                self._find(ranks, param, group)
+                if group["comms"] == "sharded_sparse":
+                    if ranks not in self._groups_of_marks:
+                        self._groups_of_marks[ranks] = new_group(ranks)
+                    self._warm_up(self._groups_of_marks[ranks], param.device)
+
+    def _find(self, ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> None:
+        if ranks not in self._groups:
+            self._groups[ranks] = _group_of(ranks, param, group)
+        self._warm_up(self._groups[ranks], param.device)
+
+    def _warm_up(self, group: ProcessGroup, device: torch.device) -> None:
+        """Connect ranks for a device, if the process group knows its type. All ranks of the group must call it."""
+        key = group, device.type
+        if key not in self._warm and connects(group, device):
+            warm_up(group, device)
+            self._warm.add(key)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these global ranks, in ascending order."""
@@ -88,8 +103,8 @@ class Communicators:
         if ranks not in self._groups:
             everyone = default_group()
             is_everyone = everyone is not None and group_ranks(everyone) == ranks
-            found = everyone if everyone is not None and is_everyone else new_group(ranks)
-            self._groups[ranks] = warmed_up(found, device)
+            self._groups[ranks] = everyone if everyone is not None and is_everyone else new_group(ranks)
+        self._warm_up(self._groups[ranks], device)
         return self._groups[ranks]
 
     def channel(self, ranks: tuple[int, ...], transport: str, device: torch.device) -> Channel:
@@ -101,7 +116,7 @@ class Communicators:
             device: of all messages among them.
         """
         key = ranks, transport
-        if key not in self._channels:
+        if key not in self._channels or not self._channels[key].is_for(device):
             group = self._groups[ranks]
             self._channels[key] = CopyEngines(group, device) if transport == "copy_engines" else Channel(group)
         return self._channels[key]

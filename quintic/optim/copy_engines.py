@@ -104,6 +104,10 @@ class CopyEngines(Channel):
         """Whether the ranks have met an even number of times: a CUDA graph is replayed as it was captured."""
         self._is_open = False
 
+    def is_for(self, device: torch.device) -> bool:
+        """Return whether messages are on the device whose copy engines send them."""
+        return device == self.device
+
     @property
     def num_bytes(self) -> int:
         """Return how much memory this rank keeps for messages."""
