@@ -32,7 +32,10 @@ SCHEDULERS = {
 
 
 def layer():
-    return nn.Linear(4, 6)
+    model = nn.Linear(4, 6)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return model
 
 
 def groups_of(model):
@@ -181,13 +184,23 @@ def test_explanation_verification_and_export_have_the_rate_of_the_step():
     exported = export_torch_state(optimizer)
     assert [exported[name]["param_groups"][0]["lr"] for name in ("muon", "adamw")] == [0.02, pytest.approx(0.001)]
     twin, expected = copy.deepcopy((model, optimizer)), copy.deepcopy((model, optimizer))
+    for other in (twin[0], expected[0]):
+        for param, given in zip(other.parameters(), model.parameters(), strict=True):
+            param.grad = given.grad.clone()
     quintic.reference_step(twin[1])
     expected[1].step()
-    for param, other in zip(twin[0].parameters(), expected[0].parameters(), strict=True):
+    for param, other, before in zip(*(each.parameters() for each in (twin[0], expected[0], model)), strict=True):
         torch.testing.assert_close(param, other)
+        assert not torch.equal(param, before)
 
 
 # -- the momentum that schedulers cycle --------------------------------------------------------------------------------
+
+
+def give_gradients(optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
 
 
 def momenta(optimizer):
@@ -232,6 +245,7 @@ def test_betas_that_no_scheduler_cycles_are_adamws():
 def test_copies_follow_their_own_scheduler(duplicate):
     optimizer = optimizer_of(layer(), momentum=0.5)
     twin = duplicate(optimizer)
+    give_gradients(twin)
     scheduler = lr_scheduler.CyclicLR(twin, 0.01, 0.1, step_size_up=4)
     assert (momenta(optimizer), momenta(twin)) == ([0.5], [0.9])
     twin.step()
