@@ -11,6 +11,7 @@ leaves every byte as it was, and the host never has to know.
 Import this module only where Triton is installed (see `dispatch.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,8 @@ class MatrixLayout:
     """How each matrix of a bucket lies in the memory of its parameter, in elements.
 
     The matrix has `groups` groups of `rows` rows of `columns` columns, with these strides. Kernels go through the
-    entries in the order of memory: where rows lie closer than columns, the roles of the two are exchanged.
+    entries in the order of memory: where rows lie closer than columns, the roles of the two are exchanged. Columns may
+    be in two dimensions: `kernel` of them, `kernel_stride` apart, before the next `column_stride`.
     """
 
     groups: int
@@ -47,30 +49,45 @@ class MatrixLayout:
     group_stride: int
     row_stride: int
     column_stride: int
+    kernel: int = 1
+    kernel_stride: int = 0
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> "MatrixLayout":
+        """Return the layout of the matrices of a block, given its (g, r, n) or (g, r, c, k) and their strides."""
+        (groups, rows, columns, *kernel), (group_stride, row_stride, column_stride, *kernel_stride) = shape, strides
+        within = (kernel[0], kernel_stride[0]) if kernel else (1, 0)
+        return cls(groups, rows, columns * within[0], group_stride, row_stride, column_stride, *within)
 
     @property
     def transposed(self) -> bool:
         """Return whether memory runs along columns: the stored matrix is the transpose."""
-        return self.groups == 1 and self.row_stride == 1 and self.column_stride != 1
+        return self.groups == 1 and self.kernel == 1 and self.row_stride == 1 and self.column_stride != 1
 
     @property
     def numel(self) -> int:
         """Return the entries of one matrix."""
         return self.groups * self.rows * self.columns
 
-    def physical(self) -> tuple[int, int, int, int, int, int]:
-        """Return (rows, columns, rows of a group, group stride, row stride, column stride) in the order of memory."""
+    def physical(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """Return (rows, columns, rows of a group, group stride, row stride, column stride, kernel, kernel stride).
+
+        In the order of memory.
+        """
+        kernel = self.kernel, self.kernel_stride
         if self.transposed:
-            return self.columns, self.rows, self.columns, 0, self.column_stride, self.row_stride
+            return self.columns, self.rows, self.columns, 0, self.column_stride, self.row_stride, *kernel
         rows = self.groups * self.rows
-        return rows, self.columns, self.rows, self.group_stride, self.row_stride, self.column_stride
+        return rows, self.columns, self.rows, self.group_stride, self.row_stride, self.column_stride, *kernel
 
     @property
     def contiguous(self) -> bool:
         """Return whether the entries of a matrix fill their memory in order."""
-        rows, columns, rows_of_group, group_stride, row_stride, column_stride = self.physical()
+        rows, columns, rows_of_group, group_stride, row_stride, column_stride, kernel, _ = self.physical()
         grouped = rows_of_group != rows and group_stride != rows_of_group * columns
-        return not grouped and (row_stride == columns or rows == 1) and (column_stride == 1 or columns == 1)
+        if grouped or kernel > 1:
+            return False
+        return (row_stride == columns or rows == 1) and (column_stride == 1 or columns == 1)
 
 
 @triton.jit
@@ -81,14 +98,21 @@ def _matrix_offsets(
     group_stride,
     row_stride,
     column_stride,
+    kernel,
+    kernel_stride,
     CONTIGUOUS: tl.constexpr,
     GROUPED: tl.constexpr,
+    FILTERS: tl.constexpr,
 ):
     if CONTIGUOUS:
         offsets = element.to(tl.int64)
     else:
         row = element // columns
-        offsets = (element % columns).to(tl.int64) * column_stride
+        column = element % columns
+        if FILTERS:
+            offsets = (column // kernel).to(tl.int64) * column_stride + (column % kernel).to(tl.int64) * kernel_stride
+        else:
+            offsets = column.to(tl.int64) * column_stride
         if GROUPED:
             offsets += (row // rows_of_group).to(tl.int64) * group_stride
             row = row % rows_of_group
@@ -110,12 +134,15 @@ def _momentum_kernel(
     group_stride,
     row_stride,
     column_stride,
+    kernel,
+    kernel_stride,
     MU: tl.constexpr,
     GRADIENT: tl.constexpr,
     NESTEROV: tl.constexpr,
     GUARDED: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     GROUPED: tl.constexpr,
+    FILTERS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -124,7 +151,17 @@ def _momentum_kernel(
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     offsets = _matrix_offsets(
-        element, columns, rows_of_group, group_stride, row_stride, column_stride, CONTIGUOUS, GROUPED
+        element,
+        columns,
+        rows_of_group,
+        group_stride,
+        row_stride,
+        column_stride,
+        kernel,
+        kernel_stride,
+        CONTIGUOUS,
+        GROUPED,
+        FILTERS,
     )
     gradients = pointers_at(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
     momenta = pointers_at(tl.load(addresses + num_matrices + matrix), offsets, tl.float32, ALIGNED)
@@ -158,6 +195,8 @@ def _apply_kernel(
     group_stride,
     row_stride,
     column_stride,
+    kernel,
+    kernel_stride,
     update_stride,
     update_row_stride,
     update_column_stride,
@@ -175,6 +214,7 @@ def _apply_kernel(
     UPDATE_CONTIGUOUS: tl.constexpr,
     PER_MATRIX: tl.constexpr,
     GROUPED: tl.constexpr,
+    FILTERS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -183,7 +223,17 @@ def _apply_kernel(
     element = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     offsets = _matrix_offsets(
-        element, columns, rows_of_group, group_stride, row_stride, column_stride, CONTIGUOUS, GROUPED
+        element,
+        columns,
+        rows_of_group,
+        group_stride,
+        row_stride,
+        column_stride,
+        kernel,
+        kernel_stride,
+        CONTIGUOUS,
+        GROUPED,
+        FILTERS,
     )
     weights = pointers_at(tl.load(addresses + matrix), offsets, WEIGHT, ALIGNED)
     master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
@@ -258,6 +308,7 @@ def momentum_directions_(
         GUARDED=go is not None,
         CONTIGUOUS=layout.contiguous,
         GROUPED=layout.groups > 1,
+        FILTERS=layout.kernel > 1,
         ALIGNED=aligned and layout.contiguous,
         BLOCK=configuration.block,
         num_warps=configuration.num_warps,
@@ -330,6 +381,7 @@ def apply_updates_(
         UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
         PER_MATRIX=factors.shape[1:] == (1, 1),
         GROUPED=layout.groups > 1,
+        FILTERS=layout.kernel > 1,
         ALIGNED=aligned and contiguous,
         BLOCK=configuration.block,
         num_warps=configuration.num_warps,

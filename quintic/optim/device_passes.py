@@ -257,7 +257,7 @@ def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
     from quintic.kernels.matrix_update import MatrixLayout
 
     blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
-    layouts = [(MatrixLayout(*block.shape[1:], *block.stride()[1:]), block.shape[0]) for block in blocks]
+    layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]
     return [(layout, sum(count for _, count in run)) for layout, run in groupby(layouts, key=lambda pair: pair[0])]
 
 

@@ -19,6 +19,7 @@ from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.rates import learning_rate
 from quintic.optim.update import adamw_, apply_, momentum_, neuron_factors_
+from quintic.optim.views import as_block, matrices_of
 
 __all__ = [
     "Observer",
@@ -84,7 +85,7 @@ class PlainPasses:
         stacked = []
         for param, member, present in zip(active.params, active.members, self._present, strict=True):
             block = next(given) if present else torch.zeros_like(block_of(param, member, group["view"]))
-            stacked.append(block.flatten(1, 2).to(dtype))
+            stacked.append(matrices_of(block).to(dtype))
         return torch.cat(stacked)
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
@@ -101,8 +102,8 @@ class PlainPasses:
         apply_(
             weights,
             masters,
-            [u.unflatten(1, w.shape[1:3]) for u, w in zip(updates, weights, strict=True)],
-            [_over_groups(f, w.shape) for f, w in zip(scales, weights, strict=True)],
+            [as_block(u, w.shape) for u, w in zip(updates, weights, strict=True)],
+            [_like_blocks(f, w.shape) for f, w in zip(scales, weights, strict=True)],
             lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
             decay_coupling=group["decay_coupling"],
@@ -255,9 +256,8 @@ def advance_neurons_(
     return scale * factors
 
 
-def _over_groups(factors: Tensor, shape: torch.Size) -> Tensor:
-    """Return (b, m or 1, n or 1) factors in the shape of (b, g, r, n) blocks, or 1 where they do not vary."""
-    if factors.shape[1] == 1:
-        return factors.unsqueeze(1)
-    grouped: Tensor = factors.unflatten(1, shape[1:3])
-    return grouped
+def _like_blocks(factors: Tensor, shape: torch.Size) -> Tensor:
+    """Return (b, m or 1, n or 1) factors in the shape of blocks, with 1 where they do not vary."""
+    rows = shape[1:3] if factors.shape[1] > 1 else (1, 1)
+    columns = shape[3:] if factors.shape[2] > 1 else (1,) * (len(shape) - 3)
+    return as_block(factors, (shape[0], *rows, *columns))

@@ -346,8 +346,11 @@ def update_dtype(form: Form | None, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_of(tensor: Tensor, member: Member, view: View) -> Tensor:
-    """Return the member's matrices, or its piece of one, as (b, g, r, n), sharing memory with a parameter's tensor."""
+    """Return the member's matrices as a block of the view, or its piece of one as (1, 1, m, n) or (1, g, r, n).
+
+    Either shares memory with a parameter's tensor.
+    """
     if member.piece is None:
         return view.blocks(tensor)[member.block][member.start : member.start + member.num_matrices]
     piece = tensor[member.piece]
-    return (piece if piece.ndim == 2 else piece.flatten(0, -2))[None, None]
+    return piece[None, None] if piece.ndim == 2 else piece.view(*piece.shape[:2], piece.shape[2:].numel())[None]

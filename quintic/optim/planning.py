@@ -94,27 +94,28 @@ def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence
 
 
 def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
-    # (m, n) of the matrices, and strides of (g, r, n) in memory: what one launch of a kernel can handle.
+    # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
     found: dict[tuple[Any, ...], list[Member]] = {}
     for index in indices:
         name, param = group["param_names"][index], local_tensor(group["params"][index])
         kernels = choose_kernels(group["kernels"], param)
         first = 0
         for number, block in enumerate(group["view"].blocks(param.detach())):
-            b, g, r, n = block.shape
-            key = (g, r, n, block.stride()[1:], param.dtype, param.device, kernels)
+            b = block.shape[0]
+            key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
             member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
             found.setdefault(key, []).append(member)
             first += b
     buckets = []
-    for (g, r, n, strides, dtype, device, kernels), members in found.items():
+    for (block_shape, strides, dtype, device, kernels), members in found.items():
+        g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
         m = g * r
         form = form_of(group, m, n, dtype, device)
         of = Matrices(dtype, device, kernels, group["normalize"] is not None)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
-        is_copied = kernels == "triton" and _is_put_in_order((g, r, n), strides, form)
+        is_copied = kernels == "triton" and _is_put_in_order(block_shape, strides, form)
         most = functools.partial(
             _most_bytes,
             largest=largest,
@@ -145,16 +146,16 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
     return buckets
 
 
-def _is_put_in_order(shape: tuple[int, int, int], strides: tuple[int, ...], form: Form | None) -> bool:
+def _is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
     """Return whether directions that Triton's kernels wrote in the order of memory are copied into that of rows.
 
-    Products of wide dtypes are, see `orthogonalize.apply_form`; arguments as those of `_workspace_bytes`.
+    Products of wide dtypes are, see `orthogonalize.apply_form`; the shape and strides are those of blocks without b.
     """
     from quintic.kernels.matrix_update import MatrixLayout
 
     if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
         return False
-    return MatrixLayout(*shape, *strides).transposed
+    return MatrixLayout.of(shape, strides).transposed
 
 
 def _workspace_bytes(

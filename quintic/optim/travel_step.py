@@ -316,7 +316,7 @@ def factors_of_pieces(factors: Sequence[Tensor], travel: Travel) -> Tensor:
 
 def as_rows(pieces: Tensor) -> Tensor:
     """Return (count, *piece_shape) as (count, rows, columns)."""
-    return pieces if pieces.ndim == 3 else pieces.flatten(1, -2)
+    return pieces if pieces.ndim == 3 else pieces.flatten(3).flatten(1, 2)
 
 
 def _owned_members(bucket: Bucket, kind: int) -> list[Member]:

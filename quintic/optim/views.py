@@ -4,7 +4,8 @@ Muon orthogonalises matrices; a parameter often stores several of them in one te
 projection, a fused QKV, a stack of experts). A view maps the tensor to blocks `(b, g, r, n)` that share its memory,
 so that writing to a block writes to the parameter: b matrices, each of g groups of r rows, m = g r, and n columns.
 Only interleaved layouts need more than one group; everywhere else g = 1 and a block is a plain batch `(b, m, n)`.
-Views know nothing of optimizers, devices or ranks.
+Filters in channels_last have columns in two dimensions, `(b, g, r, c, k)` with n = c k. Views know nothing of
+optimizers, devices or ranks.
 
 `transposed=True` says that the tensor stores each matrix as (in_features, out_features) and not as PyTorch's
 (out_features, in_features), for example GPT-2's Conv1D: the blocks are then transposed, so that the learning-rate
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View"]
+__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View", "as_block", "matrices_of"]
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,26 @@ class View(ABC):
 
     @abstractmethod
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, g, r, n)` tensor per kind of matrix, together covering `tensor` and sharing its memory.
+        """Return one `(b, g, r, n)` or `(b, g, r, c, k)` tensor per kind of matrix.
+
+        Together they cover `tensor` and share its memory.
 
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
 
     def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory unless the matrices are interleaved.
+        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory if that allows.
 
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
-        return tuple(block.flatten(1, 2) for block in self.blocks(tensor))
+        return tuple(map(matrices_of, self.blocks(tensor)))
 
     def write_(self, tensor: Tensor, batches: Sequence[Tensor]) -> None:
         """Write `(b, m, n)` batches, as `batches` returns them, into `tensor`: the inverse of `batches`."""
         for block, batch in zip(self.blocks(tensor), batches, strict=True):
-            block.copy_(batch.view(block.shape))
+            block.copy_(as_block(batch, block.shape))
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """Return the `(b, m, n)` shapes for a tensor of `shape`, without touching data."""
@@ -78,6 +81,18 @@ class View(ABC):
             raise NotImplementedError(f"{type(self).__name__}.units must say which boxes hold its several matrices")
         whole = tuple((0, size) for size in shape)
         return (Unit(whole, self, tuple((block, 0) for block in range(len(counts)))),)
+
+
+def matrices_of(block: Tensor) -> Tensor:
+    """Return a block of a view as (b, m, n); it shares memory if that allows."""
+    return block.flatten(3).flatten(1, 2)
+
+
+def as_block(batch: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return (b, m, n) matrices in the shape of a block; they share memory."""
+    rows: Tensor = batch.unflatten(1, tuple(shape[1:3]))
+    block: Tensor = rows.unflatten(3, tuple(shape[3:]))
+    return block
 
 
 @dataclass(frozen=True)
@@ -263,22 +278,51 @@ class Rows(View):
 
 @dataclass(frozen=True)
 class Flatten(View):
-    """A convolution (out_channels, in_channels, *kernel) as one (out_channels, in_channels * kernel) matrix."""
+    """A convolution (out_channels, in_channels / groups, *kernel) as matrices (out_channels / groups, the rest).
+
+    The columns of a matrix are in the order (in_channels, *kernel), whatever the order in memory: `channels_last` gives
+    the same matrices. Transposed convolutions, (in_channels, out_channels / groups, *kernel), are `transposed`: their
+    matrices are (the rest, in_channels / groups).
+
+    Args:
+        transposed: the matrices are the transposes of the flattened tensor.
+        groups: of the convolution; one matrix each, since groups share no features.
+    """
 
     transposed: bool = False
+    groups: int = 1
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the flattened filter bank as (1, 1, out_channels, rest)."""
+        """Return the filters as (groups, 1, m, n), in channels_last as (groups, 1, m, channels, kernel).
+
+        Transposed filters in channels_last are (groups, channels, kernel, n): groups of rows.
+        """
         if tensor.ndim < 3:
             raise ValueError(f"{self} is for convolutions (3 or more dimensions), got shape {tuple(tensor.shape)}")
+        if self.groups < 1 or tensor.shape[0] % self.groups:
+            raise ValueError(
+                f"{self} does not divide the {tensor.shape[0]} channels in front of shape {tuple(tensor.shape)}"
+            )
+        grouped = tensor.unflatten(0, (self.groups, tensor.shape[0] // self.groups))
+        columns = tensor.shape[1:].numel()
         try:
-            flat = tensor.view(tensor.shape[0], tensor.shape[1:].numel())
+            flat = grouped.view(*grouped.shape[:2], columns)
+            return (_oriented(flat, self.transposed).unsqueeze(1),)
+        except RuntimeError:
+            pass
+        try:  # channels_last: the kernel's entries are one behind the other, but not beside those of other channels
+            filters = grouped.view(*grouped.shape[:3], columns // max(1, tensor.shape[1]))
         except RuntimeError as error:
             raise ValueError(
                 f"{self}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be flattened "
-                f"without a copy; make the parameter contiguous"
+                f"without a copy; make the parameter contiguous, or channels_last"
             ) from error
-        return (_oriented(flat, self.transposed)[None, None],)
+        return (filters.permute(0, 2, 3, 1) if self.transposed else filters.unsqueeze(1),)
+
+    def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
+        """Return one unit per group."""
+        ((count, _, _),) = self.shapes(shape)
+        return _slabs(shape, 0, count, Flatten(self.transposed))
 
 
 def _check_ndim(view: View, tensor: Tensor, ndim: int) -> None:

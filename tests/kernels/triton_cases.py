@@ -42,6 +42,8 @@ VIEWS = [
     (Rows(8), (32, 24)),
     (Rows(8, transposed=True), (32, 24)),
     (Flatten(), (12, 4, 3, 3)),
+    (Flatten(groups=2), (12, 4, 3, 3)),
+    (Flatten(True), (12, 4, 3, 3)),
     (Matrix(), (1, 9)),
     (Matrix(), (9, 1)),
     (Matrix(), (1, 1)),
@@ -70,6 +72,8 @@ def pair(view, shape, dtype, memory="contiguous", **options):
         data = values.to(DEVICE, dtype)
         if memory == "transposed":
             data = data.movedim(-1, 0).contiguous().movedim(0, -1)
+        if memory == "channels_last":
+            data = data.to(memory_format=torch.channels_last)
         params.append(nn.Parameter(data.clone(memory_format=torch.preserve_format)))
     optimizers = [
         Muon([{"params": [param], "view": view}], lr=0.05, momentum=0.8, kernels=kernels, **options)
@@ -117,9 +121,8 @@ def test_matrices(view, shape, options):
 
 @pytest.mark.parametrize(("view", "shape"), VIEWS, ids=str)
 def test_other_memory_formats(view, shape):
-    if isinstance(view, Flatten):
-        pytest.skip("refuses what cannot be flattened without a copy")
-    params, optimizers = pair(view, shape, torch.float32, "transposed", compute_dtype=torch.float32, cautious=True)
+    memory = "channels_last" if isinstance(view, Flatten) else "transposed"
+    params, optimizers = pair(view, shape, torch.float32, memory, compute_dtype=torch.float32, cautious=True)
     for _ in range(2):
         give_gradients(params)
         for optimizer in optimizers:

@@ -30,6 +30,7 @@ VIEWS = [
     (Experts(transposed=True), (3, 5, 2)),
     (Rows(2), (6, 4)),
     (Flatten(), (4, 2, 3, 3)),
+    (Flatten(transposed=True, groups=2), (4, 2, 3, 3)),
 ]
 
 
@@ -226,7 +227,7 @@ def test_every_matrix_is_orthogonalised_every_step():
     [
         ({"algorithm": "adamw"}, (4, 3), torch.randn(3, 4).T),
         ({}, (4, 3), torch.randn(3, 4).T),
-        ({"view": Flatten()}, (4, 2, 3, 3), torch.randn(4, 3, 3, 2).permute(0, 3, 1, 2)),
+        ({"view": Flatten()}, (4, 2, 3, 3), torch.randn(4, 3, 2, 3).permute(0, 2, 1, 3)),
     ],
 )
 def test_the_strides_of_the_gradient_do_not_matter(group, shape, gradient):

@@ -44,7 +44,8 @@ def views_and_shapes(draw):
         return Experts(transposed), (draw(st.integers(0, 4)), m, n)
     if kind is Rows:
         return Rows(count, transposed), (m * count, n)
-    return Flatten(transposed), (m, n, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    kernel = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return Flatten(transposed, count), (m * count, n, *kernel)
 
 
 def part(tensor, box):
@@ -103,6 +104,11 @@ def test_a_unit_cut_out_of_the_tensor_has_the_same_matrices(case):
     [
         (Matrix(), (6, 4), [Unit(((0, 6), (0, 4)), Matrix(), ((0, 0),))]),
         (Flatten(True), (6, 2, 3), [Unit(((0, 6), (0, 2), (0, 3)), Flatten(True), ((0, 0),))]),
+        (
+            Flatten(True, 2),
+            (6, 2, 3),
+            [Unit(((3 * i, 3 * i + 3), (0, 2), (0, 3)), Flatten(True), ((0, i),)) for i in range(2)],
+        ),
         (Experts(), (2, 3, 4), [Unit(((e, e + 1), (0, 3), (0, 4)), Experts(), ((0, e),)) for e in range(2)]),
         (Rows(3), (6, 4), [Unit(((3 * i, 3 * i + 3), (0, 4)), Matrix(), ((0, i),)) for i in range(2)]),
         (Heads(2), (6, 4), [Unit(((3 * i, 3 * i + 3), (0, 4)), Matrix(), ((0, i),)) for i in range(2)]),

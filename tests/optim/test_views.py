@@ -38,7 +38,16 @@ CASES = [
     (Flatten(), (6, 2, 3, 3), lambda w: [[w.reshape(6, 18)]]),
     (Flatten(), (6, 2, 3), lambda w: [[w.reshape(6, 6)]]),
     (Flatten(transposed=True), (6, 2, 3), lambda w: [[w.reshape(6, 6).T]]),
+    (Flatten(groups=2), (6, 2, 3, 3), lambda w: [[w[:3].reshape(3, 18), w[3:].reshape(3, 18)]]),
+    (Flatten(True, 3), (6, 2, 3), lambda w: [[e.reshape(2, 6).T for e in w.split(2)]]),
 ]
+
+FILTERS = [case for case in CASES if isinstance(case[0], Flatten)]
+
+
+def channels_last(tensor):
+    """The same values with channels behind the kernel in memory, for any number of dimensions."""
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 @pytest.mark.parametrize(("view", "shape", "matrices"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
@@ -67,6 +76,38 @@ def test_writing_batches_back_is_the_inverse_of_taking_them(view, shape, matrice
     assert torch.equal(copy, tensor)
 
 
+@pytest.mark.parametrize(("view", "shape", "matrices"), FILTERS, ids=[f"{case[0]}-{case[1]}" for case in FILTERS])
+def test_filters_in_channels_last_are_the_same_matrices(view, shape, matrices):
+    tensor = channels_last(torch.randn(shape))
+    for batch, parts in zip(view.batches(tensor), matrices(tensor), strict=True):
+        assert torch.equal(batch, torch.stack(parts))
+    written = torch.zeros_like(tensor)
+    assert written.stride() == tensor.stride()
+    view.write_(written, [batch.clone() for batch in view.batches(tensor)])
+    assert torch.equal(written, tensor)
+    for block in view.blocks(written):
+        block.zero_()  # shares memory
+    assert not written.any()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_filters_are_what_a_convolution_multiplies_patches_by(groups):
+    conv = torch.nn.Conv2d(4, 6, (2, 3), groups=groups, bias=False, dtype=torch.float64)
+    x = torch.randn(2, 4, 5, 7, dtype=torch.float64)
+    (batch,) = Flatten(groups=groups).batches(conv.weight)
+    patches = torch.nn.functional.unfold(x, (2, 3)).unflatten(1, (groups, -1))
+    torch.testing.assert_close(conv(x).flatten(2), (batch @ patches).flatten(1, 2))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_filters_of_a_transposed_convolution_map_a_place_to_a_patch(groups):
+    conv = torch.nn.ConvTranspose2d(4, 6, (2, 3), groups=groups, bias=False, dtype=torch.float64)
+    x = torch.randn(2, 4, 5, 7, dtype=torch.float64)
+    (batch,) = Flatten(True, groups).batches(conv.weight)
+    patches = (batch @ x.flatten(2).unflatten(1, (groups, -1))).flatten(1, 2)
+    torch.testing.assert_close(conv(x), torch.nn.functional.fold(patches, (6, 9), (2, 3)))
+
+
 @pytest.mark.parametrize(
     ("view", "shape", "message"),
     [
@@ -84,6 +125,8 @@ def test_writing_batches_back_is_the_inverse_of_taking_them(view, shape, matrice
         (Experts(), (6, 4), "3-D"),
         (Rows(4), (6, 4), r"Rows\(num_rows=4.*6 rows"),
         (Flatten(), (6, 4), "3 or more dimensions"),
+        (Flatten(groups=4), (6, 4, 3), "does not divide the 6 channels"),
+        (Flatten(groups=0), (6, 4, 3), "does not divide"),
     ],
 )
 def test_a_view_that_does_not_fit_says_so(view, shape, message):
@@ -103,8 +146,8 @@ def test_heads_have_two_dimensions_to_choose_from():
 
 
 def test_flatten_refuses_what_would_need_a_copy():
-    with pytest.raises(ValueError, match="without a copy"):
-        Flatten().batches(torch.empty(6, 2, 3, 3).permute(0, 2, 1, 3))
+    with pytest.raises(ValueError, match="without a copy; make the parameter contiguous, or channels_last"):
+        Flatten().batches(torch.empty(6, 3, 2, 3).permute(0, 2, 1, 3))
 
 
 def test_equal_descriptions_compare_equal_and_hash_alike():
