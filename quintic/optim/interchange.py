@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.optim.coefficients import newton_schulz_coefficients
+from quintic.optim.names import known_as
 from quintic.optim.rates import learning_rate
 from quintic.optim.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
 from quintic.optim.sharded import CUT_KEYS
@@ -208,7 +209,7 @@ def _names(
 ) -> Sequence[str | None]:
     """Return the name of each saved parameter: those given, else those saved, else PyTorch's by their order."""
     if names is None and all(isinstance(key, str) for key in keys):
-        return keys
+        return [known_as(key, owned) for key in keys]
     if names is None and all("param_names" in group for group in groups):
         names = [name for group in groups for name in group["param_names"]]
     if names is not None:
@@ -217,7 +218,7 @@ def _names(
                 f"{len(names)} names for {len(keys)} saved parameters: names needs one for each, in the order of the "
                 f"saved groups, and None for those to leave out"
             )
-        return names
+        return [None if name is None else known_as(name, owned) for name in names]
     if source != "torch":
         raise ValueError(
             f"the saved state of {source} has no parameter names: pass names, one for each of its {len(keys)} "

@@ -3,7 +3,8 @@
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
 of bf16 weights into bf16; here values are copied into the state that exists, and what does not fit is refused.
 
-Parameters are matched by name, in whatever groups they are here and there. A group that was saved with the same
+Parameters are matched by name, in whatever groups they are here and there; prefixes of wrappers do not count, so that a
+compiled or data-parallel model and the bare one have the same state. A group that was saved with the same
 parameters gets the hyperparameters it was saved with. Where parameters were grouped otherwise, an option comes back if
 all saved groups that share parameters, directly or through others, agree about it, and so do these groups here; else
 groups keep what they have. So a rule that gives some parameters another weight decay holds, and the learning rate that
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.layouts import local_tensor
+from quintic.optim.names import known_as
 from quintic.optim.sharded import CUT_KEYS
 from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
 from quintic.optim.state import CODE_KEYS, copy_, piece_of
@@ -154,10 +156,15 @@ def _matched_by_name(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
 def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str] | None:
     """Return the names of a saved group's parameters, in the order of its keys; None if that is not known."""
     keys: Sequence[Any] = saved_group["params"]
-    if own.issuperset(keys):
-        return keys  # of torch.distributed.checkpoint, which may have put them into this optimizer's order
+    if all(isinstance(key, str) for key in keys):
+        # Of torch.distributed.checkpoint, which may have put them into this optimizer's order.
+        meant = [known_as(key, own) for key in keys]
+        if own.issuperset(meant):
+            return meant
     names: Sequence[str] | None = saved_group.get("param_names")
-    return None if names is None or len(names) != len(keys) or any(isinstance(key, str) for key in keys) else names
+    if names is None or len(names) != len(keys) or any(isinstance(key, str) for key in keys):
+        return None
+    return [known_as(name, own) for name in names]
 
 
 def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
@@ -176,7 +183,8 @@ def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
         names, saved_names, keys = group["param_names"], saved_group.get("param_names"), saved_group["params"]
         if len(keys) != len(names):
             raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, not {len(names)}")
-        if saved_names is not None and list(saved_names) != list(names):
+        saved_names = None if saved_names is None else [known_as(name, names) for name in saved_names]
+        if saved_names is not None and saved_names != list(names):
             missing = next((name for name in names if name not in saved_names), None)
             if missing is not None:
                 raise ValueError(f"parameter group {number}: {missing} is not in the saved optimizer state")
@@ -208,7 +216,7 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
     # torch.distributed.checkpoint has made the saved groups anew, like these, each with the names it was saved with.
     numbers = {match.name: match.group for match in matches}
     for saved_number, saved_group in enumerate(saved_groups):
-        names = saved_group.get("param_names") or ()
+        names = [known_as(name, numbers) for name in saved_group.get("param_names") or ()]
         pairs |= {(numbers[name], saved_number) for name in names if name in numbers}
     # Groups without parameters have nothing but their place.
     sides = zip(groups, saved_groups, strict=False)

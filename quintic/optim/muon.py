@@ -24,6 +24,7 @@ from quintic.optim.device_memory import is_capturing
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.forms import Method, Polynomials
 from quintic.optim.loading import load_state
+from quintic.optim.names import without_wrappers
 from quintic.optim.opaque import opaque, opaque_step
 from quintic.optim.plan import Plan
 from quintic.optim.qk_clip import QKClip
@@ -187,6 +188,9 @@ class Muon(Optimizer):
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
         self._forget_steps(orders_of(launch_order, work_order))
         super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
+        names = iter(without_wrappers(name for group in self.param_groups for name in group["param_names"]))
+        for group in self.param_groups:
+            group["param_names"] = [next(names) for _ in group["param_names"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a validated group.

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from quintic.optim.names import spellings, without_holders, without_wrappers
 from quintic.optim.views import Matrix, Split, View
 
 __all__ = ["PROJECTIONS", "Role", "Rows", "Scaled", "find_heads", "is_projection"]
@@ -44,9 +45,6 @@ _MARKS_ATTENTION = _QUERY | _QUERY_UP | _FUSED
 _QK_NORM = re.compile(
     r"(q|k|qk|query|key)_?(layer_?|rms_?)?norms?|(layer_?|rms_?)?norm_?(q|k|qk|query|key)|ln_[qk]|[qk]_ln"
 )
-
-# Path components that wrappers (DDP, FSDP, torch.compile, checkpointing) add to a name.
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class Rows(NamedTuple):
@@ -91,7 +89,7 @@ def is_projection(name: str, names: Mapping[str, str]) -> bool:
         name: of the parameter.
         names: as in `QKClip`.
     """
-    return _meaning(_Projection.of(name), names) in PROJECTIONS
+    return _meaning(_Projection.of(name, name), names) in PROJECTIONS
 
 
 class _Projection(NamedTuple):
@@ -108,8 +106,8 @@ class _Projection(NamedTuple):
         return f"{self.module}.{self.projection}" if self.module else self.projection
 
     @classmethod
-    def of(cls, name: str) -> "_Projection":
-        path = _unwrapped(name).split(".")
+    def of(cls, name: str, clean_name: str) -> "_Projection":
+        path = clean_name.split(".")
         last = path.pop()
         projection, _, kind = last.rpartition("_")  # in_proj_weight, q_proj_weight
         if last in ("weight", "bias"):
@@ -133,7 +131,9 @@ class _Search:
     names: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        self.projections = [_Projection.of(name) for name in self.shapes]
+        self.projections = [
+            _Projection.of(name, clean) for name, clean in zip(self.shapes, without_wrappers(self.shapes), strict=True)
+        ]
         self.scope = self._scope()
         self.below = [p for p in self.projections if _is_below(p.path, self.scope)]
 
@@ -251,10 +251,16 @@ class _Search:
     def _scope(self) -> str:
         attentions = sorted({p.module for p in self.projections if self._means(p) in _MARKS_ATTENTION})
         if isinstance(self.layer, str):
-            scope = _unwrapped(self.layer)
-            if not any(_is_below(p.path, scope) for p in self.projections):
+            for scope in spellings(self.layer):
+                if any(_is_below(p.path, scope) for p in self.projections):
+                    return scope
+            # Below a part of the model that is held as `module`, DDP's or the model's own.
+            scope = without_holders(self.layer)
+            bare = [p._replace(module=without_holders(p.module)) for p in self.projections]
+            if not any(_is_below(p.path, scope) for p in bare):
                 near = difflib.get_close_matches(scope, attentions, n=3, cutoff=0)
                 raise self._error(f"no parameter of the optimizer is below this name; close to it are {_listed(near)}")
+            self.projections = bare
             return scope
         if isinstance(self.layer, bool) or not isinstance(self.layer, int):
             raise self._error("a layer is the name of its attention module, or its number")
@@ -353,10 +359,6 @@ class _Search:
 
 def _meaning(projection: _Projection, names: Mapping[str, str]) -> str:
     return names.get(projection.projection, projection.projection.lower())
-
-
-def _unwrapped(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part and part not in _WRAPPERS)
 
 
 def _is_below(path: str, scope: str) -> bool:

@@ -147,7 +147,7 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
                 moving += [_Moving(bucket, stages) for bucket in travelling_buckets(one, found, one.key.ranks[0])]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
-    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer._current.orders)
+    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer._current.orders.resolved(groups))
     of_bucket = {id(one.bucket): one.stages for one in moving}
     workspaces = _workspaces([of_bucket[id(bucket)] for bucket in in_order], schedule, loads, num_ranks)
     workspaces += small_bytes(param.device for group in groups for param in group["params"])

@@ -74,7 +74,7 @@ class Runner:
         early: EarlyAverages,
     ) -> None:
         self.groups, self._state, self._communicators = groups, state, communicators
-        orders.check(name for group in groups for name in group["param_names"])
+        orders = orders.resolved(groups)
         layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
         self.agreements = Agreements(groups, layouts, communicators, orders)
         travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]

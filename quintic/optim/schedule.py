@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quintic.optim.names import known_as
+
 if TYPE_CHECKING:
     from quintic.optim.plan import Bucket, Stages
 
@@ -36,18 +38,21 @@ class Orders(NamedTuple):
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None
 
-    def check(self, known: Iterable[str]) -> None:
-        """Compare names with those of all parameters.
+    def resolved(self, groups: Iterable[Mapping[str, Any]]) -> "Orders":
+        """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.
 
         Raises:
-            ValueError: a name is nobody's.
+            ValueError: no parameter has a name, or one stands in an order twice.
         """
-        unknown = {*(self.launch or ()), *(self.work or ())} - set(known)
+        known = {name for group in groups for name in group["param_names"]}
+        asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
+        unknown = set(asked.values()) - known
         if unknown:
             raise ValueError(
                 f"launch_order, work_order: no parameter is called {', '.join(sorted(map(repr, unknown)))}; names are "
                 f"those of named_parameters(), see optimizer.plan()"
             )
+        return orders_of(*(None if names is None else [asked[name] for name in names] for names in self))
 
 
 def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | None) -> Orders:

@@ -29,6 +29,7 @@ from quintic.optim.comms import (
 )
 from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import HostCopy, is_capturing, upload
+from quintic.optim.names import known_as
 from quintic.optim.operands import dense_gradient
 from quintic.optim.plan import Bucket
 from quintic.optim.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
@@ -383,6 +384,10 @@ def _found(groups: Sequence[_Group], param: Tensor | str) -> Tensor:
                 raise ValueError(
                     f"{name}: rows are announced for comms='sharded_sparse', its group has comms={group['comms']!r}"
                 )
+    if isinstance(param, str):
+        meant = known_as(param, {name for group in groups for name in group["param_names"]})
+        if meant != param:
+            return _found(groups, meant)
     what = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
     raise ValueError(f"rows were announced for {what}, which is no parameter of the optimizer")
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from quintic.optim.comms import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.names import model_parameters
 from quintic.optim.opaque import without_hooks
 from quintic.optim.precision import full_precision
 from quintic.optim.rates import learning_rate
@@ -80,7 +81,7 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
     """
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
     problems = [
         f"{name}: this parameter of the optimizer is none of the model's; make the optimizer after the model is moved, "
         f"wrapped (fully_shard, parallelize_module) or compiled"

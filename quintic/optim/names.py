@@ -1,0 +1,127 @@
+"""Names of parameters without what wrappers add: a compiled or data-parallel model has the names of the bare one.
+
+`torch.compile`, activation checkpointing, FSDP and Lightning Fabric hold a model under names that nothing else has.
+DDP, `DataParallel`, averaged copies and DeepSpeed hold theirs as `module`, which is also a name for a layer. Where a
+model is at hand, the type of the wrapper tells the two apart (`clean_names`). Where only names are, `module` is left
+out if all names begin with it (`without_wrappers`). Either way distinct parameters keep distinct names.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import nn
+
+__all__ = [
+    "NUMBER",
+    "clean_names",
+    "known_as",
+    "model_parameters",
+    "numberless",
+    "spellings",
+    "unwrapped",
+    "without_holders",
+    "without_wrappers",
+    "wrapped_child",
+]
+
+# Names of children that belong to wrappers alone.
+_MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
+
+# Classes that hold a whole model as `module`, by their names and those of their bases.
+_HOLDERS = frozenset({"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"})
+
+_HELD = "module"
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is an index into a stack of layers."""
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the name under which a wrapper holds the module it stands for; None for other modules."""
+    children = module._modules
+    for name in _MARKS:
+        if children.get(name) is not None:
+            return name
+    if children.get(_HELD) is not None and any(base.__name__ in _HOLDERS for base in type(module).__mro__):
+        return _HELD
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside any number of wrappers."""
+    while (name := wrapped_child(module)) is not None:
+        module = module.get_submodule(name)
+    return module
+
+
+def clean_names(model: nn.Module) -> dict[str, str]:
+    """Return the name without wrappers of every parameter and every module of a model.
+
+    Returns:
+        {name: clean name}, with all names of what is registered several times. Parameters whose clean names would be
+        equal keep the names they have.
+    """
+    modules: dict[str, str] = {"": ""}
+    params: dict[str, str] = {}
+    added: dict[str, str | None] = {}
+    # A module comes before what it holds.
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = name.rpartition(".")
+        if name:
+            modules[name] = modules[parent] if added[parent] == last else _joined(modules[parent], last)
+        added[name] = wrapped_child(module)
+        own = [key for key, param in module._parameters.items() if param is not None]
+        params |= {_joined(name, key): _joined(modules[name], key) for key in own}
+    taken = Counter(params.values())
+    return modules | {name: clean if taken[clean] == 1 else name for name, clean in params.items()}
+
+
+def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the name without wrappers and the parameter, as `model.named_parameters()`: each once, in its order."""
+    clean = clean_names(model)
+    # Some wrappers have a method of their own that changes names.
+    for name, param in nn.Module.named_parameters(model):
+        yield clean[name], param
+
+
+def without_wrappers(names: Iterable[str]) -> list[str]:
+    """Return parameter names without what wrappers add, told by the names alone; unchanged if two became equal."""
+    before = list(names)
+    after = [_unmarked(name) for name in before]
+    while after and all(name.startswith(f"{_HELD}.") for name in after):
+        after = [name.removeprefix(f"{_HELD}.") for name in after]
+    return after if len(set(after)) == len(set(before)) else before
+
+
+def spellings(name: str) -> list[str]:
+    """Return the names that a name with wrappers may mean, the likeliest first and each once."""
+    shorter = _unmarked(name)
+    found = [name, shorter]
+    while shorter.startswith(f"{_HELD}."):
+        shorter = shorter.removeprefix(f"{_HELD}.")
+        found.append(shorter)
+    return list(dict.fromkeys([*found, without_holders(shorter)]))
+
+
+def known_as(name: str, known: Collection[str]) -> str:
+    """Return which of the known names a name with or without wrappers means; the name itself if it means none."""
+    return next((spelling for spelling in spellings(name) if spelling in known), name)
+
+
+def without_holders(name: str) -> str:
+    """Return a name without wrappers, and without `module` wherever that stands."""
+    return ".".join(part for part in _unmarked(name).split(".") if part != _HELD)
+
+
+def numberless(name: str) -> str:
+    """Return a name with `*` for the numbers of layers: those of repeated layers are equal."""
+    return NUMBER.sub("*", name)
+
+
+def _unmarked(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _MARKS)
+
+
+def _joined(above: str, last: str) -> str:
+    return f"{above}.{last}" if above else last
