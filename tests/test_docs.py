@@ -37,6 +37,7 @@ def python_blocks():
             yield pytest.param(textwrap.dedent(code), id=f"{page.name}-{number}")
 
 
+@pytest.mark.filterwarnings("ignore:perhaps several matrices")  # qkv of the model above, which pages make rules for
 @pytest.mark.parametrize("code", list(python_blocks()))
 def test_python_in_the_pages_runs(code, capsys):
     exec(compile(code, "<page>", "exec"), {"quintic": quintic, "torch": torch, "model": Documented()})

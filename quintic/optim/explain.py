@@ -7,7 +7,6 @@ size of the model.
 
 import dataclasses
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintic.optim.groups import PERHAPS_FUSED, Rule, decide, grouped
+from quintic.optim.classify import PERHAPS_FUSED, Convolutions
+from quintic.optim.groups import Rule, decide, grouped
 from quintic.optim.muon import Muon
+from quintic.optim.names import model_parameters, numberless
 from quintic.optim.rates import learning_rate
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
-
-# A part of a name that is an index: repeated layers differ in these alone.
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 # Reasons are wrapped, to no less than this: names, shapes and views are never cut.
 _NARROWEST_WHY = 12
@@ -99,8 +97,8 @@ class Explanation:
         """
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            pattern = _NUMBER.sub("*", row.name) if fold else row.name
-            why = _NUMBER.sub("*", row.why) if fold else row.why
+            pattern = numberless(row.name) if fold else row.name
+            why = numberless(row.why) if fold else row.why
             key = (pattern, row.shape, row.dtype, row.algorithm, row.view, why, row.lr, row.lr_scale, row.state_bytes)
             folded.setdefault(key, []).append(row)
         lines = [_cells(rows) for rows in folded.values()]
@@ -129,7 +127,7 @@ class Explanation:
         if not perhaps:
             return []
         which = "1 parameter" if perhaps == 1 else f"{perhaps} parameters"
-        return ["", f"{which} may be several matrices, by the name: if so, give quintic.Rule(..., view=Split(...))"]
+        return ["", f"{which} may be several matrices: if so, give quintic.Rule(..., view=Split(...))"]
 
 
 def explain(
@@ -138,6 +136,7 @@ def explain(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     rules: Sequence[Rule] = (),
+    convolutions: Convolutions = "adamw",
     **options: Any,
 ) -> Explanation:
     """Return which parameter of `model` gets which treatment and why, without making an optimizer for it.
@@ -150,13 +149,14 @@ def explain(
         muon: as for `param_groups`.
         adamw: as for `param_groups`.
         rules: as for `param_groups`.
+        convolutions: as for `param_groups`.
         **options: keyword arguments of `quintic.Muon`, e.g. `lr=0.02` or `normalize="neuron"`.
 
     Raises:
         ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
             for a matrix that nobody decided about; the message names the parameter.
     """
-    decisions = {decision.param: decision for decision in decide(model, rules)}
+    decisions = {decision.param: decision for decision in decide(model, rules, convolutions)}
     twins = {param: _twin(param) for param in decisions}
     groups = grouped(list(decisions.values()), muon=muon, adamw=adamw)
     for group in groups:
@@ -164,7 +164,7 @@ def explain(
     optimizer = Muon(groups, **options)
     group_of = {twin: group for group in optimizer.param_groups for twin in group["params"]}
     rows, states = [], optimizer.state
-    for name, param in model.named_parameters():
+    for name, param in model_parameters(model):
         if param not in decisions:
             rows.append(_frozen(name, param))
             continue
@@ -234,14 +234,14 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
         scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.lr_scale))
         rate = f"{row.lr:g}" + (f" x {scales}" if scales else "")
     return (
-        _NUMBER.sub("*", row.name) if folded else row.name,
+        numberless(row.name) if folded else row.name,
         f"x{len(rows)}" if folded else "",
         "x".join(map(str, row.shape)) or "-",
         row.algorithm,
         "" if row.view is None else _view_text(row.view),
         rate,
         _bytes(sum(r.state_bytes for r in rows)),
-        _NUMBER.sub("*", row.why) if folded else row.why,
+        numberless(row.why) if folded else row.why,
     )
 
 

@@ -6,54 +6,31 @@ biases, gates, routers, convolutions and every parameter with fewer than two dim
 about is an error that names it, and never a silent choice; `Rule` decides by name.
 
 Who decides, first to last: a rule; the module types that are certain (`nn.Embedding`, norms, convolutions); the
-registry of known views (`registry.py`); the kind of linear layer; the name of a parameter that belongs to no known
-module. A tensor with several uses is decided by all of them together, so that the order of modules does not matter.
+registry of known views (`registry.py`); the kind of linear layer (`heads.py` knows output heads); the name of a
+parameter that belongs to no known module. What is decided about one parameter is in `classify.py`; `uses.py` finds the
+modules that use it. Names are those without what wrappers add (`names.py`).
 """
 
 import fnmatch
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from quintic.optim.classify import PERHAPS_FUSED, Algorithm, Choice, Convolutions, choose
 from quintic.optim.flattened import check_model_is_whole
-from quintic.optim.registry import Found, known_views
-from quintic.optim.views import Experts, Matrix, Split, View
+from quintic.optim.heads import heads_of
+from quintic.optim.names import model_parameters, numberless
+from quintic.optim.registry import known_views
+from quintic.optim.uses import Use, stored, uses_of
+from quintic.optim.views import Matrix, View
 
-__all__ = ["PERHAPS_FUSED", "Decision", "Rule", "decide", "grouped", "param_groups"]
+__all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
 
-Algorithm = Literal["muon", "adamw"]
-
-PERHAPS_FUSED = "by its name perhaps several matrices, taken as one"
-"""Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
-
-_FUSED_NAME = re.compile(
-    r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?kv(_proj)?)$", re.IGNORECASE
-)
-
-# Last parts of module names that mean "scores over the vocabulary or over classes" across model libraries.
-_HEAD_NAMES = frozenset(
-    {"lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score", "qa_outputs"}
-)
-
-# A part of a module name that is an index into a stack of layers.
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-# Embeddings whose number of rows is no vocabulary: no head scores positions or segments.
-_POSITIONS = re.compile(r"pos|^wpe$|type|segment", re.IGNORECASE)
-
-# Modules that choose experts, by the end of their class name.
-_ROUTER_CLASS = re.compile(r"(Router|TopKGate|TopKGating|MoE\w*Gate)$", re.IGNORECASE)
-
-# Parameters that no known module owns, by the name of the attribute.
-_BIAS_NAME = re.compile(r"(^|_)bias(es)?(_|$)")
-_LOOKUP_NAME = re.compile(r"(^|_)(tokens?|emb|embeds?|embeddings?)(_table)?$|position|(^|_)(rel_)?pos(_|$)")
-
-# How many undecided parameters an error lists.
+# How many parameters an error or a warning lists.
 _NUM_LISTED = 5
 
 
@@ -87,28 +64,7 @@ class Decision:
     options: Mapping[str, Any]
     """Hyperparameters of its rule."""
     why: str
-
-
-class _Use(NamedTuple):
-    """One place where a parameter is registered."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    parent: nn.Module | None
-    """What holds `module`."""
-
-    @property
-    def module_name(self) -> str:
-        return self.name.rpartition(".")[0]
-
-
-class _Choice(NamedTuple):
-    """A treatment without its parameter."""
-
-    algorithm: Algorithm
-    view: View
-    why: str
+    by_rule: bool
 
 
 def param_groups(
@@ -117,17 +73,24 @@ def param_groups(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     rules: Sequence[Rule] = (),
+    convolutions: Convolutions = "adamw",
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `quintic.Muon` that cover every trainable parameter of `model` once.
 
     Works on any device, also on the meta device. A tensor used under several names (a tied head) is listed once, under
     its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
+    Names are those of the bare model, also of one that is compiled, data-parallel or checkpointed.
+
+    Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
+    has no matrix for Muon although no rule says so.
 
     Args:
         model: any module; parameters with `requires_grad=False` are left out.
         muon: hyperparameters for all Muon groups, e.g. `{"lr": 0.02}`.
         adamw: hyperparameters for all AdamW groups, e.g. `{"lr": 3e-4}`.
-        rules: decisions by name that come before the ones by module.
+        rules: decisions by name that come before the ones by module; with or without the prefixes of wrappers.
+        convolutions: `"muon"` for convolutions as (out_channels, in_channels * kernel) matrices, those with groups as
+            one matrix per group, transposed ones as (out_channels * kernel, in_channels); depthwise ones stay AdamW's.
 
     Returns:
         One group per algorithm, view and set of options, each with `params`, `param_names`, `algorithm` and `view`;
@@ -136,7 +99,9 @@ def param_groups(
     Raises:
         ValueError: a rule matches no parameter, a parameter was decided by nobody, or the model has none to train.
     """
-    return grouped(decide(model, rules), muon=muon, adamw=adamw)
+    decisions = decide(model, rules, convolutions)
+    _warn(model, decisions)
+    return grouped(decisions, muon=muon, adamw=adamw)
 
 
 def grouped(
@@ -164,42 +129,41 @@ def grouped(
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def decide(model: nn.Module, rules: Sequence[Rule] = ()) -> list[Decision]:
-    """Return one decision per trainable parameter, in the model's order.
+def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
+    """Return one decision per trainable parameter, in the model's order; arguments as `param_groups`.
 
     Raises:
         ValueError: as `param_groups`.
     """
     check_model_is_whole(model)
-    # With duplicates: a module that is registered twice may be recognisable under its second name only.
-    modules = list(model.named_modules(remove_duplicate=False))
-    uses = _uses(modules)
+    uses = uses_of(model)
     known = known_views(model.modules())
-    heads = _heads(modules)
+    heads = heads_of(model)
+    ruled = [_names_of(rule, uses.values()) for rule in rules]
     decisions: list[Decision] = []
     undecided: list[str] = []
     used_rules: set[int] = set()
-    # named_parameters() lists a shared tensor once, under its first name.
-    for name, param in model.named_parameters():
+    # A shared tensor is listed once, under its first name.
+    for name, param in model_parameters(model):
         if not param.requires_grad:
             continue
         if is_lazy(param):
             raise ValueError(f"{name} has no shape yet: run one batch through the model before making parameter groups")
         own_uses = uses.get(param, [])
         others = [use.name for use in own_uses if use.name != name]
-        choice = _choose(name, param, own_uses, known.get(param, []), heads)
-        number = _matching_rule([name, *others], rules)
+        choice = choose(name, param, own_uses, known, heads, convolutions)
+        number = next((number for number, names in enumerate(ruled) if not names.isdisjoint([name, *others])), None)
         options: Mapping[str, Any] = {}
         if number is not None:
             used_rules.add(number)
             rule, options = rules[number], rules[number].options
-            inherited = choice.view if isinstance(choice, _Choice) and rule.algorithm == "muon" else Matrix()
-            choice = _Choice(rule.algorithm, rule.view or inherited, f"rule {rule.pattern!r}")
-        if not isinstance(choice, _Choice):
+            inherited = choice.view if isinstance(choice, Choice) and rule.algorithm == "muon" else Matrix()
+            choice = Choice(rule.algorithm, rule.view or inherited, f"rule {rule.pattern!r}")
+        if not isinstance(choice, Choice):
             undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
             continue
         why = choice.why + _tied(others)
-        decisions.append(Decision(name, param, choice.algorithm, choice.view, options, why))
+        decisions.append(Decision(name, param, choice.algorithm, choice.view, options, why, number is not None))
     if undecided:
         raise ValueError(_undecided_message(undecided))
     unused = [rule.pattern for number, rule in enumerate(rules) if number not in used_rules]
@@ -212,13 +176,16 @@ def decide(model: nn.Module, rules: Sequence[Rule] = ()) -> list[Decision]:
 
 def _undecided_message(undecided: Sequence[str]) -> str:
     first = undecided[0].partition(" ")[0]
-    listed = ", ".join(undecided[:_NUM_LISTED])
-    more = f" and {len(undecided) - _NUM_LISTED} more" if len(undecided) > _NUM_LISTED else ""
     count = "this parameter" if len(undecided) == 1 else f"these {len(undecided)} parameters"
     return (
-        f"nobody decided how to optimize {count}: {listed}{more}; add quintic.Rule({first!r}, 'muon' or 'adamw') to "
-        f"rules, with a view if it holds several matrices or is stored as (in_features, out_features)"
+        f"nobody decided how to optimize {count}: {_listed(undecided)}; add quintic.Rule({first!r}, 'muon' or 'adamw') "
+        f"to rules, with a view if it holds several matrices or is stored as (in_features, out_features)"
     )
+
+
+def _listed(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
+    return ", ".join(entries[:_NUM_LISTED]) + more
 
 
 def _tied(others: Sequence[str]) -> str:
@@ -227,170 +194,46 @@ def _tied(others: Sequence[str]) -> str:
     return f"; tied to {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
 
 
-def _uses(modules: Sequence[tuple[str, nn.Module]]) -> dict[Tensor, list[_Use]]:
-    by_name = dict(modules)
-    uses: dict[Tensor, list[_Use]] = {}
-    for module_name, module in modules:
-        for attribute, param in module._parameters.items():
-            if param is not None:
-                name = f"{module_name}.{attribute}" if module_name else attribute
-                parent = by_name.get(module_name.rpartition(".")[0]) if module_name else None
-                uses.setdefault(param, []).append(_Use(name, module, attribute, parent))
-    return uses
+def _names_of(rule: Rule, uses: Iterable[Sequence[Use]]) -> set[str]:
+    """Return the parameters that a rule matches, by name; with the prefixes of wrappers only if none does without."""
+    every = [use for several in uses for use in several]
+    names = {use.name for use in every if fnmatch.fnmatchcase(use.name, rule.pattern)}
+    return names or {use.name for use in every if fnmatch.fnmatchcase(use.given_name, rule.pattern)}
 
 
-def _matching_rule(names: Sequence[str], rules: Sequence[Rule]) -> int | None:
-    for number, rule in enumerate(rules):
-        if any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
-            return number
-    return None
+def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
+    """Warn of what is decided and perhaps not meant."""
+    # Layers that differ in their numbers share a line, and a rule.
+    perhaps = list(dict.fromkeys(numberless(d.name) for d in decisions if PERHAPS_FUSED in d.why))
+    if perhaps:
+        warnings.warn(
+            f"perhaps several matrices each, orthogonalized as one: {_listed(perhaps)}; say which with "
+            f"quintic.Rule({perhaps[0]!r}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
+            UserWarning,
+            stacklevel=3,
+        )
+    if not any(decision.algorithm == "muon" for decision in decisions):
+        missing = _without_matrices(model, decisions)
+        if missing:
+            warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)
 
 
-def _heads(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Return {name: why} for the linear layers that score a vocabulary or classes.
-
-    A head is known by its name, because the model says so (`get_output_embeddings`), or by its size. By size alone a
-    layer of a stack could be meant (a hidden layer may be as wide as the vocabulary). So among the layers with as many
-    outputs as an embedding has rows, those that recur under other numbers are left out; then a name without a number
-    wins, else the one with the highest numbers does.
-    """
-    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
-    heads: dict[str, str] = {}
-    declared = {id(_declared_head(module)) for _, module in modules}
-    by_name = dict(modules)
-    for name, linear in linears.items():
-        parent, _, last = name.rpartition(".")
-        inside = type(by_name[parent]).__name__ if parent in by_name else ""
-        # Attention, too, calls its last layer "output".
-        if last in _HEAD_NAMES and not (last == "output" and _NUMBER.search(name)):
-            heads[name] = "output head (by its name)"
-        elif id(linear) in declared:
-            heads[name] = "output head (the model says so)"
-        elif last == "out_proj" and inside.endswith("ClassificationHead"):
-            heads[name] = "output head (of a classifier)"
-    sizes = {linears[name].out_features for name in heads}
-    vocabularies = {
-        module.num_embeddings: name
-        for name, module in reversed(modules)
-        if isinstance(module, nn.Embedding)
-        and module.num_embeddings not in sizes
-        and not _POSITIONS.search(name.rpartition(".")[2])
-    }
-    recurring = Counter(_NUMBER.sub("*", name) for name in linears)
-    sized = [
-        name
-        for name, linear in linears.items()
-        if linear.out_features in vocabularies and (recurring[_NUMBER.sub("*", name)] == 1 or "." not in name)
-    ]
-    plain = [name for name in sized if not _NUMBER.search(name)]
-    for name in plain or sorted(sized, key=_natural_order)[-1:]:
-        rows = linears[name].out_features
-        heads[name] = f"output head (as many outputs as {vocabularies[rows] or 'the embedding'} has rows)"
-    return heads
-
-
-def _declared_head(module: nn.Module) -> object:
-    ask = getattr(module, "get_output_embeddings", None)
-    try:
-        return ask() if callable(ask) else None
-    except (AttributeError, NotImplementedError, TypeError):
+def _without_matrices(model: nn.Module, decisions: Sequence[Decision]) -> str | None:
+    """Return why a model with layers gives Muon no matrix, and what to do; None if that was to be expected."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)]
+    decided: dict[Tensor, Decision] = {decision.param: decision for decision in decisions}
+    found = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
+    trained = [decision for decision in found if decision is not None]
+    if not found or any(decision.by_rule for decision in trained):
         return None
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def _choose(
-    name: str, param: Tensor, uses: Sequence[_Use], known: Sequence[Found], heads: Mapping[str, str]
-) -> _Choice | str:
-    """Return the treatment of a parameter without rules, or what an error should add about an undecided one."""
-    if param.ndim < 2:
-        return _Choice("adamw", Matrix(), f"{param.ndim}-D")
-    for use in uses:
-        certain = _by_type(use)
-        if certain is not None:
-            return certain
-    if known:
-        problem = next((k.problem for k in known if k.problem is not None), None)
-        if problem is not None:
-            return f" ({known[0].entry.why}; but {problem})"
-        if any(k.view != known[0].view for k in known):
-            return f" (its uses disagree: {known[0].entry.why}, {known[-1].entry.why})"
-        view, why = known[0].view, known[0].entry.why
-        return _Choice("adamw", Matrix(), why) if view is None else _Choice("muon", view, why)
-    choices = [choice for use in uses if (choice := _by_module(use, heads)) is not None]
-    # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
-    for choice in sorted(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why)):
-        return choice
-    for use in uses:
-        choice = _by_attribute(use, param)
-        if choice is not None:
-            return choice
-    if param.ndim == 3 and "experts" in name:
-        why = _perhaps_fused("stacked experts, taken as (experts, out, in)", name.rpartition(".")[2])
-        return _Choice("muon", Experts(), why)
-    return ""
-
-
-def _perhaps_fused(why: str, last: str) -> str:
-    return f"{why}; {PERHAPS_FUSED}" if _FUSED_NAME.search(last) else why
-
-
-def _by_type(use: _Use) -> _Choice | None:
-    """Return the treatment that the type of a module settles, whatever else the tensor is used for."""
-    if isinstance(use.module, nn.Embedding | nn.EmbeddingBag):
-        return _Choice("adamw", Matrix(), "embedding")
-    if isinstance(use.module, nn.modules.conv._ConvNd):
-        return _Choice("adamw", Matrix(), "convolution")
-    if isinstance(use.module, nn.LayerNorm | nn.RMSNorm) or type(use.module).__name__.endswith("Norm"):
-        return _Choice("adamw", Matrix(), "norm")
-    return None
-
-
-def _by_module(use: _Use, heads: Mapping[str, str]) -> _Choice | None:
-    module = use.module
-    if isinstance(module, nn.Linear):
-        last = use.module_name.rpartition(".")[2]
-        reason = heads.get(use.module_name) or _gate(use, module, last)
-        if reason is not None:
-            return _Choice("adamw", Matrix(), reason)
-        return _Choice("muon", Matrix(), _perhaps_fused("linear layer", last))
-    if isinstance(module, nn.MultiheadAttention):
-        if use.attribute == "in_proj_weight":
-            return _Choice("muon", Split((module.embed_dim,) * 3), "fused queries, keys, values")
-        if use.attribute.endswith("_proj_weight"):
-            return _Choice("muon", Matrix(), "linear layer")
-        return _Choice("adamw", Matrix(), "bias")  # bias_k and bias_v, (1, 1, embed_dim)
-    return None
-
-
-def _gate(use: _Use, linear: nn.Linear, last: str) -> str | None:
-    """Return why a linear layer chooses or weighs, where a singular-value view makes no sense; else None."""
-    owners = [module for module in (linear, use.parent) if module is not None]
-    is_router = any(_ROUTER_CLASS.search(base.__name__) for owner in owners for base in type(owner).__mro__)
-    if is_router or "router" in use.module_name.split("."):
-        return "router"
-    if 1 in (linear.out_features, linear.in_features):
-        return "one output or one input"
-    if last == "gate":
-        # The gate of a gated MLP has a twin; the gate that chooses experts has none.
-        twins = [use.parent._modules.get(twin) for twin in ("up", "up_proj")] if use.parent is not None else []
-        if any(isinstance(twin, nn.Linear) and twin.weight.shape == linear.weight.shape for twin in twins):
-            return None
-    return "gate or router (by its name)" if last == "gate" or last.endswith("_gate") else None
-
-
-def _by_attribute(use: _Use, param: Tensor) -> _Choice | None:
-    """Return the treatment of a parameter that no known module owns."""
-    last = use.module_name.rpartition(".")[2]
-    reason = None
-    if any(_ROUTER_CLASS.search(base.__name__) for base in type(use.module).__mro__) or last in ("router", "gate"):
-        reason = "router"
-    elif param.numel() == max(param.shape):
-        reason = f"1-D, stored with {param.ndim} dimensions"
-    elif _BIAS_NAME.search(use.attribute):
-        reason = "bias"
-    elif _LOOKUP_NAME.search(use.attribute):
-        reason = "embedding (by its name)"
-    return None if reason is None else _Choice("adamw", Matrix(), reason)
+    if not trained:
+        return "none of its linear layers is trained; make the groups after requires_grad is set as it shall be"
+    if any(decision.param.ndim < 2 for decision in trained):
+        return (
+            "its weights are 1-D pieces, as FSDP1 and DeepSpeed make them; shard with FSDP2 (fully_shard), or keep "
+            "whole weights on every rank and let quintic.Muon(..., comms='sharded') divide the state"
+        )
+    if any(decision.why == "convolution" for decision in trained):
+        return "its weights are convolutions; quintic.param_groups(model, convolutions='muon') takes them as matrices"
+    reasons = list(dict.fromkeys(f"{numberless(decision.name)} ({decision.why})" for decision in trained))
+    return f"{_listed(reasons)}; quintic.Rule(name, 'muon') decides otherwise"

@@ -196,9 +196,7 @@ def test_the_table_in_the_documentation(capsys):
 
 def test_layers_that_look_fused_are_counted():
     text = str(explain(nn.ModuleDict({"qkv_proj": nn.Linear(8, 24), "other": nn.Linear(8, 24)})))
-    assert text.endswith(
-        "1 parameter may be several matrices, by the name: if so, give quintic.Rule(..., view=Split(...))"
-    )
+    assert text.endswith("1 parameter may be several matrices: if so, give quintic.Rule(..., view=Split(...))")
     assert "may be" not in str(explain(Model()))
 
 

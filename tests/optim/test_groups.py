@@ -186,9 +186,10 @@ def test_a_head_says_how_it_was_recognised():
 
 
 def test_reasons_never_split_a_group():
-    model = nn.ModuleDict({"tokens": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "stem": nn.Conv1d(4, 4, 2)})
-    assert len(set(reasons(model).values())) > 2
-    assert len(quintic.param_groups(model)) == 1
+    model = nn.ModuleDict({"tokens": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "mystery": Mixture("mystery")})
+    rules = [Rule("mystery.*", "adamw")]
+    assert len(set(reasons(model, rules).values())) > 2
+    assert len(quintic.param_groups(model, rules=rules)) == 1
 
 
 def test_decisions_are_in_the_order_of_the_model_and_muon_groups_come_first():

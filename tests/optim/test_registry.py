@@ -4,7 +4,6 @@ Restating a view proves nothing. Here the fused layer's output is replaced by th
 forward pass runs, and what reaches each consumer (a matrix product, a norm, a gate) tells which rows belong together.
 """
 
-import contextlib
 import fnmatch
 import importlib
 import itertools
@@ -14,16 +13,22 @@ import families
 import pytest
 import torch
 from families import FAMILIES, TINY, TINY_MLA, TINY_MOE, make_config, transformers_class
+from slicing import (
+    OFFSET,
+    Arguments,
+    assert_parts_are_what_is_consumed,
+    gate_and_up,
+    numbers,
+    rows_of,
+    rows_reach,
+    view_of,
+)
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from quintic import Matrix, Rows, Split
-from quintic.optim.groups import PERHAPS_FUSED, decide
+from quintic.optim.classify import PERHAPS_FUSED
+from quintic.optim.groups import decide
 from quintic.optim.registry import KNOWN_VIEWS
-
-# Row r is sent as r + OFFSET: never zero, and so large that SiLU in float64 is the identity.
-OFFSET = 101
-
 
 # ------------------------------------------------------------------------------------ every family, every parameter
 
@@ -55,76 +60,6 @@ def test_a_tied_head_is_one_parameter_that_says_so(family):
 
 
 # ------------------------------------------------------------------------------------------- rows by the real slicing
-
-
-class Arguments(TorchFunctionMode):
-    """Records what goes into matrix products and gates, and what explicit splits return."""
-
-    def __init__(self):
-        super().__init__()
-        self.tensors = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in ("matmul", "bmm", "baddbmm", "linear", "scaled_dot_product_attention", "sigmoid"):
-            self.tensors += [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
-        elif name == "split":
-            self.tensors += result
-        return result
-
-
-def numbers(tensor):
-    """The distinct row numbers inside a tensor, up to a common factor, or nothing if there is no such factor."""
-    values = tensor.detach().double().abs().unique()
-    return values[values != 0]
-
-
-def rows_reach(owner, fused, call, silence=(), watch=()):
-    """All sets of numbers that reach a consumer when `owner.fused` returns the numbers of its rows."""
-    with contextlib.ExitStack() as stack:
-        rows = torch.arange(getattr(owner, fused).out_features, dtype=torch.float64) + OFFSET
-        hook = getattr(owner, fused).register_forward_hook(lambda m, a, out: rows.expand(out.shape).clone())
-        stack.callback(hook.remove)
-        for name in silence:
-            hook = getattr(owner, name).register_forward_hook(lambda m, a, out: torch.zeros_like(out))
-            stack.callback(hook.remove)
-        mode = Arguments()
-        for name in watch:
-            hook = getattr(owner, name).register_forward_pre_hook(lambda m, a: mode.tensors.append(a[0]))
-            stack.callback(hook.remove)
-        with mode, torch.no_grad():
-            call(owner)
-    return [numbers(tensor) for tensor in mode.tensors]
-
-
-def view_of(owner, parameter):
-    """The registry's view of `owner.parameter`, through the same door as `param_groups`."""
-    found = {d.name: d for d in decide(nn.ModuleDict({"owner": owner}))}
-    decision = found[f"owner.{parameter}"]
-    assert decision.algorithm == "muon"
-    return decision.view
-
-
-def rows_of(view, tensor_rows):
-    """For each kind of matrix, the numbers of the rows that the view gives it."""
-    numbered = (torch.arange(tensor_rows, dtype=torch.float64) + OFFSET)[:, None]
-    return [batch.flatten() for batch in view.batches(numbered)]
-
-
-def assert_parts_are_what_is_consumed(owner, fused, call, **options):
-    reached = rows_reach(owner, fused, call, **options)
-    layer = getattr(owner, fused)
-    view = view_of(owner, f"{fused}.weight")
-    parts = rows_of(view, layer.out_features)
-    assert torch.equal(torch.cat(parts).sort().values, torch.arange(layer.out_features).double() + OFFSET)
-    assert len(parts) > 1
-    for part in parts:
-        wanted = part.sort().values
-        assert any(  # up to a factor: some models scale queries before the product
-            len(got) == len(wanted) and torch.allclose(got / got[0], wanted / wanted[0], rtol=1e-12, atol=0)
-            for got in reached
-        ), f"no consumer gets exactly the rows {wanted.int().tolist()} of {view}"
 
 
 def module(path, name, *args, **options):
@@ -431,25 +366,6 @@ def test_rows_of_latent_attention(path, name, config, q_lora_rank):
 # ---------------------------------------------------------------------------------------------------- gated products
 
 
-def gate_and_up(function, width):
-    """Find, by perturbing one input at a time, the (gate, up) pairs of a gated product of `width` inputs.
-
-    An output depends on exactly two inputs; it is affine in the upper one and curved in the gate.
-    """
-    base = torch.linspace(0.3, 0.9, width, dtype=torch.float64)
-    outputs = torch.stack([function(base + step * torch.eye(width, dtype=torch.float64)) for step in (0.0, 0.2, 0.4)])
-    first, second = outputs[1] - outputs[0], outputs[2] - 2 * outputs[1] + outputs[0]
-    gates, ups = [], []
-    for output in range(first.shape[1]):
-        pair = first[:, output].abs().gt(1e-3).nonzero().flatten().tolist()  # some compute in float32
-        assert len(pair) == 2
-        curved = [i for i in pair if second[i, output].abs() > 1e-5]
-        assert len(curved) == 1
-        gates += curved
-        ups += [i for i in pair if i not in curved]
-    return sorted(gates), sorted(ups)
-
-
 GATED = [
     ("phi3.modeling_phi3", "Phi3MLP", "gate_up_proj", "down_proj"),
     ("phi4_multimodal.modeling_phi4_multimodal", "Phi4MultimodalMLP", "gate_up_proj", "down_proj"),
@@ -460,6 +376,9 @@ GATED = [
     ("glm_image.modeling_glm_image", "GlmImageTextMLP", "gate_up_proj", "down_proj"),
     ("minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLDenseMLP", "gate_up_proj", "down_proj"),
     ("dia.modeling_dia", "DiaMLP", "gate_up_proj", "down_proj"),
+    ("granitemoeshared.modeling_granitemoeshared", "GraniteMoeSharedMLP", "input_linear", "output_linear"),
+    ("granitemoehybrid.modeling_granitemoehybrid", "GraniteMoeHybridMLP", "input_linear", "output_linear"),
+    ("granitemoe_swa.modeling_granitemoe_swa", "GraniteMoeSWAMLP", "input_linear", "output_linear"),
     ("modernbert.modeling_modernbert", "ModernBertMLP", "Wi", "Wo"),
     ("modernbert_decoder.modeling_modernbert_decoder", "ModernBertDecoderMLP", "Wi", "Wo"),
 ]
@@ -719,7 +638,7 @@ def test_subclasses_are_recognised():
 def test_a_fused_name_with_an_unknown_owner_is_one_matrix_and_says_so():
     (decision, _) = decide(nn.ModuleDict({"qkv_proj": nn.Linear(8, 24)}))
     assert (decision.algorithm, decision.view) == ("muon", Matrix())
-    assert decision.why == f"linear layer; {PERHAPS_FUSED}"
+    assert decision.why == f"linear layer; by its name {PERHAPS_FUSED}"
 
 
 class Conv1D(nn.Module):
@@ -747,6 +666,6 @@ def test_owners_that_disagree_leave_a_parameter_undecided(order):
 def test_the_registry_is_immutable_and_every_entry_is_exercised_here():
     assert isinstance(KNOWN_VIEWS, tuple)
     hash(KNOWN_VIEWS)
-    tests = Path(__file__).read_text("utf-8")
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_registry*.py"))
     missing = [name for entry in KNOWN_VIEWS for name in entry.classes if f'"{name}"' not in tests]
     assert missing == []
