@@ -100,7 +100,7 @@ def fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], own:
         if local.device != device or (pinned and local.numel() and not local.is_pinned()):
             return False
         if shape is not None:
-            if is_dtensor(value) or tuple(value.shape) != shape:
+            if is_dtensor(value) or tuple(value.shape) != shape or not value.is_contiguous():
                 return False
         elif own is not None:
             if is_dtensor(value) or tuple(value.shape) != (_numel(own),):
