@@ -1,11 +1,15 @@
 """QK-clip on a Hugging Face Llama: an attention function of your own shows the recorder queries and keys.
 
-python examples/hf_qk_clip.py
+torchrun --nproc-per-node 2 examples/hf_qk_clip.py
 """
 
+from typing import Any
+
 import torch
-from tiny import LENGTH, VOCABULARY, batch, tell
+import torch.distributed as dist
+from tiny import LENGTH, VOCABULARY, batch, mean_over_ranks, start, tell
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -15,7 +19,7 @@ from quintic.kernels.max_logits import MaxLogits
 recorder = MaxLogits()
 
 
-def recorded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **options) -> tuple[Tensor, None]:
+def recorded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
     """Record each head's largest logit, then attend as ever; queries and keys are (batch, heads, time, channels)."""
     if module.training:
         layer = f"model.layers.{module.layer_idx}.self_attn"
@@ -24,9 +28,9 @@ def recorded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args
 
 
 def main(steps: int = 30, *, threshold: float = 1.0) -> tuple[list[float], list[float]]:
-    """Train, and return the losses and the largest logits of all heads before each step's clip."""
+    """Train, and return the losses and the largest logits of all heads in each step's batch."""
+    device = start()
     AttentionInterface.register("recorded", recorded)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -38,22 +42,26 @@ def main(steps: int = 30, *, threshold: float = 1.0) -> tuple[list[float], list[
         attn_implementation="recorded",
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device).train()
+    model = DistributedDataParallel(LlamaForCausalLM(config).to(device).train())
     clip = quintic.QKClip(threshold=threshold)  # 100 in a real run
-    optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02, adamw_lr=3e-3, qk_clip=clip)
+    groups = quintic.param_groups(model.module)
+    optimizer = quintic.Muon(groups, lr=0.02, adamw_lr=3e-3, qk_clip=clip, comms="averaged")
     losses, largest = [], []
     for step in range(steps):
-        x, _ = batch(step, device)
+        x, _ = batch(step, device, dist.get_rank(), dist.get_world_size())
         loss = model(x, labels=x).loss
         loss.backward()
-        maxima = recorder.take()
+        maxima = recorder.take()  # of this rank's tokens: the step takes those of all ranks
         optimizer.step(qk_logits=maxima)
         optimizer.zero_grad()
-        losses.append(loss.item())
-        largest.append(max(heads.max().item() for heads in maxima.values()))
-    print(f"largest logit {max(largest):.2f}, {optimizer.last_step()}")
+        losses.append(mean_over_ranks(loss))
+        most = torch.stack(list(maxima.values())).max()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        largest.append(most.item())
+    print(f"largest logit {max(largest):.2f}; {optimizer.last_step()}")
     return tell(losses), largest
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

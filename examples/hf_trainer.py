@@ -12,6 +12,7 @@ from tiny import BATCH, LENGTH, VOCABULARY, batch, tell
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import quintic
 from quintic.integrations.hugging_face import MuonFactory
 
 SHARDED = {
@@ -32,7 +33,14 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": x[0], "labels": x[0]}
 
 
-def main(steps: int = 30, *, fsdp: bool = False, folder: str | None = None, resume: str | None = None) -> list[float]:
+def main(
+    steps: int = 30,
+    *,
+    fsdp: bool = False,
+    factory: bool = True,
+    folder: str | None = None,
+    resume: str | None = None,
+) -> list[float]:
     """Train, from a checkpoint or the beginning, save every ten steps, and return the losses."""
     shims.accelerate()
     config = LlamaConfig(
@@ -62,7 +70,11 @@ def main(steps: int = 30, *, fsdp: bool = False, folder: str | None = None, resu
     )
     # The learning_rate of the arguments does not count. Under DDP ranks divide Muon's work.
     options = {"lr": 0.02, "adamw_lr": 3e-3, "comms": "none" if fsdp else "averaged"}
-    trainer = Trainer(model, arguments, train_dataset=Rows(), optimizer_cls_and_kwargs=(MuonFactory, options))
+    if factory:
+        optimizer = {"optimizer_cls_and_kwargs": (MuonFactory, options)}
+    else:  # a finished optimizer will do without FSDP, where the trainer trains the model that it is given
+        optimizer = {"optimizers": (quintic.Muon(quintic.param_groups(model), **options), None)}
+    trainer = Trainer(model, arguments, train_dataset=Rows(), **optimizer)
     trainer.train(resume_from_checkpoint=resume)
     return tell([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
@@ -70,6 +82,7 @@ def main(steps: int = 30, *, fsdp: bool = False, folder: str | None = None, resu
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    parser.add_argument("--finished", dest="factory", action="store_false", help="give it a finished optimizer")
     parser.add_argument("--folder", help="where checkpoints go")
     parser.add_argument("--resume", help="a checkpoint to go on from")
     main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """One device: two lines make the optimizer, one scheduler serves Muon and AdamW.
 
-python examples/plain.py
+torchrun --nproc-per-node 1 examples/plain.py
 """
 
 import torch

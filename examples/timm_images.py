@@ -1,14 +1,16 @@
 """A vision transformer and a convolutional network of timm; convolutions are matrices once they are flattened.
 
-python examples/timm_images.py --model vit
-python examples/timm_images.py --model resnet
+torchrun --nproc-per-node 2 examples/timm_images.py --model vit
+torchrun --nproc-per-node 2 examples/timm_images.py --model resnet
 """
 
 import argparse
 
 import timm
 import torch
-from tiny import tell
+import torch.distributed as dist
+from tiny import mean_over_ranks, start, tell
+from torch.nn.parallel import DistributedDataParallel
 
 import quintic
 
@@ -18,24 +20,24 @@ MODELS = {
 }
 
 
-def images(step: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (32, 3, 16, 16) images of noise, and which of their colours is brighter: red, green, blue or none."""
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(32, 3, 16, 16, generator=generator), torch.randint(4, (32,), generator=generator)
+def images(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's (16, 3, 16, 16) images of noise, and which colour is brighter: red, green, blue or none."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x, y = torch.randn(16, 3, 16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
     x += 0.5 * (torch.arange(3) == y[:, None])[:, :, None, None]
     return x.to(device), y.to(device)
 
 
 def main(steps: int = 30, *, model: str = "vit") -> list[float]:
-    """Train, and return the losses."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Train, and return the losses, averaged over ranks."""
+    device = start()
     torch.manual_seed(0)
     name, options = MODELS[model]
-    network = timm.create_model(name, num_classes=4, **options).to(device)
+    network = DistributedDataParallel(timm.create_model(name, num_classes=4, **options).to(device))
     # Without these rules convolutions go to AdamW. The first one sees pixels, not features, and stays there.
-    rules = [quintic.Rule("*conv[12].weight", "muon", quintic.Flatten())] if model == "resnet" else []
-    groups = quintic.param_groups(network, rules=rules)
-    optimizer = quintic.Muon(groups, lr=0.02, adamw_lr=3e-3)
+    rules = [quintic.Rule("layer*.conv?.weight", "muon", quintic.Flatten())] if model == "resnet" else []
+    groups = quintic.param_groups(network.module, rules=rules)
+    optimizer = quintic.Muon(groups, lr=0.02, adamw_lr=3e-3, comms="averaged")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     losses = []
     for step in range(steps):
@@ -45,7 +47,7 @@ def main(steps: int = 30, *, model: str = "vit") -> list[float]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean_over_ranks(loss))
     print(optimizer.last_step())
     return tell(losses)
 
@@ -54,3 +56,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, default="vit")
     main(**vars(parser.parse_args()))
+    dist.destroy_process_group()

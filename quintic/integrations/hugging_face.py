@@ -4,7 +4,7 @@
 
 A finished optimizer does as well, `optimizers=(quintic.Muon(quintic.param_groups(model), lr=0.02), None)`, where the
 trainer trains the very model that it is given. The factory is needed where it does not: with `peft_config`, which adds
-the adapters that are trained, and with `model_init`.
+the adapters that are trained, with `model_init`, and with FSDP.
 """
 
 from typing import Any

@@ -69,6 +69,12 @@ def test_trainer_resumes_to_the_last_bit(tmp_path):
     check_trainer_resumes(tmp_path, ranks=1)
 
 
+def test_trainer_makes_the_optimizer_that_it_could_be_given():
+    needs("transformers", "accelerate")
+    made, given = run_example("hf_trainer", {"steps": 9}, {"steps": 9, "factory": False}, ranks=2, timeout=TIMEOUT)
+    assert made == given
+
+
 def test_trainer_under_fsdp2_resumes_to_the_last_bit(tmp_path):
     needs("transformers", "accelerate")
     check_trainer_resumes(tmp_path, ranks=2, fsdp=True)
@@ -110,7 +116,7 @@ def test_torchtitan_resumes_to_the_last_bit(tmp_path):
 
 def test_qk_clip_bounds_the_logits_of_a_llama():
     needs("transformers")
-    (losses, clipped), (_, free) = run_example("hf_qk_clip", {}, {"threshold": 1000.0}, timeout=TIMEOUT)
+    (losses, clipped), (_, free) = run_example("hf_qk_clip", {}, {"threshold": 1000.0}, ranks=2, timeout=TIMEOUT)
     check_falls(losses, by=2.0)
     # A clip brings the logits of its batch down to the threshold, 1; those of the next batch are near that.
     assert max(free) > 2.0
@@ -122,5 +128,5 @@ def test_timm_models_learn():
     answer = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
     if answer.returncode:
         pytest.skip(f"torchvision does not fit this PyTorch: {answer.stderr.splitlines()[-1]}")
-    for losses in run_example("timm_images", {"model": "vit"}, {"model": "resnet"}, timeout=TIMEOUT):
+    for losses in run_example("timm_images", {"model": "vit"}, {"model": "resnet"}, ranks=2, timeout=TIMEOUT):
         check_falls(losses, by=0.5)
