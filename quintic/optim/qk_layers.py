@@ -251,11 +251,12 @@ class _Search:
     def _scope(self) -> str:
         attentions = sorted({p.module for p in self.projections if self._means(p) in _MARKS_ATTENTION})
         if isinstance(self.layer, str):
-            for scope in spellings(self.layer):
+            layer = self.layer.strip(".")
+            for scope in spellings(layer):
                 if any(_is_below(p.path, scope) for p in self.projections):
                     return scope
             # Below a part of the model that is held as `module`, DDP's or the model's own.
-            scope = without_holders(self.layer)
+            scope = without_holders(layer)
             bare = [p._replace(module=without_holders(p.module)) for p in self.projections]
             if not any(_is_below(p.path, scope) for p in bare):
                 near = difflib.get_close_matches(scope, attentions, n=3, cutoff=0)
