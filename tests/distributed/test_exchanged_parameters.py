@@ -214,3 +214,26 @@ def check_layouts(rank, world_size):
 def test_state_moves_between_layouts_where_nothing_must_be_communicated():
     first, second = run(check_layouts, 2, timeout=60)
     assert first == second
+
+
+def check_replaced_state(rank, world_size, layout):
+    """Somebody reads state after a step, and puts other tensors there; the plan stays."""
+    model, expected = model_of(), model_of()
+    if layout == "fsdp2":
+        for module in model:
+            fully_shard(module, mesh=DeviceMesh(DEVICE, torch.arange(world_size)))
+    optimizer = optimizer_of(model, comms="none" if layout == "fsdp2" else layout)
+    reference = optimizer_of(expected)
+    for step in range(3):
+        for each, its in ((model, optimizer), (expected, reference)):
+            take_steps(each, its, step, step + 1)
+            for param in each.parameters():
+                its.state[param] = {
+                    key: value.clone() * (1 if key == "step" else 0.5) for key, value in its.state[param].items()
+                }
+    assert_same(model, optimizer, expected, reference, state=False)
+
+
+@pytest.mark.parametrize("layout", ["averaged", "sharded", "fsdp2"])
+def test_state_that_somebody_replaces(layout):
+    run(check_replaced_state, 2, layout, timeout=60)
