@@ -36,7 +36,7 @@ from quintic.optim.sharded_state import whole_states
 from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
-from quintic.optim.validate import check_apart, check_keys
+from quintic.optim.validate import check_apart, check_keys, suggests_options
 from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
@@ -146,6 +146,7 @@ class Muon(Optimizer):
     _num_steps: int
     _report: tuple[StepReport, Tensor | None]
 
+    @suggests_options
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],

@@ -4,12 +4,14 @@
 """
 
 import difflib
+import functools
+import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ from quintic.optim.sharing import DIVIDING
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View
 
-__all__ = ["CHECKED_OPTIONS", "check_group", "check_keys", "checked_options"]
+__all__ = ["CHECKED_OPTIONS", "check_apart", "check_group", "check_keys", "checked_options", "suggests_options"]
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 # Keys that are not options of ours but that PyTorch's schedulers, or users labelling a group, put into one.
 _FOREIGN_GROUP_KEYS = frozenset(
@@ -75,12 +79,31 @@ def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]
     Raises:
         ValueError: names the option and the nearest one that exists.
     """
-    known = options.keys() | _FOREIGN_GROUP_KEYS
     for key in group:
-        if key not in known:
-            nearest = [_SYNONYMS[key]] if key in _SYNONYMS else difflib.get_close_matches(str(key), sorted(known), n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(sorted(options))}"
-            raise ValueError(f"parameter group {number}: unknown option {key!r}{hint}")
+        if key not in options and key not in _FOREIGN_GROUP_KEYS:
+            raise ValueError(f"parameter group {number}: {_unknown(key, options)}")
+
+
+def suggests_options(init: Init) -> Init:
+    """Let a constructor say which of its keywords is nearest to one that it does not have."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: Any, **options: Any) -> None:
+        for key in options:
+            if key not in known:
+                raise TypeError(_unknown(key, known))
+        init(*args, **options)
+
+    return cast(Init, checked)
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    synonym = _SYNONYMS.get(key)
+    nearest = [synonym] if synonym in names else difflib.get_close_matches(str(key), names, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(names)}"
+    return f"unknown option {key!r}; {hint}"
 
 
 def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Options that are set on a group after construction: checked as at construction, before anything changes."""
 
+import inspect
 import time
 
 import pytest
@@ -164,3 +165,30 @@ def test_a_group_may_change_its_algorithm():
     optimizer.param_groups[1]["algorithm"] = "muon"
     with pytest.raises(ValueError, match=r"bias: a 1-D parameter \(shape \(6,\)\) cannot be orthogonalised"):
         optimizer.step()
+
+
+# -- keywords of the constructor ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("weight_dcay", "did you mean 'weight_decay'"),
+        ("ns_steps", "did you mean 'orthogonalizer_steps'"),
+        ("learning_rate", "did you mean 'lr'"),
+        ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
+    ],
+)
+def test_unknown_keywords_name_the_nearest(key, hint):
+    with pytest.raises(TypeError, match=f"^unknown option '{key}'; {hint}"):
+        quintic.Muon([nn.Parameter(torch.ones(3, 3))], **{key: 1})
+    with pytest.raises(TypeError, match=f"^unknown option '{key}'; {hint}"):
+        quintic.explain(nn.Linear(3, 3), **{key: 1})
+
+
+def test_the_constructor_keeps_its_signature():
+    parameters = inspect.signature(quintic.Muon).parameters
+    assert list(parameters)[:3] == ["params", "lr", "momentum"]
+    assert parameters["betas"].default == (0.9, 0.95)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'params'"):
+        quintic.Muon()
