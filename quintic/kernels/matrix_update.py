@@ -127,7 +127,7 @@ def _momentum_kernel(
     hyperparameters,
     go,
     go_stride,
-    num_matrices,
+    addresses_stride,
     numel,
     columns,
     rows_of_group,
@@ -164,7 +164,7 @@ def _momentum_kernel(
         FILTERS,
     )
     gradients = pointers_at(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
-    momenta = pointers_at(tl.load(addresses + num_matrices + matrix), offsets, tl.float32, ALIGNED)
+    momenta = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, tl.float32, ALIGNED)
     rest = (1.0 - tl.load(hyperparameters + MU)).to(tl.float32)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
     momentum = tl.load(momenta, mask=inside, other=0.0)
@@ -188,7 +188,7 @@ def _apply_kernel(
     hyperparameters,
     go,
     go_stride,
-    num_matrices,
+    addresses_stride,
     numel,
     columns,
     rows_of_group,
@@ -239,7 +239,7 @@ def _apply_kernel(
     master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
     masters = weights
     if MASTER != 0:
-        masters = pointers_at(tl.load(addresses + num_matrices + matrix), offsets, master_dtype, ALIGNED)
+        masters = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, master_dtype, ALIGNED)
     row = element // columns
     column = element % columns
     if UPDATE_CONTIGUOUS:
@@ -279,7 +279,8 @@ def momentum_directions_(
     """Advance the momentum of a bucket's matrices and write their update directions.
 
     Args:
-        addresses: (2, b) int64 on the device: of each matrix' gradient and float32 momentum, which is changed.
+        addresses: (2, b) int64 on the device, a part of the columns of a table perhaps: of each matrix' gradient and
+            float32 momentum, which is changed.
         directions: (b, rows, columns) contiguous, any floating dtype, overwritten, in the order of memory of `layout`.
         hyperparameters: (k,) float64 on the device.
         layout: of every matrix, in gradient and momentum alike.
@@ -299,7 +300,7 @@ def momentum_directions_(
         directions,
         hyperparameters,
         *flags_of(go, hyperparameters),
-        count,
+        addresses.stride(0),
         layout.numel,
         *geometry,
         MU=mu_index,
@@ -334,7 +335,8 @@ def apply_updates_(
     """Decay a bucket's weights and step against their updates.
 
     Args:
-        addresses: (2, b) int64 on the device: of each matrix' weight and master (any number without masters), changed.
+        addresses: (2, b) int64 on the device, likewise: of each matrix' weight and master (any number without masters),
+            changed.
         updates: (b, m, n) floating, any strides, in the orientation of the view; not modified.
         factors: (b, m or 1, n or 1) float32; what multiplies each update besides the learning rate.
         hyperparameters: (k,) float64 on the device.
@@ -364,7 +366,7 @@ def apply_updates_(
         factors,
         hyperparameters,
         *flags_of(go, hyperparameters),
-        count,
+        addresses.stride(0),
         layout.numel,
         columns,
         *geometry,

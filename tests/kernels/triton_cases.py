@@ -17,7 +17,11 @@ from quintic.kernels.matrix_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
 from quintic.kernels.symmetric import can_multiply, symmetric_multiply
 from quintic.optim import pipeline
+from quintic.optim.device_memory import DeviceHyperparameters
+from quintic.optim.device_passes import DeviceMemory, DevicePasses
+from quintic.optim.operands import Operands
 from quintic.optim.orthogonalize import apply_form, resolve
+from quintic.optim.plan import Member
 from quintic.optim.precision import full_precision
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
@@ -496,3 +500,39 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
     for found, kept in zip((momentum, weight), before, strict=True):
         assert [torch.equal(found[i], kept[i]) for i in range(3)] == [False, True, False]
     torch.testing.assert_close(momentum[::2], torch.lerp(before[0], gradient, 0.1)[::2])
+
+
+@pytest.mark.parametrize("flags", [None, [True, False, True, True, False]])
+@pytest.mark.parametrize("options", [{}, {"master": "fp32"}], ids=str)
+def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
+    """Ranks divide and exchange matrices of one shape together: each order's launch gets a part of one table."""
+    update, factors = torch.randn(5, 12, 8).to(DEVICE), torch.rand(5, 12, 1).add(0.5).to(DEVICE)
+    whole, middle = (slice(None), slice(None)), (slice(None), slice(2, 10))
+    # By columns, twice by rows, within longer rows, by columns.
+    pieces, by_columns = [whole, whole, whole, middle, whole], [True, False, False, False, True]
+    values = [torch.randn(2, 12, 12 if piece is middle else 8) for piece in pieces]
+    members = tuple(Member(name=str(i), index=i, num_matrices=1, piece=piece) for i, piece in enumerate(pieces))
+    stepped = flags or [True] * 5
+    found = []
+    for kernels in ("triton", "torch"):
+        # float16 and products in float32: the interpreter has no reliable bfloat16.
+        pairs = [value.to(DEVICE, torch.float16) for value in values]
+        pairs = [pair.mT.contiguous().mT if order else pair for pair, order in zip(pairs, by_columns, strict=True)]
+        params = [nn.Parameter(pair[0].clone()) for pair in pairs]
+        common = {"momentum": 0.8, "weight_decay": 0.1, "compute_dtype": torch.float32, **options}
+        optimizer = Muon(params, kernels=kernels, **common)
+        bucket, group = optimizer.plan().buckets[0], optimizer.param_groups[0]
+        states = [optimizer.state[param] for param in params]
+        active = Operands(members, [param.detach() for param in params], [pair[1] for pair in pairs], states, 5)
+        if kernels == "triton":
+            hyperparameters = DeviceHyperparameters(torch.device(DEVICE))
+            hyperparameters.update(group)
+            go = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
+            passes = DevicePasses(bucket, group, active, DeviceMemory(), hyperparameters, go)
+        else:
+            passes = pipeline.PlainPasses(bucket, group, active, flags)
+        directions = passes.directions()
+        passes.apply(update, factors)
+        found.append((directions[stepped], params, [state[key] for state in states for key in sorted(state)]))
+        assert [not torch.equal(param, pair[0]) for param, pair in zip(params, pairs, strict=True)] == stepped
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
