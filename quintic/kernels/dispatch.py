@@ -23,6 +23,7 @@ __all__ = [
     "cache_folder",
     "choose_kernels",
     "choose_products",
+    "cpu_multiplies_bfloat16",
     "decide",
     "fits_copy_engine",
     "is_dense",
@@ -47,6 +48,23 @@ def triton_is_installed() -> bool:
 def triton_is_interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, which works on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether this machine's processor has instructions for bfloat16 products.
+
+    Without them such products run, but slower than float32's. Known of Linux on x86 alone: elsewhere False. Where
+    `ONEDNN_MAX_CPU_ISA` keeps PyTorch's products from using them, they count as absent.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not any(name in limit for name in ("ALL", "DEFAULT", "BF16", "FP16", "AMX")):
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def cache_folder() -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, group_ranks, start_sum, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.connected import Connected, exchanged, facts_of
@@ -368,11 +369,17 @@ def _describe(
     found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
         options = ", ".join(f"{key}={_text(group[key])}" for key in _COLLECTIVE_OPTIONS)
+        # Which dtype is the fast one decides of what size updates travel, and processors differ.
+        processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group["param_names"][index], group["params"][index]
                 order = "" if param.is_contiguous() else ", not contiguous"
-                text = f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} with {options}"
+                kind = f"{param.device.type}{processor if param.device.type == 'cpu' else ''}"
+                text = (
+                    f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} ({kind}) with "
+                    f"{options}"
+                )
                 found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
     return dict(sorted(found.items()))
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.coefficients import (
     DEFAULT_STEPS,
     GRAM_AMPLIFICATION,
@@ -38,6 +39,9 @@ _GRAM_MIN_SIDE = 128
 # Express in float16 the errors are at most those of the standard form in bfloat16 (benchmarks/gram_error.py).
 _GRAM_LONG = 2
 _GRAM_LONG_AMPLIFICATION = 150.0
+
+# Below this short side CPUs with bfloat16 instructions multiply float32 as fast (benchmarks/cpu_step.py).
+_BFLOAT16_MIN_SIDE = 96
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _SVD_DTYPES = (torch.float32, torch.float64)
@@ -153,18 +157,26 @@ def resolve(
 
 
 def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:
-    """Return what "auto" stands for.
-
-    CUDA devices multiply float16 as fast as bfloat16 and eight times as exactly; both forms use it, so that the error
-    hardly depends on the shape. Elsewhere bfloat16 is the fast dtype, and its eight bits are too few for the Gram form.
-    """
-    dtype = compute_dtype or (torch.float16 if device_type == "cuda" else torch.bfloat16)
+    """Return what "auto" stands for. The eight bits of bfloat16 are too few for the Gram form."""
+    dtype = compute_dtype or _fast_dtype(m, n, device_type)
     standard = Form("polar_express", dtype, triples, ())
     if dtype == torch.bfloat16:
         return standard
     gram = _gram_form(m, n, triples, dtype)
     cheaper = gram.flops(m, n) <= _GRAM_SHARE * standard.flops(m, n)
     return gram if cheaper and min(m, n) >= _GRAM_MIN_SIDE else standard
+
+
+def _fast_dtype(m: int, n: int, device_type: str) -> torch.dtype:
+    """Return the dtype in which devices of a type multiply (m, n) matrices fastest.
+
+    CUDA devices multiply float16 as fast as bfloat16 and eight times as exactly; both forms use it, so that the error
+    hardly depends on the shape.
+    """
+    if device_type == "cuda":
+        return torch.float16
+    is_slow = device_type == "cpu" and (min(m, n) < _BFLOAT16_MIN_SIDE or not cpu_multiplies_bfloat16())
+    return torch.float32 if is_slow else torch.bfloat16
 
 
 def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> Form:

@@ -19,7 +19,7 @@ from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.rates import learning_rate
 from quintic.optim.update import adamw_, apply_, momentum_, neuron_factors_
-from quintic.optim.views import as_block, matrices_of
+from quintic.optim.views import as_block
 
 __all__ = [
     "Observer",
@@ -73,20 +73,23 @@ class PlainPasses:
         """Advance the momentum; return the directions (b, m, n)."""
         group, active = self._group, self._active
         dtype = direction_dtype(self._bucket.form, self._bucket.dtype)
-        found: list[Tensor] = []
-        if any(self._present):
-            found = momentum_(
-                self._blocks([state["momentum_buffer"] for state in active.states]),
-                self._blocks(active.gradients),
-                mu=float(group["momentum"]),
-                nesterov=group["nesterov"],
-            )
-        given = iter(found)
-        stacked = []
-        for param, member, present in zip(active.params, active.members, self._present, strict=True):
-            block = next(given) if present else torch.zeros_like(block_of(param, member, group["view"]))
-            stacked.append(matrices_of(block).to(dtype))
-        return torch.cat(stacked)
+        # Where matrices travel, these are pieces of them.
+        every = [
+            block_of(param, member, group["view"]) for param, member in zip(active.params, active.members, strict=True)
+        ]
+        shape = every[0].shape
+        new = torch.empty if all(self._present) else torch.zeros
+        counts = [block.shape[0] for block in every]
+        found = new((sum(counts), shape[1:3].numel(), shape[3:].numel()), dtype=dtype, device=self._bucket.device)
+        parts = [as_block(part, block.shape) for part, block in zip(found.split(counts), every, strict=True)]
+        momentum_(
+            self._blocks([state["momentum_buffer"] for state in active.states]),
+            self._blocks(active.gradients),
+            mu=float(group["momentum"]),
+            nesterov=group["nesterov"],
+            out=[part for part, present in zip(parts, self._present, strict=True) if present],
+        )
+        return found
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""

@@ -20,6 +20,10 @@ from quintic.optim.workspace import Matrices, applied_bytes, directions_bytes, f
 
 __all__ = ["build_plan", "local_buckets"]
 
+# Entries of a bucket's matrices on a CPU, at most: the C library gives larger temporary tensors back to the system
+# after each use, which then clears all of their pages anew.
+_CPU_ENTRIES = 2**22
+
 
 def build_plan(
     param_groups: Sequence[Mapping[str, Any]],
@@ -124,7 +128,10 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
             of=of._replace(anywhere=True),
             is_copied=is_copied,
         )
-        for chunk in _chunks(members, _matrices_at_a_time(group, total, m * n, dtype, most)):
+        at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
+        if device.type == "cpu":
+            at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
+        for chunk in _chunks(members, at_a_time):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
                 Bucket(

@@ -43,7 +43,14 @@ DecayCoupling = Literal["lr", "lr_squared"]
 _NEURON_EPS = 1e-10
 
 
-def momentum_(momenta: Sequence[Tensor], gradients: Sequence[Tensor], *, mu: float, nesterov: bool) -> list[Tensor]:
+def momentum_(
+    momenta: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *,
+    mu: float,
+    nesterov: bool,
+    out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
     """Advance exponential moving averages of gradients and return the update directions.
 
     m <- m + (1 - mu)(g - m); u = (1 - mu) g + mu m with Nesterov's look-ahead, else u = m.
@@ -53,15 +60,18 @@ def momentum_(momenta: Sequence[Tensor], gradients: Sequence[Tensor], *, mu: flo
         gradients: tensors of the same shapes, any floating dtype; not modified.
         mu: averaging coefficient in [0, 1).
         nesterov: whether the direction looks one gradient ahead.
+        out: where the directions go, rounded to its dtype; None for new float32 tensors.
 
     Returns:
-        New float32 tensors; never aliases of `momenta`, so that they may be normalised in place.
+        `out`; never aliases of `momenta`.
     """
-    grads32 = [g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)]
-    torch._foreach_lerp_(list(momenta), grads32, 1 - mu)
-    if nesterov:
-        return [torch.lerp(g, m, mu) for g, m in zip(grads32, momenta, strict=True)]
-    return [m.clone() for m in momenta]
+    if out is None:
+        out = [torch.empty_like(m) for m in momenta]
+    for momentum, gradient, direction in zip(momenta, gradients, out, strict=True):
+        wide = gradient.to(momentum.dtype)
+        momentum.lerp_(wide, 1 - mu)
+        direction.copy_(torch.lerp(wide, momentum, mu) if nesterov else momentum)
+    return out
 
 
 def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
@@ -163,13 +173,12 @@ def apply_(
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
     for weight, master, update, factor in zip(weights, masters, updates, factors, strict=True):
         current = full_precision(weight, master)
-        update_wide = update.to(torch.promote_types(torch.float32, weight.dtype))
-        step = update_wide * factor
-        if decay_rate != 0.0:
-            decay = current.to(step.dtype) * decay_rate
-            if cautious:
-                decay *= update_wide * current >= 0
-            step += decay
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)
+        if decay_rate != 0.0 and cautious:
+            step += current.to(wide) * decay_rate * (update * current >= 0)
+        elif decay_rate != 0.0:
+            step.add_(current, alpha=decay_rate)
         if master is None:
             weight.add_(step, alpha=-lr)
         else:

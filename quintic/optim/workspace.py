@@ -5,6 +5,7 @@ The plan's sizes follow from these. They tell of tensors that grow with the matr
 The products of an orthogonalisation (`program.py`) need, in whole matrices (m, n) and small ones (s, s):
 
     one by one   operands that are still read, and the result: each is freed after the product that reads it last
+    on a CPU     see `cpu_orthogonalize.py`
     queue        two whole matrices and `Program.num_squares` small ones, from the first product to the last; the result
                  is one of the two whole ones, and keeps the other
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, queued_matrices
+from quintic.optim.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.forms import Form
 from quintic.optim.plan import Kind, direction_dtype, update_dtype
 from quintic.optim.products import ALIGNMENT, SMALL_PRODUCT, padded_side
@@ -84,6 +86,8 @@ def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> W
     if form.method == "svd":
         work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
         return Work((work + 8 * item) * size, item * size)
+    if of.device.type == "cpu" and of.kernels == "torch" and iterates_on_cpu(form, m, n):
+        return Work(iteration_bytes(form, batch, m, n, direction_dtype(form, of.dtype)), item * size)
     rows, columns = (padded_side(side, form.compute_dtype, of.device) for side in (m, n))
     if (rows, columns) != (m, n):
         # Beside the padded matrices stand the padded directions, and then the result without its padding.

@@ -12,6 +12,7 @@ import torch
 
 from quintic.errors import ConfigError
 from quintic.kernels.attention import AttentionName, choose_attention
+from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.train.config import RunConfig
 
 __all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
@@ -46,7 +47,7 @@ def choose_hardware(run: RunConfig) -> Hardware:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
     device = torch.device("cuda" if run.device != "cpu" and has_gpu else "cpu")
     if run.dtype == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bfloat16()
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bfloat16()
         dtype = torch.bfloat16 if fast else torch.float32
     else:
         dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
@@ -86,16 +87,6 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _cpu_has_bfloat16() -> bool:
-    # Without these instructions bfloat16 products run, but slower than float32. Linux on x86 only: elsewhere PyTorch's
-    # CPU kernels gain nothing.
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _cpu_name() -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError, DataError
@@ -309,7 +309,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise missing_package("wandb") from error
-        resume = None if run_id is None else "allow"
+        resume: Literal["allow"] | None = None if run_id is None else "allow"
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
 
     def log(self, record: Mapping[str, Any]) -> None:

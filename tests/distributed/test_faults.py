@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quintic
+from quintic.optim import agreements
 
 
 def optimizer_of(rank, **options):
@@ -31,6 +32,15 @@ def step_with_other_shapes(rank, world_size):
     optimizer.add_param_group({"params": [("late", late)], "comms": "averaged"})
     with pytest.raises(RuntimeError, match=r"late of shape \(4, 5\).*late of shape \(5, 5\).*same order on all ranks"):
         optimizer.step()
+
+
+def step_on_other_processors(rank, world_size):
+    """ "auto" multiplies in another dtype there, and updates would travel in messages of another size."""
+    optimizer = optimizer_of(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreements, "cpu_multiplies_bfloat16", lambda: rank == 0)
+        with pytest.raises(RuntimeError, match=r"first of shape .*\(cpu\).*\(cpu without bfloat16 products\)"):
+            optimizer.step()
 
 
 def step_with_other_options(rank, world_size):
@@ -56,7 +66,9 @@ def die_in_a_step(rank, world_size):
     optimizer.step()
 
 
-@pytest.mark.parametrize("function", [step_with_other_shapes, step_with_other_options, step_with_a_function])
+@pytest.mark.parametrize(
+    "function", [step_with_other_shapes, step_with_other_options, step_on_other_processors, step_with_a_function]
+)
 def test_plans_are_compared(function):
     run(function, 2)
 

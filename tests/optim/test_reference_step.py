@@ -321,8 +321,8 @@ def test_wrong_state_is_found(monkeypatch):
     optimizer = Muon(model.groups(), **FLOAT32)
     right = pipeline.momentum_
 
-    def late(momenta, gradients, *, mu, nesterov):
-        found = right(momenta, gradients, mu=mu, nesterov=nesterov)
+    def late(momenta, gradients, **options):
+        found = right(momenta, gradients, **options)
         for momentum in momenta:
             momentum *= 1.001
         return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quintic.errors import ConfigError
+from quintic.kernels import dispatch
 from quintic.train import hardware
 from quintic.train.config import RunConfig
 from quintic.train.hardware import choose_hardware, machine_facts, package_versions
@@ -26,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_on_a_cpu(has_bfloat16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(hardware, "cpu_multiplies_bfloat16", lambda: has_bfloat16)
     chosen = choose_hardware(RunConfig())
     assert (chosen.device.type, chosen.dtype, chosen.attention, chosen.compile) == ("cpu", dtype, "sdpa", False)
     assert str(dtype).removeprefix("torch.") in str(chosen)
@@ -87,8 +88,9 @@ def test_bfloat16_is_read_from_the_flags_of_the_processor(
             raise FileNotFoundError
         return cpuinfo
 
-    monkeypatch.setattr(hardware.Path, "read_text", read_text)
-    assert hardware._cpu_has_bfloat16() is expected
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(dispatch.Path, "read_text", read_text)
+    assert dispatch.cpu_multiplies_bfloat16.__wrapped__() is expected
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -99,3 +101,15 @@ def test_the_facts_can_be_logged() -> None:
     assert facts["cores"] >= 1
     assert facts["cpu"]
     assert package_versions()["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("AVX512_CORE", False), ("avx2", False), ("AVX512_CORE_BF16", True), ("ALL", True), ("avx10_1_512_amx", True)],
+)
+def test_instructions_that_products_may_not_use_do_not_count(
+    limit: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(dispatch.Path, "read_text", lambda path, encoding: "flags\t: avx512_bf16")
+    assert dispatch.cpu_multiplies_bfloat16.__wrapped__() is expected
