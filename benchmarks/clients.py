@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rows, write the table, return the exit status: 1 if a library that is installed failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes of rows that are not on one device")
+    parser.add_argument("--at-a-time", type=int, default=1, metavar="ROWS", help="rows to run beside each other")
     parser.add_argument("--only", nargs="+", default=[""], metavar="EXAMPLE", help="the plain loop is run in any case")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--name", default="clients", help="of the two files")
@@ -113,19 +115,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("start it with python: it starts torchrun itself")
     options.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    for row in ROWS:
-        if row.example != "plain" and not row.example.startswith(tuple(options.only)):
-            continue
-        begun = time.monotonic()
-        result = run(row, 1 if row.alone else options.ranks)
-        results.append({**asdict(row), **result, "seconds": time.monotonic() - begun})
-        told = ", ".join(f"{key} {text}" for key, text in judged(results[-1], results[0]).items())
-        print(f"{results[-1]['seconds']:5.0f} s  {row.example}, {row.what}, {row.layout}: {told}", flush=True)
+    rows = [row for row in ROWS if row.example == "plain" or row.example.startswith(tuple(options.only))]
+    with ThreadPoolExecutor(options.at_a_time) as pool:
+        for row, result in zip(rows, pool.map(lambda row: timed(row, options.ranks), rows), strict=True):
+            results.append({**asdict(row), **result})
+            told = ", ".join(f"{key} {text}" for key, text in judged(results[-1], results[0]).items())
+            print(f"{result['seconds']:5.0f} s  {row.example}, {row.what}, {row.layout}: {told}", flush=True)
     text = page(results, options)
     (options.out / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     (options.out / f"{options.name}.md").write_text(text, "utf-8")
     print(text)
     return int(any("error" in result for result in results))
+
+
+def timed(row: Row, ranks: int) -> dict[str, Any]:
+    """Return what `run` does, and how long it took."""
+    begun = time.monotonic()
+    result = run(row, 1 if row.alone else ranks)
+    return {**result, "seconds": time.monotonic() - begun}
 
 
 def run(row: Row, ranks: int) -> dict[str, Any]:
