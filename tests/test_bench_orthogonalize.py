@@ -386,6 +386,7 @@ def test_when_the_time_is_over_the_rest_is_left(library, capsys):
     assert "the time is over: 2 not measured" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu(tmp_path):
     command = [
         sys.executable, str(BENCHMARKS / "bench_orthogonalize.py"), "--out", str(tmp_path), "--device", "cpu",

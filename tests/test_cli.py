@@ -170,6 +170,7 @@ def test_eval_repeats_the_score_of_the_run(
     assert f"over {num_bytes:,} bytes of text" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_eval_on_other_text(trained: Path, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     lines = [f"Number {number} of the lines that no model has seen, {number**3}.\n" for number in range(4000)]
     folder = elsewhere / "other"
@@ -317,6 +318,7 @@ def test_the_module_is_the_command(elsewhere: Path) -> None:
     assert (process.returncode, output, errors) == (2, "", "quintic: error: --depth 0: must be at least 1\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(trained: Path, elsewhere: Path) -> None:
     sample = f"{sys.executable} -m quintic sample --runs-dir {trained.parent} --tokens 5 | true"
     wide_help = f"{sys.executable} -m quintic train --help | true"

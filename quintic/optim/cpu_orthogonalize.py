@@ -33,7 +33,7 @@ __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 _ALONE_SIDE = 512
 
 # Rows of a symmetric product in one call, at least, if its sums are long: with fewer, calls take more than they save.
-_BLOCK_ROWS = 128
+_BLOCK_ROWS = 256
 
 # The small matrices of `_iterate`.
 _NUM_SMALL = 5

@@ -446,6 +446,7 @@ print(moment, resumed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="forks and kills")
 def test_a_kill_at_any_write_leaves_what_can_be_finished(tmp_path: Path) -> None:
     source = str(write_folder(tmp_path / "text", 40))

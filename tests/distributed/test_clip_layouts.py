@@ -117,6 +117,7 @@ def check_layouts(rank, world_size, dtype):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_layout_has_the_norm_and_the_gradients_of_one_device(dtype):
     run(check_layouts, 4, dtype, timeout=100)

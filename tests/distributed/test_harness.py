@@ -128,6 +128,7 @@ def test_waiting_in_vain_is_a_failure_of_the_collective():
         run(reduce_without, 2, 1, timeout=4)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

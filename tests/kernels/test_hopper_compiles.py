@@ -17,6 +17,7 @@ from quintic.optim.coefficients import polar_express_coefficients  # noqa: E402
 from quintic.optim.program import products_of, run_products, run_queue  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]

@@ -10,6 +10,7 @@ from quintic.kernels import fp8_quantize, relu2  # noqa: E402
 from quintic.kernels.configurations import RELU2_LARGE, RELU2_POINTERS, RELU2_SMALL  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]

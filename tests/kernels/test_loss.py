@@ -276,6 +276,7 @@ def test_backward_twice_gives_the_same_and_second_derivatives_are_refused(reduct
         grad.sum().backward()
 
 
+@pytest.mark.slow
 def test_small_gradients_survive_float16():
     """Divided by the number of tokens before its product, a gradient of these logits would be zero."""
     x = torch.randn(20_000, 8).half().requires_grad_()

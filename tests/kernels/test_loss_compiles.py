@@ -9,6 +9,7 @@ import compiling  # noqa: E402
 from quintic.kernels import loss_rows  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]

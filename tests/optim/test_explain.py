@@ -210,6 +210,7 @@ def test_convolutions_as_matrices():
 # -------------------------------------------------------------------------------------------------------- how it scales
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_takes_no_time_and_no_memory():
     # In a process of its own: what counts is the peak memory of the whole process, before and after.
     families.transformers_class("LlamaForCausalLM")

@@ -140,6 +140,7 @@ def test_weights_of_several_dtypes_in_one_group():
     assert all(not torch.equal(p, b) for p, b in zip((*params, *vectors), before, strict=True))
 
 
+@pytest.mark.slow
 def test_a_fresh_process_resumes_to_the_bit(tmp_path):
     """Keys of the dead process restored nothing (modded-nanogpt), half was not saved (gram-newton-schulz)."""
     script = textwrap.dedent(

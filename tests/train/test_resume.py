@@ -275,6 +275,7 @@ def test_a_process_killed_at_a_random_moment_resumes_exactly(long_run: tuple[Pat
     assert list((run_dir / "checkpoints").glob(".*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_threads")
 def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Dataset], tmp_path: Path) -> None:
     whole, dataset = long_run
