@@ -1,4 +1,4 @@
-"""Marks every test of this folder `distributed`, and those with more than two ranks `slow`; more time on GPUs."""
+"""Marks every test of this folder `distributed`, long ones and those of more than two ranks `slow`."""
 
 import math
 import re
@@ -9,12 +9,15 @@ from harness import DEVICE, TIME_FACTOR
 
 _HERE = Path(__file__).parent
 
+# Half a minute and more each.
+_SLOW = {"checkpoints", "clip_averages", "offload_layouts", "partial_gradients", "qk_layouts", "reference_layouts"}
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.distributed)
-            if DEVICE == "cpu" and _num_ranks(item) > 2:
+            if DEVICE == "cpu" and (_num_ranks(item) > 2 or item.path.stem.removeprefix("test_") in _SLOW):
                 item.add_marker(pytest.mark.slow)
             if TIME_FACTOR != 1:
                 item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) * TIME_FACTOR))

@@ -9,6 +9,7 @@ from compiling import compile_kernel  # noqa: E402
 from quintic.kernels import transpose  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]

@@ -11,6 +11,7 @@ from quintic.kernels import adamw, matrix_update, neuron, normalize, row_means, 
 from quintic.kernels.configurations import ADAMW, MOMENTUM, SYMMETRIC, WEIGHTS  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]
