@@ -176,7 +176,7 @@ def apply_(
         wide = torch.promote_types(torch.float32, weight.dtype)
         step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)
         if decay_rate != 0.0 and cautious:
-            step += current.to(wide) * decay_rate * (update * current >= 0)
+            step += current.to(wide) * decay_rate * (update.to(wide) * current >= 0)
         elif decay_rate != 0.0:
             step.add_(current, alpha=decay_rate)
         if master is None:

@@ -226,3 +226,12 @@ def test_adamw_steps_a_scalar_as_a_vector_of_one_entry(seed, cautious):
             adamw_(param, None, gradient.reshape(shape), *state, **options)
         found.append((param.item(), state[0].item(), state[1].item()))
     assert found[0] == found[1]
+
+
+def test_signs_of_small_float16_numbers_are_compared():
+    """Their product is zero in float16, which would agree in sign with everything."""
+    weight = torch.full((2, 2), -1e-4, dtype=torch.float16)
+    update = torch.full((2, 2), 1e-4, dtype=torch.float16)
+    expected = weight - update.float() * 0.1
+    apply_([weight], [None], [update], [1.0], lr=0.1, weight_decay=5.0, cautious=True)
+    torch.testing.assert_close(weight, expected.half(), rtol=2e-3, atol=0)
