@@ -90,9 +90,9 @@ def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dty
     dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
-        # oneDNN copies matrices whose sides are no multiples of 8, and a little of others.
+        # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
         aligned = m % 8 == 0 == n % 8
-        memory += 2**14 + (0 if aligned else 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2)
+        memory += 2**15 if aligned else 2**14 + 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2
     running = dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
     comparing = dtype.itemsize * (memory + batch * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
     return dtype.itemsize * batch * m * n + (max(running, comparing) if together > 1 else running)
