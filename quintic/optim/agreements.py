@@ -367,10 +367,10 @@ def _describe(
 ) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
     """Return by the ranks that share them: (group, index) and a description of each parameter."""
     found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
+    # Which dtype is the fast one decides of what size updates travel, and processors differ.
+    processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
         options = ", ".join(f"{key}={_text(group[key])}" for key in _COLLECTIVE_OPTIONS)
-        # Which dtype is the fast one decides of what size updates travel, and processors differ.
-        processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group["param_names"][index], group["params"][index]

@@ -18,7 +18,7 @@ their symmetric products only blocks up to the diagonal.
 import functools
 import math
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
     """
     if form.method == "svd" or form.compute_dtype == torch.float16:
         return False
-    return form.compute_dtype != torch.bfloat16 or min(m, n) ** 2 * min(m, n) > SMALL_PRODUCT
+    return form.compute_dtype != torch.bfloat16 or min(m, n) ** 3 > SMALL_PRODUCT
 
 
 def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -139,26 +139,25 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory) -> Tensor:
     g, h, s, q, spare = memory.small
     _normalize(x, norm, current)
     wide = x.shape[-2] <= x.shape[-1]
-    multiply: _Multiply = _multiply_alone if min(x.shape[-2:]) >= _ALONE_SIDE else _multiply_together
     for start, stop in form.segments:
         left, right = (current, current.mT) if wide else (current.mT, current)
-        multiply(left, right, g, is_symmetric=True)
+        _multiply(left, right, g, is_symmetric=True)
         identity = 1.0
         for step in range(start, stop):
             a, b, c = form.coefficients[step]
-            multiply(g, g, s, alpha=c, c=g, beta=b, is_symmetric=True)
+            _multiply(g, g, s, alpha=c, c=g, beta=b, is_symmetric=True)
             if step + 1 < stop:
-                multiply(g, s, h, c=g, beta=a, is_symmetric=True)
-                multiply(s, h, g, c=h, beta=a, is_symmetric=True)
+                _multiply(g, s, h, c=g, beta=a, is_symmetric=True)
+                _multiply(s, h, g, c=h, beta=a, is_symmetric=True)
             if step == start:
                 q, s = s, q
             else:
                 torch.mul(q, a, out=h).add_(s, alpha=identity)
-                multiply(s, q, spare, c=h, is_symmetric=True)
+                _multiply(s, q, spare, c=h, is_symmetric=True)
                 q, spare = spare, q
             identity *= a
         left, right = (q, current) if wide else (current, q)
-        multiply(left, right, other, c=current, beta=identity)
+        _multiply(left, right, other, c=current, beta=identity)
         current, other = other, current
     return current
 
@@ -204,23 +203,7 @@ def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
         out.copy_(matrix).mul_(factor)
 
 
-class _Multiply(Protocol):
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        *,
-        alpha: float = 1.0,
-        c: Tensor | None = None,
-        beta: float = 1.0,
-        is_symmetric: bool = False,
-    ) -> None:
-        """Write alpha a b + beta c, rounded once, to `out`, which is none of them; all have three dimensions."""
-        ...
-
-
-def _multiply_together(
+def _multiply(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -230,34 +213,24 @@ def _multiply_together(
     beta: float = 1.0,
     is_symmetric: bool = False,
 ) -> None:
-    if c is None:
-        torch.bmm(a, b, out=out)
-    elif alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
+    """Write alpha a b + beta c, rounded once, to `out`, which is none of them; all have three dimensions.
+
+    Of a large symmetric result only blocks up to the diagonal are computed, and mirrored.
+    """
+    side, terms = out.shape[-1], a.shape[-1]
+    if c is not None and alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
         torch.mul(c, beta, out=out)
+    elif is_symmetric and side >= _ALONE_SIDE:
+        rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
+        starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
+        for start, stop in pairwise(starts):
+            left, right, block = a[0, start:stop], b[0, :, :stop], out[0, start:stop, :stop]
+            if c is None:
+                torch.mm(left, right, out=block)
+            else:
+                torch.addmm(c[0, start:stop, :stop], left, right, beta=beta, alpha=alpha, out=block)
+            out[0, :start, start:stop].copy_(block[:, :start].mT)
+    elif c is None:
+        torch.bmm(a, b, out=out)
     else:
         torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
-
-
-def _multiply_alone(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    alpha: float = 1.0,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-    is_symmetric: bool = False,
-) -> None:
-    if alpha == 0 or not is_symmetric:
-        _multiply_together(a, b, out, alpha=alpha, c=c, beta=beta)
-        return
-    side, terms = out.shape[-1], a.shape[-1]
-    rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
-    starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
-    for start, stop in pairwise(starts):
-        block = out[0, start:stop, :stop]
-        if c is None:
-            torch.mm(a[0, start:stop], b[0, :, :stop], out=block)
-        else:
-            torch.addmm(c[0, start:stop, :stop], a[0, start:stop], b[0, :, :stop], beta=beta, alpha=alpha, out=block)
-        out[0, :start, start:stop].copy_(block[:, :start].mT)

@@ -89,7 +89,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_order_in_memory(shape, dtyp
 
 def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
     """As with libraries that divide a batch among threads in another way than a matrix."""
-    right, shape = cpu_orthogonalize._multiply_together, (4, 32, 48)
+    right, shape = cpu_orthogonalize._multiply, (4, 32, 48)
     form = form_of("polar_express", shape, torch.float32)
     x = directions(*shape)
     expected = torch.cat([apply_form(one, form) for one in x.split(1)])
@@ -101,7 +101,7 @@ def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
         if a.shape[0] == 4:
             out[2, 0, 0] += 1e-6
 
-    monkeypatch.setattr(cpu_orthogonalize, "_multiply_together", multiply)
+    monkeypatch.setattr(cpu_orthogonalize, "_multiply", multiply)
     cpu_orthogonalize._is_the_same_alone.cache_clear()
     try:
         assert torch.equal(apply_form(x, form), expected)
@@ -117,11 +117,11 @@ def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
 
 def test_a_batch_is_multiplied_together(monkeypatch):
     sizes = []
-    right = cpu_orthogonalize._multiply_together
+    right = cpu_orthogonalize._multiply
     monkeypatch.setattr(cpu_orthogonalize, "_is_the_same_alone", lambda *given: True)
     monkeypatch.setattr(
         cpu_orthogonalize,
-        "_multiply_together",
+        "_multiply",
         lambda a, b, out, **options: (sizes.append(a.shape[0]), right(a, b, out, **options)),
     )
     apply_form(directions(6, 32, 64), form_of("polar_express", (32, 64), torch.float32))
