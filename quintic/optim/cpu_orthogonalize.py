@@ -17,6 +17,7 @@ their symmetric products only blocks up to the diagonal.
 
 import functools
 import math
+import threading
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,14 +30,22 @@ from quintic.optim.sums import norms
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
-# From this short side on a matrix fills the cores by itself (2 cores, benchmarks/cpu_step.py).
+# From this short side or this number of entries on a matrix fills the cores by itself, and several do not stay in the
+# caches (2 cores, benchmarks/cpu_step.py).
 _ALONE_SIDE = 512
+_ALONE_ENTRIES = 2**19
 
 # Rows of a symmetric product in one call, at least, if its sums are long: with fewer, calls take more than they save.
-_BLOCK_ROWS = 256
+_BLOCK_ROWS = 192
 
 # The small matrices of `_iterate`.
 _NUM_SMALL = 5
+
+# Bytes of memory that a thread keeps for the next call, at most.
+_MAX_KEPT = 2**26
+
+# Bytes between whose multiples matrices start, as new tensors do.
+_LINE = 64
 
 # Frobenius norms for which no square of an entry that counts leaves float32's range.
 _MIN_NORM, _MAX_NORM = 1e-15, 1e15
@@ -51,6 +60,10 @@ def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
     if form.method == "svd" or form.compute_dtype == torch.float16:
         return False
     return form.compute_dtype != torch.bfloat16 or min(m, n) ** 3 > SMALL_PRODUCT
+
+
+def _is_large(m: int, n: int) -> bool:
+    return min(m, n) >= _ALONE_SIDE or m * n >= _ALONE_ENTRIES
 
 
 def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,11 +82,11 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
     batch, m, n = x.shape
     result = x.new_empty(x.shape, dtype=dtype or form.compute_dtype)
     together = 1
-    if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
+    if batch > 1 and not _is_large(m, n) and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
         together = batch
     memory = _Memory.of(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
-        target.copy_(_iterate(part, form, norm, memory))
+        _iterate(part, form, norm, memory, target)
     return result
 
 
@@ -87,14 +100,15 @@ def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dty
         n: columns.
         direction: dtype of what is orthogonalised.
     """
-    dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
+    dtype, together = form.compute_dtype, 1 if _is_large(m, n) else batch
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
         # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
         aligned = m % 8 == 0 == n % 8
         memory += 2**15 if aligned else 2**14 + 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2
-    running = dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
-    comparing = dtype.itemsize * (memory + batch * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
+    lines = _LINE * (2 + _NUM_SMALL)
+    running = lines + dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
+    comparing = lines + dtype.itemsize * (memory + (batch + 1) * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
     return dtype.itemsize * batch * m * n + (max(running, comparing) if together > 1 else running)
 
 
@@ -108,33 +122,58 @@ def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: in
 @functools.lru_cache(maxsize=1024)
 def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> bool:
     """Return whether so many matrices have the bits that each has alone, on this machine."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn((batch, m, n), generator=generator, dtype=form.compute_dtype, device="cpu")
-    together = _iterate(x, form, 1.0, _Memory.of(batch, m, n, form.compute_dtype))
-    memory = _Memory.of(1, m, n, form.compute_dtype)
-    return all(
-        torch.equal(_iterate(one, form, 1.0, memory), found)
-        for one, found in zip(x.split(1), together.split(1), strict=True)
-    )
+    generator = torch.Generator("cpu")
+    together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
+    for number, matrix in enumerate(together):
+        matrix.normal_(generator=generator.manual_seed(number))
+    _iterate(together, form, 1.0, _Memory.of(batch, m, n, form.compute_dtype), together)
+    memory, alone = _Memory.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
+    for number, expected in enumerate(together.split(1)):
+        _iterate(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
+        if not torch.equal(alone, expected):
+            return False
+    return True
+
+
+class _Kept(threading.local):
+    """Memory of a thread that the next call uses again: new memory costs as much as some of the products."""
+
+    buffer: Tensor | None = None
+
+
+_KEPT = _Kept()
 
 
 class _Memory(NamedTuple):
-    """What is written to, by one matrix or batch after the other: two whole ones, (batch, m, n), and small ones."""
+    """What is written to, by one matrix or batch after the other: two whole ones, (batch, m, n), and small ones.
+
+    There is one at a time: the next has the same memory.
+    """
 
     whole: list[Tensor]
     small: list[Tensor]
 
     @classmethod
     def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Memory":
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-
         side = min(m, n)
-        return cls([empty(batch, m, n) for _ in range(2)], [empty(batch, side, side) for _ in range(_NUM_SMALL)])
+        shapes = [(batch, m, n)] * 2 + [(batch, side, side)] * _NUM_SMALL
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+        buffer = _KEPT.buffer
+        if buffer is None or buffer.numel() < sum(sizes):
+            _KEPT.buffer = None  # before there is more
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            if sum(sizes) <= _MAX_KEPT:
+                _KEPT.buffer = buffer
+        parts = buffer[: sum(sizes)].split(sizes)
+        tensors = [
+            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        return cls(tensors[:2], tensors[2:])
 
 
-def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory) -> Tensor:
-    """Return the polynomials of `x`, all at once, in one of the memory's whole matrices."""
+def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory, out: Tensor) -> None:
+    """Write the polynomials of `x` to `out`, which may be `x`, all at once."""
     current, other = memory.whole
     g, h, s, q, spare = memory.small
     _normalize(x, norm, current)
@@ -157,9 +196,12 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory) -> Tensor:
                 q, spare = spare, q
             identity *= a
         left, right = (q, current) if wide else (current, q)
+        if stop == len(form.coefficients) and out.dtype == other.dtype:
+            other = out
         _multiply(left, right, other, c=current, beta=identity)
         current, other = other, current
-    return current
+    if current is not out:
+        out.copy_(current)
 
 
 def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
@@ -220,7 +262,7 @@ def _multiply(
     side, terms = out.shape[-1], a.shape[-1]
     if c is not None and alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
         torch.mul(c, beta, out=out)
-    elif is_symmetric and side >= _ALONE_SIDE:
+    elif is_symmetric and _is_large(side, terms):
         rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
         starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
         for start, stop in pairwise(starts):

@@ -16,8 +16,8 @@ no function changes a gradient. On CUDA devices kernels compute the same in one 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ __all__ = [
 
 LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
 DecayCoupling = Literal["lr", "lr_squared"]
+
+# Entries of large tensors that go through all operations of a pass together: what is computed between stays in the
+# caches of a CPU, and in memory that it has used before.
+_PIECE = 2**17
 
 # Keeps 1 / sqrt(second moment) finite for neurons that never received a gradient.
 _NEURON_EPS = 1e-10
@@ -67,11 +71,31 @@ def momentum_(
     """
     if out is None:
         out = [torch.empty_like(m) for m in momenta]
-    for momentum, gradient, direction in zip(momenta, gradients, out, strict=True):
+    for momentum, gradient, direction in _pieces(momenta, gradients, out):
         wide = gradient.to(momentum.dtype)
         momentum.lerp_(wide, 1 - mu)
         direction.copy_(torch.lerp(wide, momentum, mu) if nesterov else momentum)
     return out
+
+
+def _pieces(*rows: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what stands at the same place of each sequence; of large tensors on CPUs one piece after the other.
+
+    Args:
+        rows: tensors, those of the first sequence as large as all that stand at their place, which may also be
+            numbers, None, or tensors to be broadcast.
+    """
+    for items in zip(*rows, strict=True):
+        like = items[0]
+        if like.device.type != "cpu" or like.numel() <= _PIECE:
+            yield items
+            continue
+        # The first dimension of whose slices one fits; if none does, the tensor has many dimensions.
+        dim = next((dim for dim, size in enumerate(like.shape) if like.numel() // size <= _PIECE), like.ndim - 1)
+        length = max(1, _PIECE * like.shape[dim] // like.numel())
+        parts = [item.expand(like.shape).split(length, dim) if isinstance(item, Tensor) else None for item in items]
+        for number in range(-(-like.shape[dim] // length)):
+            yield tuple(item if part is None else part[number] for item, part in zip(items, parts, strict=True))
 
 
 def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
@@ -171,7 +195,7 @@ def apply_(
             works against the update. Source: cautious weight decay, arXiv 2510.12402.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
-    for weight, master, update, factor in zip(weights, masters, updates, factors, strict=True):
+    for weight, master, update, factor in _pieces(weights, masters, updates, factors):
         current = full_precision(weight, master)
         wide = torch.promote_types(torch.float32, weight.dtype)
         step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)

@@ -1,5 +1,7 @@
 """Orthogonalisation on CPUs: the same polynomials in every order of memory, batch and division into blocks."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,6 +163,61 @@ def test_cubic_polynomials(side, dtype):
     form = form_of("polar_express", x.shape, dtype, coefficients=cubic)
     expected = exactly(x, form)
     assert (apply_form(x, form).double() - expected).norm() < TOLERANCES[dtype] * expected.norm()
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The memory that the threads of a test keep: none at first."""
+    kept = cpu_orthogonalize._Kept()
+    monkeypatch.setattr(cpu_orthogonalize, "_KEPT", kept)
+    return kept
+
+
+def test_memory_is_used_again_and_no_result_is_in_it(kept):
+    calls = [(shape, method, dtype) for shape in [(2, 40, 60), (1, 16, 12)] for method in ("gram", "polar_express")
+             for dtype in (torch.float32, torch.float64)]  # fmt: skip
+    forms = [form_of(method, shape, dtype) for shape, method, dtype in calls]
+    inputs = [directions(*shape, seed=number) for number, (shape, _, _) in enumerate(calls)]
+    results = [apply_form(x, form) for x, form in zip(inputs, forms, strict=True)]
+    addresses = {kept.buffer.data_ptr()}
+    for x, form, result in zip(inputs, forms, results, strict=True):
+        kept.buffer.fill_(255)  # NaN in any dtype
+        assert torch.equal(apply_form(x, form), result)
+        addresses.add(kept.buffer.data_ptr())
+    assert len(addresses) == 1
+    assert all(result.isfinite().all() for result in results)
+
+
+def test_threads_keep_their_own_memory(kept):
+    form = form_of("polar_express", (64, 64), torch.float32)
+    inputs = [directions(1, 64, 64, seed=seed) for seed in range(4)]
+    expected = [apply_form(x, form) for x in inputs]
+    wrong = []
+
+    def run(x, result):
+        wrong.extend(1 for _ in range(50) if not torch.equal(apply_form(x, form), result))
+
+    threads = [threading.Thread(target=run, args=row) for row in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_memory_of_large_matrices_is_given_back(kept, monkeypatch):
+    monkeypatch.setattr(cpu_orthogonalize, "_MAX_KEPT", 50_000)
+    small, large = directions(1, 24, 24), directions(1, 64, 64)
+    for x, is_kept in [(large, False), (small, True), (large, False), (small, True)]:
+        apply_form(x, form_of("polar_express", x.shape, torch.float32))
+        assert (kept.buffer is not None) == is_kept
+
+
+def test_memory_of_inference_mode_serves_outside_of_it(kept, blocks):
+    x, form = directions(1, 48, 100), form_of("polar_express", (48, 100), torch.float32)
+    with torch.inference_mode():
+        inside = apply_form(x, form)
+    assert torch.equal(apply_form(x, form), inside)
 
 
 def test_operands_are_left_alone():

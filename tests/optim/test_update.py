@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintic
+from quintic.optim import update as update_module
+from quintic.optim.precision import store_
 from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
 
 
@@ -235,3 +237,43 @@ def test_signs_of_small_float16_numbers_are_compared():
     expected = weight - update.float() * 0.1
     apply_([weight], [None], [update], [1.0], lr=0.1, weight_decay=5.0, cautious=True)
     torch.testing.assert_close(weight, expected.half(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 24, 60, 100])
+@pytest.mark.parametrize("master", [None, torch.float32, torch.uint16], ids=str)
+@pytest.mark.parametrize("cautious", [False, True])
+def test_large_tensors_in_pieces_have_the_same_bits(piece, master, cautious, monkeypatch):
+    shapes = [(6, 20), (3, 1, 5, 8), (2, 4, 5, 3), (120,), (), (0, 4)]
+    factors = [torch.rand(6, 1), torch.rand(3, 1, 1, 8), torch.rand(1, 1, 1, 1), 0.3, torch.rand(()), torch.rand(1, 4)]
+
+    def run():
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        gradients = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+        momenta = [torch.randn(shape, generator=generator) for shape in shapes]
+        momenta[0] = momenta[0].T.contiguous().T
+        out = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        momentum_(momenta, gradients, mu=0.9, nesterov=True, out=out)
+        weights, masters = values, [None] * len(values)
+        if master is not None:
+            weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+            masters = [torch.zeros(shape, dtype=master) for shape in shapes]
+            for weight, low, value in zip(weights, masters, values, strict=True):
+                store_(weight, low, value)
+        apply_(weights, masters, out, factors, lr=0.1, weight_decay=0.2, cautious=cautious)
+        return [*momenta, *out, *weights, *(low for low in masters if low is not None)]
+
+    expected = run()
+    monkeypatch.setattr(update_module, "_PIECE", piece)
+    for found, whole in zip(run(), expected, strict=True):
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64, 32), (1, 1, 32, 64), (8, 1, 16, 16), (4, 2, 16, 16)])
+def test_pieces_are_no_larger_than_they_may_be(shape, monkeypatch):
+    monkeypatch.setattr(update_module, "_PIECE", 200)
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    pieces = [piece for (piece,) in update_module._pieces([tensor])]
+    assert max(piece.numel() for piece in pieces) <= 200
+    assert sorted(torch.cat([piece.flatten() for piece in pieces]).tolist()) == list(range(tensor.numel()))
+    assert len(pieces) <= 2 * tensor.numel() / 200

@@ -12,6 +12,7 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.dispatch import choose_products
+from quintic.optim import cpu_orthogonalize
 from quintic.optim.forms import resolve
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import SMALL_BYTES, direction_dtype
@@ -21,6 +22,13 @@ from quintic.optim.workspace import Matrices, polar_work
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 70)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    """All memory is allocated in the call that is watched, none before it."""
+    monkeypatch.setattr(cpu_orthogonalize, "_MAX_KEPT", 0)
+    monkeypatch.setattr(cpu_orthogonalize, "_KEPT", cpu_orthogonalize._Kept())
 
 
 # -- orthogonalisation in plain PyTorch ------------------------------------------------------------------------------
@@ -47,7 +55,7 @@ def test_what_plain_products_allocate(method, compute_dtype, dtype, shape, batch
     planned = polar_work(form, batch, *shape, Matrices(dtype, CPU, "torch", False))
     # Of one bfloat16 matrix copies may be made that seldom are.
     copied = 100_000 if compute_dtype == torch.bfloat16 else 0
-    assert peak <= planned.peak <= 1.15 * peak + copied + 256
+    assert peak <= planned.peak <= 1.2 * peak + copied + 256
     assert planned.kept == x.numel() * compute_dtype.itemsize
 
 
