@@ -5,7 +5,7 @@
 Prints Markdown. Five questions, one section each: how large is the error of each form, for spectra from flat to
 singular (every shape, then more steps); where should the Gram form restart (the worst of thousands of small matrices,
 for every place of at most two restarts); does the rule hold for other polynomials; is its limit the right one; why do
-matrices enter with a norm of 128 instead of 1. Everything is seeded and runs on the CPU, in one thread, in two minutes.
+matrices enter with a norm of 128 instead of 1. Everything is seeded and runs on the CPU, in one thread, in ten minutes.
 """
 
 import argparse
