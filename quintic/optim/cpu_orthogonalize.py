@@ -30,13 +30,11 @@ from quintic.optim.sums import norms
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
-# From this short side or this number of entries on a matrix fills the cores by itself, and several do not stay in the
-# caches (2 cores, benchmarks/cpu_step.py).
+# From this short side on a matrix fills the cores by itself (2 cores, benchmarks/cpu_step.py).
 _ALONE_SIDE = 512
-_ALONE_ENTRIES = 2**19
 
 # Rows of a symmetric product in one call, at least, if its sums are long: with fewer, calls take more than they save.
-_BLOCK_ROWS = 192
+_BLOCK_ROWS = 256
 
 # The small matrices of `_iterate`.
 _NUM_SMALL = 5
@@ -62,10 +60,6 @@ def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
     return form.compute_dtype != torch.bfloat16 or min(m, n) ** 3 > SMALL_PRODUCT
 
 
-def _is_large(m: int, n: int) -> bool:
-    return min(m, n) >= _ALONE_SIDE or m * n >= _ALONE_ENTRIES
-
-
 def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return the form's polynomials of the matrices of `x`, scaled to a Frobenius norm; autograd cannot follow.
 
@@ -82,7 +76,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
     batch, m, n = x.shape
     result = x.new_empty(x.shape, dtype=dtype or form.compute_dtype)
     together = 1
-    if batch > 1 and not _is_large(m, n) and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
+    if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
         together = batch
     memory = _Memory.of(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
@@ -100,7 +94,7 @@ def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dty
         n: columns.
         direction: dtype of what is orthogonalised.
     """
-    dtype, together = form.compute_dtype, 1 if _is_large(m, n) else batch
+    dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
         # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
@@ -262,7 +256,7 @@ def _multiply(
     side, terms = out.shape[-1], a.shape[-1]
     if c is not None and alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
         torch.mul(c, beta, out=out)
-    elif is_symmetric and _is_large(side, terms):
+    elif is_symmetric and side >= _ALONE_SIDE:
         rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
         starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
         for start, stop in pairwise(starts):
