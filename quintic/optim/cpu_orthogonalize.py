@@ -190,12 +190,10 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory, out: Tensor) -
                 q, spare = spare, q
             identity *= a
         left, right = (q, current) if wide else (current, q)
-        if stop == len(form.coefficients) and out.dtype == other.dtype:
-            other = out
         _multiply(left, right, other, c=current, beta=identity)
         current, other = other, current
-    if current is not out:
-        out.copy_(current)
+    # Not by the last product: the libraries' bits depend on the address that they write to.
+    out.copy_(current)
 
 
 def _normalize(x: Tensor, norm: float, out: Tensor) -> None:

@@ -117,6 +117,15 @@ def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
         cpu_orthogonalize._is_the_same_alone.cache_clear()
 
 
+@pytest.mark.parametrize("shape", [(5, 11, 13), (7, 17, 9), (4, 33, 31)], ids=str)
+@pytest.mark.parametrize("method", ["gram", "polar_express"])
+def test_bits_do_not_depend_on_where_results_lie(shape, method, monkeypatch):
+    monkeypatch.setattr(cpu_orthogonalize, "_is_the_same_alone", lambda *_: False)
+    x, form = directions(*shape), form_of(method, shape, torch.float32)
+    alone = torch.cat([apply_form(matrix[None].clone(), form) for matrix in x])
+    assert torch.equal(apply_form(x, form), alone)
+
+
 def test_a_batch_is_multiplied_together(monkeypatch):
     sizes = []
     right = cpu_orthogonalize._multiply

@@ -12,7 +12,6 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.dispatch import choose_products
-from quintic.optim import cpu_orthogonalize
 from quintic.optim.forms import resolve
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.plan import SMALL_BYTES, direction_dtype
@@ -22,13 +21,6 @@ from quintic.optim.workspace import Matrices, polar_work
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 70)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch):
-    """All memory is allocated in the call that is watched, none before it."""
-    monkeypatch.setattr(cpu_orthogonalize, "_MAX_KEPT", 0)
-    monkeypatch.setattr(cpu_orthogonalize, "_KEPT", cpu_orthogonalize._Kept())
 
 
 # -- orthogonalisation in plain PyTorch ------------------------------------------------------------------------------
