@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.owners import balance
@@ -30,7 +29,7 @@ from quintic.optim.plan import (
 from quintic.optim.planning import local_buckets
 from quintic.optim.schedule import Schedule, arranged
 from quintic.optim.sharing import travelling
-from quintic.optim.traffic import Cargo, per_key, piece_numels, traffic_of
+from quintic.optim.traffic import Cargo, per_key, traffic_of
 from quintic.optim.travel import SharedBucket, shared_buckets, travelling_buckets
 from quintic.optim.update import second_moment_shape
 
@@ -54,14 +53,6 @@ class Load:
     workspace_bytes: Tensor
     bytes_sent: Tensor
     bytes_received: Tensor
-    entries: Tensor
-    """Of parameters, that a rank keeps and updates."""
-    owned_entries: Tensor
-    """Of matrices, that a rank orthogonalises."""
-    form: Form | None
-    """How the matrices are orthogonalised; None for AdamW and for a user's function."""
-    master: str | None
-    """What stands behind low-precision weights, see `Muon`."""
     cargo: Cargo | None = None
     """What is sent; None where nothing is."""
 
@@ -196,8 +187,6 @@ class _Shadows:
 def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Sequence[Stages]) -> Load:
     exchange, kinds = shared.exchange, shared.kinds
     counts = torch.tensor(exchange.counts)
-    unit_numel = math.prod(exchange.unit_shape)
-    pieces = piece_numels(exchange)
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
     cargo = None
     if not exchange.is_local:
@@ -221,10 +210,6 @@ def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Seq
         workspace_bytes=torch.tensor([stage.most for stage in stages]) * present,
         bytes_sent=zeros if traffic is None else traffic.gather_sent + traffic.scatter_sent,
         bytes_received=zeros if traffic is None else traffic.gather_received + traffic.scatter_received,
-        entries=len(shared.units) * pieces * present,
-        owned_entries=counts * unit_numel,
-        form=kinds[0].form,
-        master=group["master"],
         cargo=cargo,
     )
 
@@ -291,10 +276,10 @@ def _local_loads(
         present = torch.zeros(num_ranks, dtype=torch.bool)
         present[ranks] = True
         for bucket in local_buckets(number, {**group, "params": params}, indices):
-            yield _local_load(bucket, group, present)
+            yield _local_load(bucket, present)
 
 
-def _local_load(bucket: Bucket, group: Mapping[str, Any], present: Tensor) -> Load:
+def _local_load(bucket: Bucket, present: Tensor) -> Load:
     zeros = torch.zeros(len(present), dtype=torch.int64)
     is_muon = bucket.shape is not None
     return Load(
@@ -308,10 +293,6 @@ def _local_load(bucket: Bucket, group: Mapping[str, Any], present: Tensor) -> Lo
         workspace_bytes=bucket.workspace_bytes * present,
         bytes_sent=zeros,
         bytes_received=zeros,
-        entries=bucket.numel * present,
-        owned_entries=bucket.numel * present if is_muon else zeros,
-        form=bucket.form,
-        master=group["master"],
     )
 
 

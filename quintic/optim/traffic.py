@@ -33,32 +33,24 @@ class Traffic(NamedTuple):
     scatter_received: Tensor
 
 
-def traffic_of(cargo: Cargo, nodes: Tensor | None = None) -> Traffic:
-    """Return what moves between ranks.
-
-    Args:
-        cargo: of an exchange that is not local.
-        nodes: (ranks,) int64, the node of each rank, to count only what moves within nodes.
-    """
+def traffic_of(cargo: Cargo) -> Traffic:
+    """Return what moves between ranks, of an exchange that is not local."""
     exchange = cargo.exchange
     counts, copies, pieces = torch.tensor(exchange.counts), torch.tensor(exchange.copies), piece_numels(exchange)
-    if nodes is None:
-        nodes = torch.zeros_like(counts)
-    others = per_key(torch.ones_like(nodes), nodes) - 1
+    others = len(counts) - 1
     if exchange.is_sparse:  # broadcasts of what there is
-        given, taken = counts * others, per_key(counts, nodes) - counts
+        given, taken = counts * others, counts.sum() - counts
     else:  # all-gathers of parts as long as the longest
-        given = taken = max(exchange.counts) * others
+        given = taken = torch.full_like(counts, max(exchange.counts) * others)
     if exchange.is_replicated:
         zeros, entries = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update + cargo.factors
         return Traffic(zeros, zeros, entries * given, entries * taken)
     # A gather stays within a copy of the parameters, a scatter reaches all of them.
-    near = copies * (int(nodes.max()) + 1) + nodes
     return Traffic(
-        gather_sent=pieces * (per_key(counts, near) - counts) * cargo.direction,
-        gather_received=counts * (per_key(pieces, near) - pieces) * cargo.direction,
-        scatter_sent=counts * (per_key(pieces, nodes) - pieces) * cargo.update + cargo.factors * given,
-        scatter_received=pieces * (per_key(counts, nodes) - counts) * cargo.update + cargo.factors * taken,
+        gather_sent=pieces * (per_key(counts, copies) - counts) * cargo.direction,
+        gather_received=counts * (per_key(pieces, copies) - pieces) * cargo.direction,
+        scatter_sent=counts * (pieces.sum() - pieces) * cargo.update + cargo.factors * given,
+        scatter_received=pieces * (counts.sum() - counts) * cargo.update + cargo.factors * taken,
     )
 
 

@@ -111,8 +111,6 @@ class RehearsalOptions:
     """Ranks along each dimension of the mesh, as in 8x4."""
     layout: str = "fsdp"
     """What each dimension does: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
-    machine: str = "h200"
-    """What predicts the time: h200, or the path of a TOML file."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the parameters."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"

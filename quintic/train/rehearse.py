@@ -9,8 +9,6 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.machine import load_machine
-from quintic.optim.prediction import StepTimes, predict
 from quintic.optim.rehearsal import Load, Rehearsal, rehearse
 from quintic.train.planned_models import planned_model
 
@@ -29,7 +27,6 @@ def rehearsal_text(options: "RehearsalOptions") -> str:
     mesh = _mesh(options.mesh)
     names = tuple(options.layout.split(","))
     try:
-        machine = load_machine(options.machine)
         model = planned_model(options.model, getattr(torch, options.dtype))
         optimizer = quintic.Muon(
             quintic.param_groups(model),
@@ -40,13 +37,13 @@ def rehearsal_text(options: "RehearsalOptions") -> str:
         rehearsal = rehearse(optimizer, mesh, names)
     except ConfigError as error:
         # The library speaks of its argument, the user of the option.
-        raise ConfigError(re.sub("^(model|mesh|layout|machine)=", r"--\1 ", str(error))) from None
+        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", str(error))) from None
     except ValueError as error:
         # Parameters that nobody decided about.
         raise ConfigError(f"--model {options.model}: {error}") from None
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-    head = f"{options.model}: {parameters:,} parameters of {options.dtype}; predicted for {options.machine}"
-    return f"{head}\n{table(rehearsal, predict(rehearsal, machine))}"
+    head = f"{options.model}: {parameters:,} parameters of {options.dtype}"
+    return f"{head}\n{table(rehearsal)}"
 
 
 def _mesh(text: str) -> tuple[int, ...]:
@@ -55,13 +52,8 @@ def _mesh(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-def table(rehearsal: Rehearsal, times: StepTimes) -> str:
-    """Return a rehearsal as text: a line for each kind of bucket, then the totals.
-
-    Args:
-        rehearsal: of a step.
-        times: predicted for it.
-    """
+def table(rehearsal: Rehearsal) -> str:
+    """Return a rehearsal as text: a line for each kind of bucket, then the totals."""
     mesh = "x".join(map(str, rehearsal.mesh))
     lines = [
         f"{rehearsal.num_ranks:,} ranks as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
@@ -85,10 +77,6 @@ def table(rehearsal: Rehearsal, times: StepTimes) -> str:
         "sent": f"{_most_and_mean(rehearsal.bytes_sent, 1e6)} MB",
         "state": f"{_most_and_mean(rehearsal.state_bytes, 2**20)} MiB",
         "temporary memory": f"at most {_most_and_mean(rehearsal.workspace_bytes, 2**20)} MiB",
-        "one step": (
-            f"{times.total * 1e3:,.2f} ms: {times.compute * 1e3:,.2f} computing, {times.waiting * 1e3:,.2f} waiting "
-            f"(collectives take {times.collectives * 1e3:,.2f})"
-        ),
     }
     return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items())])
 

@@ -90,24 +90,21 @@ def numbers(text):
 def test_plan_prints_a_table_and_totals(capsys):
     assert main(["plan", "--model", "gpt2", "--mesh", "4x2", "--layout", "fsdp,tp", "--normalize=neuron"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "gpt2: 124,439,808 parameters of bfloat16; predicted for h200"
+    assert lines[0] == "gpt2: 124,439,808 parameters of bfloat16"
     assert lines[1] == "8 ranks as 4x2 (fsdp, tp); the most / the mean of the ranks"
     rows = {" ".join(line.split()[:5]): line for line in lines[4:8]}
     assert "polar_express fp16 48 x 768x768" in rows
     assert "gram fp16 12 x 3072x768" in rows
     totals = {line[:18].strip(): line[18:] for line in lines[9:]}
-    assert list(totals) == ["operations", "sent", "state", "temporary memory", "one step"]
+    assert list(totals) == ["operations", "sent", "state", "temporary memory"]
     most, mean, balance = numbers(totals["operations"])
     assert balance == pytest.approx(most / mean, abs=0.01)
-    total, computing, waiting, collectives = numbers(totals["one step"])
-    assert total == pytest.approx(computing + waiting, abs=0.02)
-    assert 0 < waiting <= collectives
 
 
 def test_help_names_the_options_of_both(capsys):
     assert main(["plan", "--model", "gpt2", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(option in printed for option in ("--model", "--mesh", "--layout", "--machine", "--normalize"))
+    assert all(option in printed for option in ("--model", "--mesh", "--layout", "--normalize"))
     assert main(["plan", "--help"]) == 0
     assert "quintic plan --model NAME --help" in " ".join(capsys.readouterr().out.split())
 
@@ -123,7 +120,6 @@ MISTAKES = [
     (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
     (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose of dp, replicate, fsdp"),
     (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
-    (["--model", "gpt2", "--machine", "h300"], "--machine h300: choose h200, or the path of a TOML file"),
     (["--model", "gpt2", "--dtype", "fp8"], "--dtype fp8: give bfloat16 or float32"),
     (["--model", "gpt2", "--depth", "3"], "unknown option --depth"),
 ]
