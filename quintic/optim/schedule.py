@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quintic.optim.plan import Bucket, Stages
 
 __all__ = [
-    "Cost",
     "Orders",
     "Schedule",
     "arranged",
@@ -25,7 +24,6 @@ __all__ = [
     "overlapping",
     "restricted",
     "run_overlapping",
-    "shortest",
 ]
 
 Schedule = Sequence[int | None]
@@ -33,7 +31,7 @@ Schedule = Sequence[int | None]
 
 
 class Orders(NamedTuple):
-    """What a user wants to come first, as names of parameters; None for what `arranged` finds best."""
+    """What a user wants to come first, as names of parameters; None for the largest buckets."""
 
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None
@@ -173,7 +171,7 @@ def arranged(
 ) -> tuple[list["Bucket"], Schedule]:
     """Return the buckets with collectives in the order in which they are worked on, and when each starts.
 
-    Buckets of one process group stay together, in the order of `shortest`.
+    Buckets of one process group stay together, the largest first: its messages overlap with the work on all others.
 
     Args:
         buckets: of one rank's plan.
@@ -184,8 +182,8 @@ def arranged(
     schedule: list[int | None] = []
     for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
         found = list(of_ranks)
-        costs = [_cost(bucket) for bucket in found]
-        found = _by_names([found[number] for number in shortest(costs)], orders.work)
+        found.sort(key=lambda bucket: -bucket.numel * bucket.dtype.itemsize)
+        found = _by_names(found, orders.work)
         first = len(in_order)
         in_order += found
         numbered = [None if step is None else first + step for step in _overlapping(found, groups, orders.launch)]
@@ -212,67 +210,6 @@ def _overlapping(
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
     return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
-
-
-class Cost(NamedTuple):
-    """Seconds, roughly: only their proportions matter."""
-
-    gathering: float
-    work: float
-    scattering: float
-
-
-# What a bucket's three parts are reckoned with: bytes per second sent and read or written, operations per second.
-_SENT, _MOVED, _COMPUTED = 200e9, 4e12, 500e12
-
-# Bytes read and written of an entry besides.
-_MOVED_PER_ENTRY = 30
-
-# More steps than this are worked on in the order of the plan: finding the best would take seconds.
-_MOST_TRIED = 40
-
-
-def _cost(bucket: "Bucket") -> Cost:
-    size, num_ranks = bucket.numel * bucket.dtype.itemsize, len(bucket.ranks)
-    sent = size * (num_ranks - 1) / num_ranks / _SENT
-    packed = 0.0 if bucket.sharding is None or bucket.sharding.is_direct else 2 * size / _MOVED
-    flops, entries = 0, bucket.numel / num_ranks
-    gathers = scatters = 1.0
-    if bucket.travel is not None:
-        per_unit = sum(kind.form.flops(*kind.shape) for kind in bucket.travel.kinds if kind.form is not None)
-        flops = max(bucket.travel.exchange.counts) * per_unit
-        if bucket.sharding is None:
-            # Of whole copies nothing is gathered; of pieces each rank sends its own.
-            whole = bucket.travel.exchange.is_replicated
-            gathers, scatters = (0.0, 1.0) if whole else (1 / num_ranks, 1 / num_ranks)
-    return Cost(sent * gathers + packed, flops / _COMPUTED + entries * _MOVED_PER_ENTRY / _MOVED, sent * scatters)
-
-
-def shortest(costs: Sequence[Cost]) -> list[int]:
-    """Return an order of steps in which all of them are over early: each inserted where that is soonest, largest first.
-
-    Collectives run one after the other, and so does work; a step is worked on when it is gathered, and scattered then.
-
-    Source: M. Nawaz, E. Enscore, I. Ham, A heuristic algorithm for the flow-shop sequencing problem (1983).
-    """
-    if len(costs) > _MOST_TRIED:
-        return list(range(len(costs)))
-    order: list[int] = []
-    for step in sorted(range(len(costs)), key=lambda step: (-sum(costs[step]), step)):
-        tried = [[*order[:place], step, *order[place:]] for place in range(len(order), -1, -1)]
-        order = min(tried, key=lambda found: _duration([costs[number] for number in found]))
-    return order
-
-
-def _duration(costs: Sequence[Cost]) -> float:
-    """Return the seconds that steps take in their order, everything starting as early as it can."""
-    gathered = worked = 0.0
-    sent = sum(cost.gathering for cost in costs)
-    for cost in costs:
-        gathered += cost.gathering
-        worked = max(worked, gathered) + cost.work
-        sent = max(sent, worked) + cost.scattering
-    return sent
 
 
 def _by_names(buckets: Sequence["Bucket"], names: Sequence[str] | None) -> list["Bucket"]:

@@ -1,5 +1,7 @@
 """When collectives start and end: as early and late as memory allows, the same for a part of the steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic.optim.plan import Stages
-from quintic.optim.schedule import one_ahead, overlapping, restricted, run_overlapping
+from quintic.optim.schedule import Orders, arranged, one_ahead, overlapping, restricted, run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
 
@@ -132,3 +134,26 @@ def test_names_of_an_order_are_checked():
     with pytest.raises(ValueError, match="no parameter is called 'b'"):
         quintic.Muon(params, work_order=["b"]).plan()
     assert len(quintic.Muon(params, work_order=["a"]).plan().buckets) == 1
+
+
+def test_the_largest_bucket_of_a_process_group_comes_first():
+    def bucket(name, ranks, numel, dtype=torch.float32):
+        stages = Stages(0, 0, 0, 0)
+        return SimpleNamespace(
+            names=(name,), ranks=ranks, numel=numel, dtype=dtype, group=0, sharding=None, shared_stages=stages
+        )
+
+    buckets = [
+        bucket("a", (2, 3), 9),
+        bucket("b", (0, 1), 3),
+        bucket("c", (0, 1), 5, torch.bfloat16),
+        bucket("d", (0, 1), 4),
+        bucket("e", (0, 1), 3),
+    ]
+    groups = [{"offload": False, "max_workspace_bytes": None}]
+
+    def names(**orders):
+        return "".join(found.names[0] for found in arranged(buckets, groups, Orders(**orders))[0])
+
+    assert names() == "dbeca"
+    assert names(work=("e", "a")) == "edbca"
