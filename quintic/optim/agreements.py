@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
+from quintic.optim.bucket import Bucket
 from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, group_ranks, start_sum, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.connected import Connected, exchanged, facts_of
 from quintic.optim.device_memory import HostCopy, host_tensor, is_capturing, upload
 from quintic.optim.layouts import Layout
+from quintic.optim.order import Orders
 from quintic.optim.partial_gradients import PartialGradients
-from quintic.optim.plan import Bucket
-from quintic.optim.schedule import Orders
 from quintic.optim.sharing import AVERAGING
 
 __all__ = ["Agreements"]

@@ -14,11 +14,11 @@ from torch import Tensor
 from quintic.optim.communicators import Communicators, check_transport
 from quintic.optim.early_averages import EarlyAverages
 from quintic.optim.flattened import check_group_is_whole
+from quintic.optim.order import Orders
 from quintic.optim.plan import PLANNED_OPTIONS
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
 from quintic.optim.runner import Runner
-from quintic.optim.schedule import Orders
 from quintic.optim.sharing import layouts_of
 from quintic.optim.sparse_rows import AnnouncedRows
 from quintic.optim.upkeep import Upkeep

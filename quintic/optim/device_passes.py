@@ -4,18 +4,19 @@ The kernels find their tensors by address. Addresses of weights and state hardly
 when the allocator hands out other memory, so every step compares them and uploads a new table only when one differs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, is_capturing, upload
+from quintic.optim.bucket import Bucket
+from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, upload
+from quintic.optim.members import block_of, direction_dtype
 from quintic.optim.operands import BucketMemory, Operands
-from quintic.optim.plan import Bucket, block_of, direction_dtype
 from quintic.optim.state import master_of
+from quintic.optim.tables import AddressTable, upload_programs
 from quintic.optim.views import View
 
 if TYPE_CHECKING:  # needs Triton
@@ -23,50 +24,13 @@ if TYPE_CHECKING:  # needs Triton
     from quintic.kernels.programs import TilePrograms
 
 __all__ = [
-    "ALIGNMENT",
-    "AddressTable",
     "DeviceMemory",
     "DevicePasses",
     "step_adamw_on_device",
-    "upload_programs",
     "with_one_gradient_dtype",
 ]
 
 _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS))
-ALIGNMENT = 16
-"""Bytes: kernels load faster where all addresses are multiples of it."""
-
-
-class AddressTable:
-    """An int64 table of addresses on the device, uploaded when it changes."""
-
-    def __init__(self) -> None:
-        self._key: object = None
-        self._table = torch.empty(0)
-        self._spare: Tensor | None = None
-        self._captured: list[Tensor] = []
-        self.aligned = False
-
-    def get(self, key: object, build: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return the table for `key` on the device; `build` makes it on the host when the key is not the last one."""
-        if key == self._key:
-            return self._table
-        addresses = build()
-        self.aligned = not bool((addresses % ALIGNMENT).any())
-        if is_capturing(device):
-            # Pinned memory cannot be allocated during a capture, and the graph reads it again at every replay.
-            if self._spare is None or self._spare.shape != addresses.shape:
-                raise RuntimeError("make one step with the same gradients present before the capture of a CUDA graph")
-            self._captured.append(self._spare.copy_(addresses))
-            self._table = torch.empty_like(addresses, device=device)
-            self._table.copy_(self._spare, non_blocking=True)
-            self._spare = None
-        else:
-            self._table = upload(addresses, device)
-            if device.type == "cuda" and (self._spare is None or self._spare.shape != addresses.shape):
-                self._spare = torch.empty_like(addresses).pin_memory()
-        self._key = key
-        return self._table
 
 
 class DeviceMemory(BucketMemory):
@@ -141,15 +105,6 @@ class DeviceMemory(BucketMemory):
 
         counts = tuple(map(len, moments))
         return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
-
-
-def upload_programs(programs: "TilePrograms", device: torch.device) -> "TilePrograms":
-    """Return how programs are divided, on a device."""
-    return replace(
-        programs,
-        tensor_of_program=upload(programs.tensor_of_program, device),
-        tile_of_program=upload(programs.tile_of_program, device),
-    )
 
 
 class DevicePasses:

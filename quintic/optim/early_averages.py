@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.plan import Bucket
+from quintic.optim.bucket import Bucket
 
 __all__ = ["EarlyAverages", "OfGroup"]
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.averaging import Averaging
+from quintic.optim.bucket import Bucket
 from quintic.optim.channels import Channel
 from quintic.optim.comms import this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.layouts import Layout
 from quintic.optim.operands import BucketMemory, dense_gradient
-from quintic.optim.plan import Bucket
 from quintic.optim.schedule import run_overlapping
 from quintic.optim.sharded_step import ShardedMemory, start_mean
 from quintic.optim.sharing import AVERAGING, ranks_of

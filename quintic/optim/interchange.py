@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from quintic.optim.coefficients import newton_schulz_coefficients
 from quintic.optim.names import known_as
+from quintic.optim.parts import CUT_KEYS
 from quintic.optim.rates import learning_rate
 from quintic.optim.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
-from quintic.optim.sharded import CUT_KEYS
 from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
 from quintic.optim.views import Flatten, View
 

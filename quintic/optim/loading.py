@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintic.optim.layouts import local_tensor
 from quintic.optim.names import known_as
-from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.parts import CUT_KEYS
 from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
 from quintic.optim.state import CODE_KEYS, copy_, piece_of
 from quintic.optim.validate import check_group

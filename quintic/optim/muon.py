@@ -26,12 +26,12 @@ from quintic.optim.forms import Method, Polynomials
 from quintic.optim.loading import load_state
 from quintic.optim.names import without_wrappers
 from quintic.optim.opaque import opaque, opaque_step
+from quintic.optim.order import Orders, orders_of
 from quintic.optim.plan import Plan
 from quintic.optim.qk_clip import QKClip
 from quintic.optim.qk_step import QKStep
 from quintic.optim.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
 from quintic.optim.runner import Runner
-from quintic.optim.schedule import Orders, orders_of
 from quintic.optim.sharded_state import whole_states
 from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected

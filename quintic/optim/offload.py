@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
+from quintic.optim.bucket import Bucket
 from quintic.optim.device_memory import is_capturing
 from quintic.optim.device_passes import DeviceMemory, with_one_gradient_dtype
 from quintic.optim.layouts import local_tensor
+from quintic.optim.members import Member, block_of
 from quintic.optim.offload_size import Offloaded, buffers, offloaded_entries
 from quintic.optim.operands import Operands, State
 from quintic.optim.packing import in_memory_order
+from quintic.optim.parts import CUT_KEYS, state_of_part
 from quintic.optim.pipeline import Passes
 from quintic.optim.placement import planned_state
-from quintic.optim.plan import Bucket, Member, Plan, block_of
-from quintic.optim.sharded import CUT_KEYS, state_of_part
+from quintic.optim.plan import Plan
 from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.state import master_key
 from quintic.optim.transfers import Copies, Loan, Ring, copies_for

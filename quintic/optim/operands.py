@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from quintic.optim.bucket import Bucket
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.layouts import local_gradients, local_tensor
-from quintic.optim.plan import Bucket, Member
+from quintic.optim.members import Member
 from quintic.optim.state import master_key, second_moments
 from quintic.optim.update import lr_scale_factor
 from quintic.optim.views import View

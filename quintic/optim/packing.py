@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.device_memory import host_tensor, upload
-from quintic.optim.device_passes import ALIGNMENT, AddressTable, upload_programs
+from quintic.optim.tables import ALIGNMENT, AddressTable, upload_programs
 
 __all__ = ["Packing", "Run", "in_memory_order", "run_of"]
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from quintic.optim.bucket import Bucket
 from quintic.optim.forms import Form
+from quintic.optim.members import Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.operands import BucketMemory, Operands
 from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import Bucket, Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.rates import learning_rate
 from quintic.optim.update import adamw_, apply_, momentum_, neuron_factors_
 from quintic.optim.views import as_block

@@ -16,7 +16,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.layouts import is_dtensor, local_tensor
 from quintic.optim.packing import in_memory_order
-from quintic.optim.sharded import CUT_KEYS, Part
+from quintic.optim.parts import CUT_KEYS, Part
 from quintic.optim.state import STATE_KEYS, num_second_moments
 
 __all__ = ["Needed", "fits", "init_state", "needed_state", "planned_state", "state_on_device"]

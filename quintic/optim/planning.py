@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.bucket import Bucket
 from quintic.optim.forms import Form
 from quintic.optim.layouts import Layout, local_tensor
+from quintic.optim.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.plan import ADAMW_BYTES, Bucket, Member, Plan, adamw_entries, direction_dtype, form_of
-from quintic.optim.schedule import Orders, arranged
+from quintic.optim.order import Orders, arranged
+from quintic.optim.plan import Plan
 from quintic.optim.sharded import sharded_buckets
 from quintic.optim.travel import shared_buckets, travelling_buckets
 from quintic.optim.workspace import Matrices, applied_bytes, directions_bytes, factor_bytes, neuron_bytes, polar_work

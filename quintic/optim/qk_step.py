@@ -17,11 +17,11 @@ from quintic.optim.comms import group_ranks, has_process_group, start_broadcasts
 from quintic.optim.communicators import Communicators
 from quintic.optim.layouts import Layout, local_tensor, mesh_layout, relative
 from quintic.optim.packing import in_memory_order
+from quintic.optim.parts import shaped
 from quintic.optim.precision import full_precision, store_
 from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
 from quintic.optim.qk_layers import is_projection
 from quintic.optim.qk_maxima import Layer, Maxima, Seen, Slot
-from quintic.optim.sharded import shaped
 from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.sharing import layouts_of
 from quintic.optim.state import master_of

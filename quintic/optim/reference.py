@@ -24,14 +24,14 @@ from quintic.optim.comms import (
 )
 from quintic.optim.early_averages import OfGroup
 from quintic.optim.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
+from quintic.optim.members import direction_dtype, form_of
 from quintic.optim.muon import Muon
 from quintic.optim.orthogonalize import apply_form
 from quintic.optim.packing import in_memory_order
 from quintic.optim.partial_gradients import Cut, cut_of, zeros
+from quintic.optim.parts import CUT_KEYS, divided_state
 from quintic.optim.placement import state_on_device
-from quintic.optim.plan import direction_dtype, form_of
 from quintic.optim.rates import learning_rate
-from quintic.optim.sharded import CUT_KEYS, divided_state
 from quintic.optim.sharded_state import Divided, divided_parameters
 from quintic.optim.sharing import AVERAGING, layouts_of
 from quintic.optim.state import second_moments

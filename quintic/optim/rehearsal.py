@@ -13,21 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.bucket import Bucket
 from quintic.optim.layouts import Layout, numel_of, size_of
+from quintic.optim.members import Kind, direction_dtype, update_dtype
 from quintic.optim.muon import Muon
+from quintic.optim.order import arranged
 from quintic.optim.owners import balance
 from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.plan import (
-    Bucket,
-    Kind,
-    Stages,
-    direction_dtype,
-    overlapping_bytes,
-    small_bytes,
-    update_dtype,
-)
+from quintic.optim.plan import small_bytes
 from quintic.optim.planning import local_buckets
-from quintic.optim.schedule import Schedule, arranged
+from quintic.optim.schedule import Schedule, Stages, overlapping_bytes
 from quintic.optim.sharing import travelling
 from quintic.optim.traffic import Cargo, per_key, traffic_of
 from quintic.optim.travel import SharedBucket, shared_buckets, travelling_buckets

@@ -13,16 +13,13 @@ rows in ascending order:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.averaging import mean_in_order
-
-if TYPE_CHECKING:
-    from quintic.optim.sharded import Part
+from quintic.optim.means import mean_in_order
+from quintic.optim.parts import Part
 
 __all__ = ["MARK_BYTES", "RowDivision", "divided_rows", "mean_of_rows", "places_of", "rows_to_send", "touched_rows"]
 
@@ -69,7 +66,7 @@ class RowDivision:
         return 2 * max(sent, received) <= self.padded_rows
 
 
-def divided_rows(param: Tensor, parts: Sequence["Part"], num_ranks: int) -> RowDivision | None:
+def divided_rows(param: Tensor, parts: Sequence[Part], num_ranks: int) -> RowDivision | None:
     """Return how a parameter's rows are divided; None if it always travels whole.
 
     Those are parameters of one dimension, with strides that are not row-major, of less than 4 MiB or with rows of less

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 
 from quintic.optim.agreements import Agreements
+from quintic.optim.bucket import Bucket
 from quintic.optim.comms import this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.early_averages import EarlyAverages, OfGroup
 from quintic.optim.gradient_averages import GradientAverages
+from quintic.optim.members import Member
 from quintic.optim.non_finite import all_finite, first_non_finite
 from quintic.optim.offload import Offload, Part
 from quintic.optim.operands import Operands, State
+from quintic.optim.order import Orders
 from quintic.optim.pipeline import Observer, Passes, PlainPasses, step_adamw, step_matrices
-from quintic.optim.plan import Bucket, Member
 from quintic.optim.planning import build_plan
-from quintic.optim.schedule import Orders, restricted, run_overlapping
+from quintic.optim.schedule import restricted, run_overlapping
 from quintic.optim.sharded_step import ShardedMemory, step_sharded
 from quintic.optim.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.sparse_rows import AnnouncedRows

@@ -6,68 +6,40 @@ forever. So the order of one process group's buckets follows from these buckets 
 do, and process groups come in the same order everywhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from quintic.optim.names import known_as
-
-if TYPE_CHECKING:
-    from quintic.optim.plan import Bucket, Stages
-
-__all__ = [
-    "Orders",
-    "Schedule",
-    "arranged",
-    "one_ahead",
-    "orders_of",
-    "overlapping",
-    "restricted",
-    "run_overlapping",
-]
+__all__ = ["Schedule", "Stages", "one_ahead", "overlapping", "overlapping_bytes", "restricted", "run_overlapping"]
 
 Schedule = Sequence[int | None]
 """Numbers of steps: each makes the step go on to its next part, of three. None stands for work without collectives."""
 
 
-class Orders(NamedTuple):
-    """What a user wants to come first, as names of parameters; None for the largest buckets."""
+class Stages(NamedTuple):
+    """Bytes that a bucket with collectives holds on this rank, by stage; neighbours overlap."""
 
-    launch: tuple[str, ...] | None = None
-    work: tuple[str, ...] | None = None
+    gathering: int
+    """Once it has started, until its gather is over."""
+    computing: int
+    """Then, until its updates are there."""
+    updates: int
+    """What goes from there into the last stage."""
+    scattering: int
+    """From then until it is finished."""
+    starting: int = 0
+    """While it starts, if that is more than what it has then."""
+    finishing: int = 0
+    """While it is finished, if that is more than what it had."""
 
-    def resolved(self, groups: Iterable[Mapping[str, Any]]) -> "Orders":
-        """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.
+    @property
+    def working(self) -> int:
+        """Return the most from when it is worked on until its last stage has begun."""
+        return max(self.gathering, self.computing, self.updates + self.scattering)
 
-        Raises:
-            ValueError: no parameter has a name, or one stands in an order twice.
-        """
-        known = {name for group in groups for name in group["param_names"]}
-        asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
-        unknown = set(asked.values()) - known
-        if unknown:
-            raise ValueError(
-                f"launch_order, work_order: no parameter is called {', '.join(sorted(map(repr, unknown)))}; names are "
-                f"those of named_parameters(), see optimizer.plan()"
-            )
-        return orders_of(*(None if names is None else [asked[name] for name in names] for names in self))
-
-
-def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | None) -> Orders:
-    """Return the orders that a user gave.
-
-    Raises:
-        TypeError: one is no sequence of names.
-        ValueError: a name stands in one of them twice.
-    """
-    for option, names in (("launch_order", launch_order), ("work_order", work_order)):
-        if names is None:
-            continue
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{option}={names!r}: give a list of names of parameters")
-        if len(set(names)) < len(names):
-            raise ValueError(f"{option} names a parameter twice: {names!r}")
-    return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
+    @property
+    def most(self) -> int:
+        """Return the most at any time."""
+        return max(self.starting, self.working, self.finishing)
 
 
 def run_overlapping(
@@ -98,7 +70,7 @@ def one_ahead(count: int) -> list[int | None]:
     return [*schedule, *range(max(count - 1, 0), count)]
 
 
-def overlapping(launch_order: Sequence[int], memory: Sequence["Stages"], budget: int | None) -> list[int | None]:
+def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: int | None) -> list[int | None]:
     """Return a schedule that starts steps as early, and finishes them as late, as memory allows.
 
     What waits for a collective keeps the device from other work: so that is put off until the next step has been worked
@@ -166,54 +138,34 @@ def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     return found
 
 
-def arranged(
-    buckets: Iterable["Bucket"], groups: Sequence[Mapping[str, Any]], orders: Orders
-) -> tuple[list["Bucket"], Schedule]:
-    """Return the buckets with collectives in the order in which they are worked on, and when each starts.
+def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:
+    """Return the most temporary memory at a time.
 
-    Buckets of one process group stay together, the largest first: its messages overlap with the work on all others.
+    Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
+    meanwhile.
 
     Args:
-        buckets: of one rank's plan.
-        groups: the parameter groups.
-        orders: what the user wants first.
+        stages: of the buckets with collectives, in the order in which they are worked on.
+        schedule: in which order their parts are run.
+        alone: what each of the other buckets needs at most.
     """
-    in_order: list[Bucket] = []
-    schedule: list[int | None] = []
-    for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
-        found = list(of_ranks)
-        found.sort(key=lambda bucket: -bucket.numel * bucket.dtype.itemsize)
-        found = _by_names(found, orders.work)
-        first = len(in_order)
-        in_order += found
-        numbered = [None if step is None else first + step for step in _overlapping(found, groups, orders.launch)]
-        if first:
-            # Its first steps start before the last one of the process group before it ends.
-            place = numbered.index(None)
-            schedule[-1:] = [*numbered[:place], schedule[-1], *numbered[place + 1 :]]
+    parts = [0] * len(stages)
+    peak = held = 0
+    for number in schedule:
+        if number is None:
+            peak = max(peak, held + alone)
+            continue
+        stage = stages[number]
+        if parts[number] == 0:
+            peak = max(peak, held + stage.starting)
+            held += stage.gathering
+        elif parts[number] == 1:
+            held -= stage.gathering
+            peak = max(peak, held + stage.working)
+            held += stage.scattering
         else:
-            schedule = numbered
-    return in_order, schedule or [None]
-
-
-def _overlapping(
-    buckets: Sequence["Bucket"], groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
-) -> list[int | None]:
-    if names is None and any(groups[bucket.group]["offload"] and bucket.sharding is None for bucket in buckets):
-        # Their state comes from the host before they start: of many at once the device would wait for it.
-        return one_ahead(len(buckets))
-    memory = []
-    for bucket in buckets:
-        assert bucket.shared_stages is not None
-        memory.append(bucket.shared_stages)
-    budgets = [groups[bucket.group]["max_workspace_bytes"] for bucket in buckets]
-    budget = min((value for value in budgets if value is not None), default=None)
-    numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-    return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
-
-
-def _by_names(buckets: Sequence["Bucket"], names: Sequence[str] | None) -> list["Bucket"]:
-    """Return buckets by the first of the names that is in each, those without one behind."""
-    places = {name: place for place, name in enumerate(names or ())}
-    none = len(places)
-    return sorted(buckets, key=lambda bucket: min((places.get(name, none) for name in bucket.names), default=none))
+            held -= stage.scattering
+            peak = max(peak, held + stage.finishing)
+        parts[number] += 1
+        peak = max(peak, held)
+    return peak

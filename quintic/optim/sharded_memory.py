@@ -6,13 +6,16 @@ it, and weights sent and received.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.plan import ADAMW_BYTES, Stages, adamw_entries, direction_dtype
+from quintic.optim.bucket import Sharding, Travel
+from quintic.optim.members import ADAMW_BYTES, adamw_entries, direction_dtype
+from quintic.optim.parts import Part
 from quintic.optim.row_division import MARK_BYTES
+from quintic.optim.schedule import Stages
 from quintic.optim.workspace import (
     Matrices,
     applied_bytes,
@@ -22,16 +25,12 @@ from quintic.optim.workspace import (
     units_work,
 )
 
-if TYPE_CHECKING:
-    from quintic.optim.sharded import Part, Sharding
-    from quintic.optim.travel import Travel
-
 __all__ = ["stages_of_parts"]
 
 
 def stages_of_parts(
-    sharding: "Sharding",
-    travel: "Travel | None",
+    sharding: Sharding,
+    travel: Travel | None,
     group: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
@@ -77,7 +76,7 @@ def stages_of_parts(
     )
 
 
-def _matrices_bytes(travel: "Travel", of: Matrices, in_order: bool) -> int:
+def _matrices_bytes(travel: Travel, of: Matrices, in_order: bool) -> int:
     """Return an upper bound of what the step of matrices allocates on any rank, given their gradients."""
     exchange, kinds = travel.exchange, travel.kinds
     shape = exchange.unit_shape
@@ -94,6 +93,6 @@ def _matrices_bytes(travel: "Travel", of: Matrices, in_order: bool) -> int:
     return most
 
 
-def _adamw_bytes(parts: "Sequence[Part]", group: Mapping[str, Any]) -> int:
+def _adamw_bytes(parts: Sequence[Part], group: Mapping[str, Any]) -> int:
     largest = max(part.numel for part in parts)
     return ADAMW_BYTES * min(largest, adamw_entries(group["max_workspace_bytes"]) or largest)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quintic.optim.comms import merged_over_ranks, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.packing import in_memory_order
-from quintic.optim.sharded import CUT_KEYS, Part, parts_of
+from quintic.optim.parts import CUT_KEYS, Part, parts_of
 from quintic.optim.sharing import dividing_ranks, layouts_of
 from quintic.optim.state import second_moments
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.averaging import mean_of_ranks
+from quintic.optim.bucket import Bucket, Sharding
 from quintic.optim.channels import Channel, Route
 from quintic.optim.device_memory import host_tensor, upload
+from quintic.optim.means import mean_of_ranks
+from quintic.optim.members import Member
 from quintic.optim.operands import Operands, State, are_contiguous
 from quintic.optim.packing import Packing, Run, in_memory_order, run_of
+from quintic.optim.parts import shaped, state_of_part
 from quintic.optim.pipeline import Observer, Passes
-from quintic.optim.plan import Bucket, Member
-from quintic.optim.sharded import Sharding, shaped, state_of_part
 from quintic.optim.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
 

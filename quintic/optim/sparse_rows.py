@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.optim.bucket import Bucket, Sharding
 from quintic.optim.comms import (
     Pending,
     ProcessGroup,
@@ -31,9 +32,7 @@ from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import HostCopy, is_capturing, upload
 from quintic.optim.names import known_as
 from quintic.optim.operands import dense_gradient
-from quintic.optim.plan import Bucket
 from quintic.optim.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
-from quintic.optim.sharded import Sharding
 
 __all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
 

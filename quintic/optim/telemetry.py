@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.plan import Member
+from quintic.optim.members import Member
 
 __all__ = ["MatrixTelemetry", "Measured", "StepReport", "collected", "measure"]
 

@@ -17,60 +17,21 @@ from typing import Any, NamedTuple
 import torch
 
 from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.bucket import Bucket, Travel, TravellingUnit
 from quintic.optim.exchange import Exchange
 from quintic.optim.layouts import Box, Layout, intersection, local_tensor, relative, size_of
+from quintic.optim.members import Kind, Member, form_of
 from quintic.optim.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.owners import assign_owners, balance, loads_of, shape_cost
-from quintic.optim.plan import Bucket, Kind, Member, Stages, form_of
-from quintic.optim.travel_memory import different_positions, is_transposed, piece_entries, stages_of
+from quintic.optim.schedule import Stages
+from quintic.optim.travel_memory import Key, different_positions, piece_entries, stages_of
 from quintic.optim.views import Unit, View
-from quintic.optim.workspace import is_plain
 
-__all__ = ["Key", "SharedBucket", "Travel", "TravellingUnit", "kinds_of", "shared_buckets", "travelling_buckets"]
+__all__ = ["SharedBucket", "kinds_of", "shared_buckets", "travelling_buckets"]
 
 
 # How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
 _TOLERANCE = 1.25
-
-
-@dataclass(frozen=True, slots=True)
-class TravellingUnit:
-    """A unit of one parameter."""
-
-    name: str
-    index: int
-    """Position of the parameter in its group."""
-    unit: Unit
-    first_matrices: tuple[int, ...]
-    """Position of each of its matrices among all matrices of the parameter."""
-
-
-@dataclass(frozen=True)
-class Travel:
-    """How the matrices of one bucket come together and their updates go back."""
-
-    exchange: Exchange
-    units: tuple[TravellingUnit, ...]
-    """In the order of their owners."""
-    view: View
-    """Of every unit."""
-    kinds: tuple[Kind, ...]
-    """One for each matrix of a unit."""
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Return whether a unit is one matrix or its transpose, with no groups of rows."""
-        return is_plain(self.view, self.exchange.unit_shape)
-
-    @cached_property
-    def is_transposed(self) -> bool:
-        """Return whether a unit stores (in, out), a matrix being (out, in)."""
-        return is_transposed(self.view)
-
-    @property
-    def owned(self) -> tuple[TravellingUnit, ...]:
-        """Return the units that this rank orthogonalises."""
-        return self.units[self.exchange.owned]
 
 
 class _Share(NamedTuple):
@@ -81,25 +42,6 @@ class _Share(NamedTuple):
     ranks: tuple[int, ...]
     holders: tuple[int, ...]
     cost: int
-
-
-class Key(NamedTuple):
-    """What units of one bucket have in common."""
-
-    group: int
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    view: View
-    pieces: tuple[Box | None, ...]
-    copies: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Any
-    normalizes: bool
-    in_order: bool
-    """Whether parameters lie in memory row by row."""
-    elsewhere: bool
-    """Whether messages are received in memory that is kept."""
 
 
 @dataclass(frozen=True)

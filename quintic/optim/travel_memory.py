@@ -10,12 +10,15 @@ The moments are those of `travel_step.py` and `exchange.py`:
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from quintic.optim.exchange import Exchange
-from quintic.optim.layouts import size_of
-from quintic.optim.plan import Kind, Stages, direction_dtype, update_dtype
-from quintic.optim.views import View
+from quintic.optim.layouts import Box, size_of
+from quintic.optim.members import Kind, direction_dtype, update_dtype
+from quintic.optim.schedule import Stages
+from quintic.optim.views import View, is_transposed
 from quintic.optim.workspace import (
     Matrices,
     applied_bytes,
@@ -25,10 +28,26 @@ from quintic.optim.workspace import (
     width_of,
 )
 
-if TYPE_CHECKING:
-    from quintic.optim.travel import Key
+__all__ = ["Key", "different_positions", "piece_entries", "stages_of"]
 
-__all__ = ["different_positions", "is_transposed", "piece_entries", "stages_of"]
+
+class Key(NamedTuple):
+    """What units of one bucket have in common."""
+
+    group: int
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    view: View
+    pieces: tuple[Box | None, ...]
+    copies: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Any
+    normalizes: bool
+    in_order: bool
+    """Whether parameters lie in memory row by row."""
+    elsewhere: bool
+    """Whether messages are received in memory that is kept."""
 
 
 class _Gathered(NamedTuple):
@@ -60,13 +79,8 @@ def different_positions(exchange: Exchange) -> list[int]:
     return list(found.values())
 
 
-def is_transposed(view: View) -> bool:
-    """Return whether a unit stores (in, out), a matrix being (out, in)."""
-    return bool(getattr(view, "transposed", False))
-
-
 def stages_of(
-    key: "Key", kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False, elsewhere: bool = False
+    key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False, elsewhere: bool = False
 ) -> Stages:
     """Return upper bounds of the temporary bytes of a bucket on the exchange's rank.
 
@@ -99,7 +113,7 @@ def stages_of(
 
 
 def _results(
-    key: "Key", kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices, elsewhere: bool
+    key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices, elsewhere: bool
 ) -> tuple[int, int, int]:
     """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
 

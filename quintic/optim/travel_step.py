@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.optim.bucket import Bucket, Travel
 from quintic.optim.channels import Channel
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.device_passes import DeviceMemory
+from quintic.optim.members import Kind, Member, direction_dtype, update_dtype
 from quintic.optim.operands import State
 from quintic.optim.packing import Packing, Run
 from quintic.optim.pipeline import Observer, Passes, advance_neurons_, orthogonalized
-from quintic.optim.plan import Bucket, Kind, Member, direction_dtype, update_dtype
 from quintic.optim.state import second_moments
-from quintic.optim.travel import Travel
 from quintic.optim.update import lr_scale_factor
 
 __all__ = [

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.layouts import local_tensor
+from quintic.optim.parts import CUT_KEYS, Part
 from quintic.optim.placement import fits, init_state, needed_state
-from quintic.optim.sharded import CUT_KEYS, Part
 from quintic.optim.sharded_state import Division, divided_parameters, in_order_of
 from quintic.optim.state import STATE_KEYS, copy_, piece_of
 from quintic.optim.watching import Change, WatchedParameters

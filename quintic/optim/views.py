@@ -15,11 +15,25 @@ scale sees m outputs and n inputs.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["Experts", "Flatten", "Heads", "Matrix", "Rows", "Split", "Unit", "View", "as_block", "matrices_of"]
+__all__ = [
+    "Experts",
+    "Flatten",
+    "Heads",
+    "Matrix",
+    "Rows",
+    "Split",
+    "Unit",
+    "View",
+    "as_block",
+    "is_plain",
+    "is_transposed",
+    "matrices_of",
+]
 
 
 @dataclass(frozen=True)
@@ -345,3 +359,15 @@ def _slabs(shape: Sequence[int], dim: int, count: int, view: View) -> tuple[Unit
         Unit(_slab(shape, dim, index * thickness, (index + 1) * thickness), view, ((0, index),))
         for index in range(count)
     )
+
+
+@lru_cache(maxsize=256)
+def is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
+    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
+    blocks = view.blocks(torch.empty(unit_shape, device="meta"))
+    return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
+
+
+def is_transposed(view: View) -> bool:
+    """Return whether a unit stores (in, out), a matrix being (out, in)."""
+    return bool(getattr(view, "transposed", False))

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from quintic.optim.bucket import Bucket
 from quintic.optim.offload import Visit
 from quintic.optim.operands import Operands
-from quintic.optim.plan import Bucket
 from quintic.optim.schedule import Schedule, run_overlapping
 from quintic.optim.telemetry import StepReport
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from quintic.kernels.dispatch import Kernels, queued_matrices
 from quintic.optim.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.forms import Form
-from quintic.optim.plan import Kind, direction_dtype, update_dtype
+from quintic.optim.members import Kind, direction_dtype, update_dtype
 from quintic.optim.products import ALIGNMENT, SMALL_PRODUCT, padded_side
 from quintic.optim.program import Product, Program, products_of
-from quintic.optim.views import View
+from quintic.optim.views import View, is_plain
 
 __all__ = [
     "Matrices",
@@ -35,7 +35,6 @@ __all__ = [
     "directions_bytes",
     "factor_bytes",
     "factors_of_pieces_bytes",
-    "is_plain",
     "neuron_bytes",
     "polar_work",
     "units_work",
@@ -256,13 +255,6 @@ def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) ->
     # CPUs make sums of other entries than float32's of widened copies; GPUs square entries before they add them.
     widens = item < width or of.device.type == "cuda"
     return 10 * factor_bytes(count, m, n, of) + (count * m * n * width if widens else 0)
-
-
-@lru_cache(maxsize=256)
-def is_plain(view: View, unit_shape: tuple[int, ...]) -> bool:
-    """Return whether a unit is one matrix or its transpose, with no groups of rows."""
-    blocks = view.blocks(torch.empty(unit_shape, device="meta"))
-    return len(blocks) == 1 and blocks[0].shape[:2] == (1, 1)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trajectories import fused_adamw_tolerance
 
 import quintic
-from quintic.optim import averaging, sharded
+from quintic.optim import averaging, parts, sharded
 
 # Matrices of different shapes are different buckets.
 ON_ALL_RANKS = {"first": (6, 4), "third": (6, 10), "fifth": (6, 6)}
@@ -83,7 +83,7 @@ def steps(comms, rank, world_size, *, dtype=torch.float32, least_alone=2**20, mi
     ]
     with (
         mock.patch.object(sharded, "_LEAST_ALONE", least_alone),
-        mock.patch.object(sharded, "_LEAST_ENTRIES", 16),
+        mock.patch.object(parts, "_LEAST_ENTRIES", 16),
         mock.patch.object(averaging, "_LEAST_ALONE", least_alone),
     ):
         optimizer = quintic.Muon(groups, lr=0.1, adamw_lr=0.1, compute_dtype=torch.float32, comms=comms, **options)

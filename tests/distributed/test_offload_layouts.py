@@ -24,7 +24,7 @@ from trajectories import CASES, NO_GAPS, Gaps, Layout, disagreements
 
 import quintic
 from quintic.optim import offload, placement
-from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.parts import CUT_KEYS
 
 LAYOUTS = {
     "averaged-2": Layout((2,), comms="averaged", cases=("mantissa", "workspace")),

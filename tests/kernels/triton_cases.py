@@ -19,9 +19,9 @@ from quintic.kernels.symmetric import can_multiply, symmetric_multiply
 from quintic.optim import pipeline
 from quintic.optim.device_memory import DeviceHyperparameters
 from quintic.optim.device_passes import DeviceMemory, DevicePasses
+from quintic.optim.members import Member
 from quintic.optim.operands import Operands
 from quintic.optim.orthogonalize import apply_form, resolve
-from quintic.optim.plan import Member
 from quintic.optim.precision import full_precision
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"

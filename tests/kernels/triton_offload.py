@@ -6,7 +6,7 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows, Split
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.optim import device_passes
+from quintic.optim import device_passes, tables
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -97,8 +97,9 @@ def test_bits_do_not_depend_on_where_state_is(dtype, options, workspace):
 def test_tables_of_addresses_are_uploaded_once(monkeypatch):
     params, optimizer = made(torch.float32, offload=True, max_workspace_bytes=4_000)
     uploads = []
-    upload = device_passes.upload
-    monkeypatch.setattr(device_passes, "upload", lambda *given: uploads.append(given) or upload(*given))
+    upload = tables.upload
+    for module in (device_passes, tables):
+        monkeypatch.setattr(module, "upload", lambda *given: uploads.append(given) or upload(*given))
     counts = []
     give_gradients(params, 0)
     for _ in range(4):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.optim.averaging import mean_of_ranks
+from quintic.optim.means import mean_of_ranks
 from quintic.optim.packing import Packing, Run
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"

@@ -15,7 +15,7 @@ import quintic
 from quintic import Experts, Heads, Muon, QKClip, Rows, Split
 from quintic.optim import offload
 from quintic.optim.offload_size import RING_BUFFERS
-from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.parts import CUT_KEYS
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 

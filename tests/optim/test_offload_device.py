@@ -11,7 +11,7 @@ from torch import nn
 import quintic
 from quintic import Muon, QKClip, Rows
 from quintic.optim import offload
-from quintic.optim.sharded import CUT_KEYS
+from quintic.optim.parts import CUT_KEYS
 
 pytestmark = ON_CUDA
 

@@ -13,8 +13,9 @@ from torch import nn
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.dispatch import choose_products
 from quintic.optim.forms import resolve
+from quintic.optim.members import direction_dtype
 from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import SMALL_BYTES, direction_dtype
+from quintic.optim.plan import SMALL_BYTES
 from quintic.optim.program import products_of, run_products, run_queue
 from quintic.optim.rehearsal import rehearse
 from quintic.optim.workspace import Matrices, polar_work

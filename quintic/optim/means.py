@@ -1,0 +1,49 @@
+"""Means over ranks: sums in the order of the ranks, in float32 or wider, divided and rounded once."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels
+
+__all__ = ["mean_in_order", "mean_of_ranks"]
+
+
+def mean_of_ranks(
+    received: Tensor, kernels: Kernels, out: Tensor | None = None, own: tuple[int, Tensor] | None = None
+) -> Tensor:
+    """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
+
+    Args:
+        received: (ranks, entries) contiguous.
+        kernels: implementation.
+        out: (entries,) contiguous, of the same dtype: where the mean is written, or None for new memory.
+        own: a rank, and its (entries,) contiguous in place of what `received` has of it; they may be `out`.
+    """
+    if out is None:
+        out = received.new_empty(received.shape[1:])
+    if kernels == "triton":
+        from quintic.kernels.runs import mean_of_ranks_
+
+        return mean_of_ranks_(received, out, own)
+    tensors = list(received.unbind())
+    if own is not None:
+        tensors[own[0]] = own[1]
+    return mean_in_order(tensors, out)
+
+
+def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
+    """Write the mean of tensors of one shape, summed in order in float32 or wider and rounded once; return it.
+
+    Args:
+        tensors: at least one; what an iterator makes anew need not be there all at once.
+        out: of the same dtype and shape.
+    """
+    tensors = iter(tensors)
+    total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1
+    for tensor in tensors:
+        total += tensor
+        count += 1
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    return out.copy_(total.div_(torch.full((), count, dtype=total.dtype, device=total.device)))
