@@ -1,4 +1,4 @@
-"""The command line: `quintic train | compare | prepare | sample | eval | report | plan | tune`.
+"""The command line: `quintic train | compare | prepare | sample | eval | report | plan`.
 
 How options are read is in `train/options.py`. Every mistake a user can mend ends as one line on standard error and
 exit code 2; Ctrl-C during training saves the run and exits with 130. Imports happen inside the commands, so that
@@ -7,7 +7,6 @@ exit code 2; Ctrl-C during training saves the run and exits with 130. Imports ha
 
 import errno
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ commands:
   eval       score a trained model in bits per byte
   report     write report.html of a run again
   plan       show what the optimizer does to each kind of weight, without training
-  tune       search for faster launch configurations of the kernels on this GPU, and keep them
 
 `quintic COMMAND --help` lists the options of a command with their defaults.
 """
@@ -65,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": _eval,
         "report": _report,
         "plan": _plan,
-        "tune": _tune,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
@@ -269,19 +266,6 @@ def _plan(arguments: list[str]) -> int:
         f"{sum(model.num_parameters().values()):,} parameters; {steps:,} steps of {config.schedule.batch_tokens:,} "
         f"tokens, {tokens * model.flops_per_token():.3g} floating-point operations"
     )
-    return 0
-
-
-def _tune(arguments: list[str]) -> int:
-    from quintic.kernels import tune
-    from quintic.train.options import TuneOptions, parse
-
-    options = parse(TuneOptions, arguments, "tune", "Search for faster launch configurations of the kernels.")
-    try:
-        print(tune(seconds=options.seconds, only=options.only or None))
-    except ConfigError as error:
-        # The library speaks of its argument, the user of the option.
-        raise ConfigError(re.sub("^(seconds|only)=", r"--\1 ", str(error))) from None
     return 0
 
 

@@ -49,14 +49,6 @@ def fixed_seed() -> int:
     return value
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quintic_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what was tuned on this machine out of the tests, and what they tune out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUINTIC_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture
 def same_threads() -> Iterator[None]:
     """Give PyTorch its number of threads back after a test that sets it."""

@@ -20,7 +20,7 @@ from quintic.eval.reference import reference_scores
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, load_config
 from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
-from quintic.train.options import EvalOptions, ReportOptions, SampleOptions, TuneOptions
+from quintic.train.options import EvalOptions, ReportOptions, SampleOptions
 
 TRAINING = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 COMMANDS: dict[str, list[Any]] = {
@@ -31,7 +31,6 @@ COMMANDS: dict[str, list[Any]] = {
     "sample": [SampleOptions],
     "eval": [EvalOptions],
     "report": [ReportOptions],
-    "tune": [TuneOptions],
 }
 
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
     ("arguments", "message"),
     [
         ("tarin", "unknown command 'tarin': did you mean 'train'?"),
-        ("xyz", "unknown command 'xyz': choose one of train, compare, prepare, sample, eval, report, plan, tune"),
+        ("xyz", "unknown command 'xyz': choose one of train, compare, prepare, sample, eval, report, plan"),
         ("train --depht 3", "unknown option --depht: did you mean --depth?"),
         ("train --depht=3", "unknown option --depht: did you mean --depth?"),
         ("train --zzz", "unknown option --zzz: quintic train --help lists the options"),
@@ -57,9 +57,6 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ),
         ("train --window-pattern XX", "--window-pattern 'XX': use the letters S (quarter window) and L (full window)"),
         ("train --vocab-size 100", "--vocab-size 100: must be at least 257"),
-        ("tune --seconds 0", "--seconds 0.0: give a number above 0"),
-        ("tune --only symetric", "--only 'symetric': did you mean 'symmetric'?"),
-        ("tune", "tuning needs a CUDA device, on which it times Triton's kernels; PyTorch finds none here"),
         ("prepare --vocab-size 100", "--vocab-size 100: must be at least 257"),
         ("prepare --val-frac 1", "--val-frac 1.0: must lie strictly between 0 and 1"),
         ("train --threads 0", "--threads 0: must be at least 1"),

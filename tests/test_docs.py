@@ -61,7 +61,6 @@ def test_commands_and_options_exist(page):
     for section in dataclasses.fields(Config):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
     own = {"sample": {"--tokens", "--temperature", "--top-k"}, "eval": {"--tokens"}, "report": set()}
-    own["tune"] = {"--seconds", "--only"}
     own["plan"] = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(RehearsalOptions)}
     commands = {"train", "compare", "prepare", *own}
     for command, rest in re.findall(r"\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")):

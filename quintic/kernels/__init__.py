@@ -1,15 +1,9 @@
-"""Implementations behind the optimizer, the model and the loss: `active` says which of them run, `tune` fits them."""
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+"""Implementations behind the optimizer, the model and the loss: `active` says which of them run."""
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # an optimizer has no use for a search
-    from quintic.kernels.tuning import TuningReport
-
-__all__ = ["active", "tune"]
+__all__ = ["active"]
 
 
 def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
@@ -26,8 +20,7 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
 
     Returns:
         Operation -> `"triton"`, `"torch"`, or a name of an attention's implementation; in brackets behind it, what
-        stands against the one that would have come first. Where `tune` found something better than a shipped launch
-        configuration, `"tuned"` is in the brackets.
+        stands against the one that would have come first.
 
     Raises:
         ValueError: there is no such device.
@@ -39,8 +32,8 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={str(device)!r}: {str(error).splitlines()[0]}") from None
     return {
-        "momentum_and_weights": _tuned(_of_parameters(probe), probe, "momentum", "weights"),
-        "adamw": _tuned(_of_parameters(probe), probe, "adamw"),
+        "momentum_and_weights": _of_parameters(probe),
+        "adamw": _of_parameters(probe),
         "normalize": _normalize(probe),
         "orthogonalize": _orthogonalize(probe),
         "linear_relu2": _linear_relu2(probe),
@@ -52,50 +45,11 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
     }
 
 
-def tune(
-    device: torch.device | str | None = None, *, seconds: float = 30.0, only: str | Sequence[str] | None = None
-) -> "TuningReport":
-    """Search for faster launch configurations of the Triton kernels on this machine's GPU, and keep them.
-
-    They are used from the next launch on, and by all later processes on devices of this kind. A configuration changes
-    no bit of any result: that is compared before one is taken, and the ranks of a run may differ in theirs. Without a
-    search, the shipped ones run. CUDA graphs keep what they were captured with.
-
-    The results lie in `$QUINTIC_CACHE`, else in `quintic` in `$XDG_CACHE_HOME` or `~/.cache`. Run it when the device
-    has nothing else to do, in one process; of several that write at the same time the last one wins.
-
-    Args:
-        device: by default CUDA's current device.
-        seconds: > 0, after which no further candidate is begun; the one under way may take some seconds more, and so
-            may compiling the shipped configurations.
-        only: names of kernels, by default all: see `quintic.kernels.configurations.TUNABLES`.
-
-    Returns:
-        What was tried and taken for every kernel, as data and, printed, as a table.
-
-    Raises:
-        ConfigError: there is no CUDA device or no Triton, an argument is wrong, or the results cannot be written.
-    """
-    from quintic.kernels import tuning
-
-    return tuning.tune(device, seconds=seconds, only=only)
-
-
 # Each asks what the operation itself asks. Imports are inside: an optimizer has no use for most of these modules.
 
 
 def _said(name: str, reason: str | None) -> str:
     return name if reason is None else f"{name} ({reason})"
-
-
-def _is_tuned(probe: Tensor, *kernels: str) -> bool:
-    from quintic.kernels.configurations import TUNABLES
-
-    return any(TUNABLES[kernel].is_tuned(probe.device) for kernel in kernels)
-
-
-def _tuned(said: str, probe: Tensor, *kernels: str) -> str:
-    return "triton (tuned)" if said == "triton" and _is_tuned(probe, *kernels) else said
 
 
 def _of_parameters(probe: Tensor) -> str:
@@ -122,16 +76,14 @@ def _orthogonalize(probe: Tensor) -> str:
     chosen = choose_products(torch.Size((1, 4096, 4096)), probe.dtype, probe.device)
     if chosen is None:
         return f"torch ({probe.dtype} has no kernel)"
-    tuned = ", tuned" if chosen == "symmetric" and _is_tuned(probe, "symmetric") else ""
-    return f"triton ({chosen}{tuned})"
+    return f"triton ({chosen})"
 
 
 def _linear_relu2(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
     from quintic.kernels.linear import obstacle_to_linear_relu2
 
-    said = _said(*decide("auto", probe.device, lambda: obstacle_to_linear_relu2(probe)))
-    return _tuned(said, probe, "relu2_large", "relu2_small", "relu2_pointers")
+    return _said(*decide("auto", probe.device, lambda: obstacle_to_linear_relu2(probe)))
 
 
 def _fp8_linear(probe: Tensor) -> str:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.configurations import ADAMW
 from quintic.kernels.launch import launch
 from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
 from quintic.kernels.weights import (
@@ -34,6 +33,7 @@ _COUNT_BLOCK = 128
 
 # Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
 _BLOCK = 1024
+_NUM_WARPS = 8
 
 
 def adamw_programs(numels: Sequence[int]) -> TilePrograms:
@@ -172,7 +172,6 @@ def adamw_tensors_(
         aligned: as in `matrix_update.apply_updates_`.
     """
     lr, weight_decay, beta1, beta2, eps = indices
-    num_warps = ADAMW.on(addresses.device).num_warps
     num_tensors = addresses.shape[1]
     flags = flags_of(go, hyperparameters)
     corrections = torch.empty((2, num_tensors), dtype=torch.float32, device=addresses.device)
@@ -217,5 +216,5 @@ def adamw_tensors_(
             GUARDED=go is not None,
             ALIGNED=aligned,
             BLOCK=_BLOCK,
-            num_warps=num_warps,
+            num_warps=_NUM_WARPS,
         )

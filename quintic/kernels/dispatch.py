@@ -20,7 +20,6 @@ __all__ = [
     "Kernels",
     "KernelsOption",
     "ProductKernels",
-    "cache_folder",
     "choose_kernels",
     "choose_products",
     "cpu_multiplies_bfloat16",
@@ -65,20 +64,6 @@ def cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def cache_folder() -> Path | None:
-    """Return the folder for what a process finds out and later ones use, which may not exist; None without a home.
-
-    That is `$QUINTIC_CACHE`, else `quintic` in `$XDG_CACHE_HOME`, else `quintic` in `~/.cache`.
-    """
-    named = os.environ.get("QUINTIC_CACHE")
-    if named:
-        return Path(named)
-    # Relative ones count as unset, says the standard; so does a home that cannot be found out.
-    caches = os.environ.get("XDG_CACHE_HOME") or ""
-    folder = Path(caches) if os.path.isabs(caches) else Path(os.path.expanduser("~"), ".cache")
-    return folder / "quintic" if folder.is_absolute() else None
 
 
 def choose_kernels(option: KernelsOption, param: Tensor) -> Kernels:

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.configurations import MOMENTUM, WEIGHTS
 from quintic.kernels.launch import launch
 from quintic.kernels.weights import (
     MASTER,
@@ -32,6 +31,10 @@ from quintic.kernels.weights import (
 )
 
 __all__ = ["MatrixLayout", "apply_updates_", "momentum_directions_"]
+
+# Entries per program, of which each is computed by itself. H200, 2026-11: 4.4 TB/s and more (docs/LOG.md).
+_BLOCK = 2048
+_NUM_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +295,9 @@ def momentum_directions_(
     """
     count = addresses.shape[1]
     _, *geometry = layout.physical()
-    configuration = MOMENTUM.on(directions.device)
     launch(
         _momentum_kernel,
-        (count * _tiles(layout, configuration.block),),
+        (count * _tiles(layout),),
         addresses,
         directions,
         hyperparameters,
@@ -311,8 +313,8 @@ def momentum_directions_(
         GROUPED=layout.groups > 1,
         FILTERS=layout.kernel > 1,
         ALIGNED=aligned and layout.contiguous,
-        BLOCK=configuration.block,
-        num_warps=configuration.num_warps,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
     )
 
 
@@ -357,10 +359,9 @@ def apply_updates_(
     factor = factor.mT if layout.transposed else factor
     factor_strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
     contiguous = layout.contiguous
-    configuration = WEIGHTS.on(updates.device)
     launch(
         _apply_kernel,
-        (count * _tiles(layout, configuration.block),),
+        (count * _tiles(layout),),
         addresses,
         updates,
         factors,
@@ -385,12 +386,12 @@ def apply_updates_(
         GROUPED=layout.groups > 1,
         FILTERS=layout.kernel > 1,
         ALIGNED=aligned and contiguous,
-        BLOCK=configuration.block,
-        num_warps=configuration.num_warps,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
     )
 
 
-def _tiles(layout: MatrixLayout, block: int) -> int:
+def _tiles(layout: MatrixLayout) -> int:
     if layout.numel >= 2**31:
         raise ValueError(f"a matrix of {layout.rows * layout.groups} x {layout.columns} has 2^31 entries or more")
-    return -(-layout.numel // block)
+    return -(-layout.numel // _BLOCK)

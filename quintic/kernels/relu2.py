@@ -6,11 +6,11 @@ a gradient that somebody else has written.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintic.kernels.configurations import RELU2_LARGE, RELU2_POINTERS, RELU2_SMALL
 from quintic.kernels.dispatch import Kernels, triton_is_interpreted
 from quintic.kernels.fp8_quantize import (
     LARGEST,
@@ -27,7 +27,7 @@ from quintic.kernels.fp8_quantize import (
 from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 
-__all__ = ["device_limits", "product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
+__all__ = ["product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -198,8 +198,28 @@ def _relu2_backward_fp8_kernel(
 _INTERPRETED_PROGRAMS = 2
 
 
+class _Tiling(NamedTuple):
+    """Tiles of a product, and how they are computed."""
+
+    block_m: int
+    block_n: int
+    inner_bytes: int
+    """Bytes of a row that are loaded together."""
+    group: int = 8
+    """Tiles that programs go down before they go right."""
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+# With descriptors, in the shared memory of a Hopper GPU; small where there are fewer large tiles than multiprocessors.
+_LARGE = _Tiling(block_m=128, block_n=256, inner_bytes=128)
+_SMALL = _Tiling(block_m=128, block_n=128, inner_bytes=128)
+# Without descriptors, in the shared memory that every GPU has.
+_POINTERS = _Tiling(block_m=128, block_n=128, inner_bytes=64)
+
+
 @functools.cache
-def device_limits(device: torch.device) -> tuple[int, bool]:
+def _device_limits(device: torch.device) -> tuple[int, bool]:
     """Return the number of multiprocessors, and whether shared memory and descriptors are as Hopper's."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS, True
@@ -230,19 +250,19 @@ def product_relu2(
     out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):
         return out.zero_()
-    programs, is_hopper = device_limits(a.device)
+    programs, is_hopper = _device_limits(a.device)
     tensors = [a, b, out, *([] if activation is None else [activation])]
     descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in tensors)
-    configuration = RELU2_LARGE.on(a.device)
-    tiles_large = triton.cdiv(m, configuration.block_m) * triton.cdiv(n, configuration.block_n)
     # Chosen from shape and device only.
     if not descriptors:
-        configuration = RELU2_POINTERS.on(a.device)
-    elif tiles_large < programs:
-        configuration = RELU2_SMALL.on(a.device)
-    block_m, block_n = configuration.block_m, configuration.block_n
-    block_k = configuration.inner_bytes // a.element_size()
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+        tiling = _POINTERS
+    elif _num_tiles(m, n, _LARGE) < programs:
+        tiling = _SMALL
+    else:
+        tiling = _LARGE
+    block_m, block_n = tiling.block_m, tiling.block_n
+    block_k = tiling.inner_bytes // a.element_size()
+    tiles = _num_tiles(m, n, tiling)
     place = out if activation is None else activation
     operands = [a, b, place, out]
     if descriptors:
@@ -269,11 +289,15 @@ def product_relu2(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        GROUP=configuration.group,
-        num_warps=configuration.num_warps,
-        num_stages=configuration.num_stages,
+        GROUP=tiling.group,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
     return out
+
+
+def _num_tiles(m: int, n: int, tiling: _Tiling) -> int:
+    return -(-m // tiling.block_m) * -(-n // tiling.block_n)
 
 
 def _fits_descriptor(x: Tensor) -> bool:

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintic.kernels.configurations import SYMMETRIC
 from quintic.kernels.dispatch import MAX_SUM
 from quintic.kernels.launch import launch
 
@@ -23,9 +22,15 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Below this side a product is bound by launching it, and cuBLAS has smaller tiles.
 _MIN_SIDE = 256
 
-# Side of a tile of the result, and of one for small matrices. Not for a search: it decides which entries are mirrored.
+# Side of a tile of the result, and of one for small matrices: it decides which entries are mirrored.
 _BLOCK = 128
 _SMALLEST_BLOCK = 16
+
+# Terms of a sum that are loaded together. H200, 2026-11: with these warps and stages within 5 % of the fastest of six
+# settings for batches of 768 to 2048 (docs/LOG.md).
+_BLOCK_K = 32
+_NUM_WARPS = 8
+_NUM_STAGES = 5
 
 
 @triton.jit
@@ -125,7 +130,6 @@ def symmetric_multiply(
     count, side, inner = a.shape
     block = min(_BLOCK, max(_SMALLEST_BLOCK, triton.next_power_of_2(side)))
     tiles = triton.cdiv(side, block)
-    configuration = SYMMETRIC.on(a.device)
     out = torch.empty((count, side, side), dtype=a.dtype, device=a.device)
     launch(
         _symmetric_kernel,
@@ -144,10 +148,10 @@ def symmetric_multiply(
         tiles,
         ADD=c is not None,
         EVEN_SIDE=side % block == 0,
-        EVEN_INNER=inner % configuration.block_k == 0,
+        EVEN_INNER=inner % _BLOCK_K == 0,
         BLOCK=block,
-        BLOCK_K=configuration.block_k,
-        num_warps=configuration.num_warps,
-        num_stages=configuration.num_stages,
+        BLOCK_K=_BLOCK_K,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
     )
     return out

@@ -27,7 +27,6 @@ __all__ = [
     "ReportOptions",
     "SampleOptions",
     "Start",
-    "TuneOptions",
     "asks_for_rehearsal",
     "parse",
     "training_options",
@@ -89,16 +88,6 @@ class ReportOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """Search for faster launch configurations of the kernels."""
-
-    seconds: float = 30.0
-    """Time for the search; what is under way at its end is finished."""
-    only: tuple[str, ...] = ()
-    """Names of the kernels to tune; by default all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A folder of their own for tests that tune kernels, and a quicker interpreter of Triton's language.
+"""A quicker interpreter of Triton's language.
 
 With every call of a function the interpreter goes through all that the language has. That is half of the time of the
 cases in triton_*.py. The answers are the same: only what is built in interests it, and what is built in does not
@@ -9,8 +9,6 @@ import functools
 import inspect
 import os
 from typing import Any
-
-import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language.core import is_builtin
@@ -31,14 +29,3 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             return [(name, getattr(place, name)) for name in _builtin_names(place)]
 
     interpreter.inspect = _QuickInspect()
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """A folder for configurations that are found by tuning; yields its path, and forgets what was found."""
-    from quintic.kernels import configurations
-
-    monkeypatch.setenv("QUINTIC_CACHE", str(tmp_path / "cache"))
-    configurations.forget_tuned()
-    yield tmp_path / "cache"
-    configurations.forget_tuned()

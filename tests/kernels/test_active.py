@@ -1,6 +1,5 @@
 """`quintic.kernels.active` says what the operations themselves would choose."""
 
-import dataclasses
 import subprocess
 import sys
 
@@ -9,8 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quintic
-from quintic.kernels import active, configurations, dispatch, flash
-from quintic.kernels.configuration_cache import device_key, write_configurations
+from quintic.kernels import active, dispatch, flash
 
 OPERATIONS = [
     "momentum_and_weights",
@@ -32,13 +30,10 @@ def on_hopper(monkeypatch):
     """A machine with an H200, as far as choices can see: tensors have no memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(flash, "_obstacle_to_import", lambda package: None)
     monkeypatch.setattr(dispatch, "triton_is_installed", lambda: True)
-    configurations.forget_tuned()
     with FakeTensorMode():
         yield
-    configurations.forget_tuned()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -68,22 +63,6 @@ def test_other_gpus_have_the_symmetric_kernel(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert active()["orthogonalize"] == "triton (symmetric)"
-
-
-@pytest.mark.usefixtures("on_hopper")
-def test_what_was_tuned_is_said(monkeypatch, tmp_path):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("QUINTIC_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    before = active()
-    tuned = {name: configurations.TUNABLES[name].known[1] for name in ("symmetric", "weights", "relu2_small")}
-    shipped = {"adamw": configurations.ADAMW.known[0]}
-    found = {name: dataclasses.asdict(configuration) for name, configuration in (tuned | shipped).items()}
-    write_configurations(device_key(torch.device("cuda", 0)), found, configurations.candidates_by_name())
-    assert active() == before
-    configurations.forget_tuned()
-    said = dict.fromkeys(("momentum_and_weights", "linear_relu2"), "triton (tuned)")
-    assert active() == before | said | {"orthogonalize": "triton (symmetric, tuned)"}
 
 
 @pytest.mark.usefixtures("on_hopper")

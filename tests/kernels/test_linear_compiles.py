@@ -7,7 +7,6 @@ triton = pytest.importorskip("triton")
 import compiling  # noqa: E402
 
 from quintic.kernels import fp8_quantize, relu2  # noqa: E402
-from quintic.kernels.configurations import RELU2_LARGE, RELU2_POINTERS, RELU2_SMALL  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,36 +25,21 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("operand", ["bf16", "fp16", "fp8e4nv"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("tunable", [RELU2_LARGE, RELU2_SMALL, RELU2_POINTERS], ids=lambda tunable: tunable.name)
-def test_products(operand, backward, tunable):
+@pytest.mark.parametrize("tiling", ["_LARGE", "_SMALL", "_POINTERS"])
+def test_products(operand, backward, tiling):
     if operand == "fp8e4nv" and backward:
         pytest.skip("8-bit products are forward only")
-    compiled = compile_product(tunable.known[0], tunable is not RELU2_POINTERS, operand, backward)
+    compiled = compile_product(getattr(relu2, tiling), tiling != "_POINTERS", operand, backward)
     # What a multiprocessor of Hopper has, and what other GPUs have.
-    assert compiled.metadata.shared <= (101_376 if tunable is RELU2_POINTERS else 232_448)
+    assert compiled.metadata.shared <= (101_376 if tiling == "_POINTERS" else 232_448)
     assert "wgmma" in compiled.asm["ptx"]
 
 
-# How tiles are grouped changes nothing that a compiler could refuse.
-CANDIDATES = [
-    pytest.param(tunable, known, id=f"{tunable.name} {known}")
-    for tunable in (RELU2_LARGE, RELU2_SMALL, RELU2_POINTERS)
-    for known in tunable.known[1:]
-    if known.group == tunable.known[0].group
-]
-
-
-@pytest.mark.parametrize(("tunable", "candidate"), CANDIDATES)
-def test_candidates(tunable, candidate):
-    compiled = compile_product(candidate, tunable is not RELU2_POINTERS, "bf16", backward=True)
-    assert compiled.metadata.shared <= 232_448
-
-
-def compile_product(configuration, descriptors, operand, backward):
+def compile_product(tiling, descriptors, operand, backward):
     """Backward, the second operand is stored the other way round, as it is in launches."""
     is_fp8, transposed = operand == "fp8e4nv", backward
-    block_m, block_n = configuration.block_m, configuration.block_n
-    block_k = configuration.inner_bytes // (1 if is_fp8 else 2)
+    block_m, block_n = tiling.block_m, tiling.block_n
+    block_k = tiling.inner_bytes // (1 if is_fp8 else 2)
     result = "bf16" if is_fp8 else operand
     b_block = [block_k, block_n] if transposed else [block_n, block_k]
     blocks = {"a": [block_m, block_k], "b": b_block, "activation": [block_m, block_n // 2], "out": None}
@@ -71,11 +55,11 @@ def compile_product(configuration, descriptors, operand, backward):
         "DESCRIPTORS": descriptors,
         "WIDE": False,
     }
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": configuration.group}
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": tiling.group}
     constants = {**flags, **sizes, **STRIDES}
     aligned = [] if descriptors else ["a", "b", "activation", "out", "a_row", "b_row"]
     return compiling.compile_kernel(
-        relu2._product_kernel, constants, SCALARS | types, configuration.num_warps, configuration.num_stages, aligned
+        relu2._product_kernel, constants, SCALARS | types, tiling.num_warps, tiling.num_stages, aligned
     )
 
 

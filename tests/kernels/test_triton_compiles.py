@@ -8,7 +8,6 @@ import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from quintic.kernels import adamw, matrix_update, neuron, normalize, row_means, runs, symmetric  # noqa: E402
-from quintic.kernels.configurations import ADAMW, MOMENTUM, SYMMETRIC, WEIGHTS  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,54 +51,24 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("weight", "master"), PRECISIONS, ids=str)
 @pytest.mark.parametrize(("contiguous", "grouped"), [(True, False), (False, True), (False, False)])
 def test_matrices(weight, master, contiguous, grouped):
-    compile_momentum(MOMENTUM.known[0], weight, contiguous, grouped)
-    compile_weights(WEIGHTS.known[0], weight, master, contiguous, grouped)
-
-
-@pytest.mark.parametrize("configuration", MOMENTUM.known[1:], ids=str)
-def test_candidates_for_momentum(configuration):
-    compile_momentum(configuration, tl.bfloat16, contiguous=True, grouped=False)
-
-
-@pytest.mark.parametrize("configuration", WEIGHTS.known[1:], ids=str)
-def test_candidates_for_weights(configuration):
-    compile_weights(configuration, tl.bfloat16, 2, contiguous=True, grouped=False)
-
-
-def compile_momentum(configuration, gradient, contiguous, grouped):
-    constants = {"MU": 2, "GRADIENT": gradient, "NESTEROV": contiguous, **where(configuration, contiguous, grouped)}
-    compile_kernel(matrix_update._momentum_kernel, constants, configuration.num_warps)
-
-
-def compile_weights(configuration, weight, master, contiguous, grouped):
-    options = {"LR": 0, "WEIGHT_DECAY": 1, "CAUTIOUS": grouped, "SQUARED": contiguous}
-    layout = {"UPDATE_CONTIGUOUS": contiguous, "PER_MATRIX": contiguous, **where(configuration, contiguous, grouped)}
-    constants = {"WEIGHT": weight, "MASTER": master, **options, **layout}
-    compile_kernel(matrix_update._apply_kernel, constants, configuration.num_warps)
-
-
-def where(configuration, contiguous, grouped):
     flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "GUARDED": grouped}
-    return flags | {"BLOCK": configuration.block}
+    where = flags | {"BLOCK": matrix_update._BLOCK}
+    constants = {"MU": 2, "GRADIENT": weight, "NESTEROV": contiguous, **where}
+    compile_kernel(matrix_update._momentum_kernel, constants, matrix_update._NUM_WARPS)
+    options = {"LR": 0, "WEIGHT_DECAY": 1, "CAUTIOUS": grouped, "SQUARED": contiguous}
+    layout = {"UPDATE_CONTIGUOUS": contiguous, "PER_MATRIX": contiguous, **where}
+    constants = {"WEIGHT": weight, "MASTER": master, **options, **layout}
+    compile_kernel(matrix_update._apply_kernel, constants, matrix_update._NUM_WARPS)
 
 
 @pytest.mark.parametrize(("weight", "master"), PRECISIONS, ids=str)
 @pytest.mark.parametrize("alone", [True, False])
 def test_adamw(weight, master, alone):
-    compile_adamw(ADAMW.known[0], weight, master, alone)
-
-
-@pytest.mark.parametrize("configuration", ADAMW.known[1:], ids=str)
-def test_candidates_for_adamw(configuration):
-    compile_adamw(configuration, tl.bfloat16, 2, alone=True)
-
-
-def compile_adamw(configuration, weight, master, alone):
     indices = {"LR": 0, "WEIGHT_DECAY": 1, "BETA1": 3, "BETA2": 4, "EPS": 5}
     flags = {"ALONE": alone, "CAUTIOUS": alone, "SQUARED": alone, "GUARDED": not alone, "ALIGNED": alone}
     dtypes = {"WEIGHT": weight, "GRADIENT": weight, "MASTER": master}
     constants = {**indices, **flags, **dtypes, "BLOCK": adamw._BLOCK}
-    compile_kernel(adamw._adamw_kernel, constants, configuration.num_warps)
+    compile_kernel(adamw._adamw_kernel, constants, adamw._NUM_WARPS)
 
 
 @pytest.mark.parametrize(("given", "made"), [("*bf16", "*fp16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])
@@ -144,25 +113,17 @@ def test_factors_of_neurons(guarded, block, known):
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("add", [True, False])
 def test_symmetric_products(dtype, even, add):
-    # Within the shared memory that every GPU has.
-    assert compile_symmetric(SYMMETRIC.known[0], dtype, even, add).metadata.shared <= 101_376
-
-
-@pytest.mark.parametrize("configuration", SYMMETRIC.known[1:], ids=str)
-def test_candidates_for_symmetric_products(configuration):
-    assert compile_symmetric(configuration, "*bf16", even=True, add=True).metadata.shared <= 232_448
-
-
-def compile_symmetric(configuration, dtype, even, add):
-    sizes = {"BLOCK": symmetric._BLOCK, "BLOCK_K": configuration.block_k}
+    sizes = {"BLOCK": symmetric._BLOCK, "BLOCK_K": symmetric._BLOCK_K}
     # X times its transpose.
     strides = {"a_column": 1, "b_row": 1}
     constants = {"ADD": add, "EVEN_SIDE": even, "EVEN_INNER": even, **sizes, **strides}
     types = dict.fromkeys(("a", "b", "c", "out"), dtype)
     aligned = [*types, "a_batch", "a_row", "b_batch", "b_column"]
-    return compile_kernel(
-        symmetric._symmetric_kernel, constants, configuration.num_warps, configuration.num_stages, aligned, **types
+    compiled = compile_kernel(
+        symmetric._symmetric_kernel, constants, symmetric._NUM_WARPS, symmetric._NUM_STAGES, aligned, **types
     )
+    # Within the shared memory that every GPU has.
+    assert compiled.metadata.shared <= 101_376
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -91,15 +91,15 @@ def test_products_of_any_strides(dtype):
             torch.testing.assert_close(product_relu2(left, right, dtype=dtype), expected)
 
 
-CONFIGURATIONS = ["RELU2_LARGE", "RELU2_SMALL", "RELU2_POINTERS"]
+TILINGS = ["_LARGE", "_SMALL", "_POINTERS"]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_every_configuration(configuration, monkeypatch):
-    values = getattr(relu2, configuration)
-    for name in CONFIGURATIONS:
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_every_tiling(tiling, monkeypatch):
+    values = getattr(relu2, tiling)
+    for name in TILINGS:
         monkeypatch.setattr(relu2, name, values)
-    if configuration == "RELU2_POINTERS":
+    if tiling == "_POINTERS":
         monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
     a, b = operands((140, 136, 264), torch.float16)
     exact = F.linear(a.double(), b.double()).relu().square()
