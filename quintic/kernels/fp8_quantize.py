@@ -16,72 +16,12 @@ from quintic.kernels.dispatch import Kernels, KernelsOption, decide, obstacle_to
 from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 
-__all__ = ["obstacle_to_fp8", "quantize_fp8", "quantize_fp8_both"]
+__all__ = ["obstacle_to_fp8"]
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 # What tensor cores ask of the sizes of a product: 16 bytes.
 MULTIPLE = 16
-
-
-def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype, *, kernels: KernelsOption = "auto") -> Tensor:
-    """Return x / scale rounded to the nearest 8-bit float, ties to even.
-
-    What is too large, infinities included, becomes the dtype's largest finite value; NaN stays NaN.
-
-    Args:
-        x: float32, bfloat16 or float16, any shape and strides. No gradient flows through.
-        scale: () float32 on the device of `x`, > 0: one unit of the result. Value = quantised * scale.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        kernels: `"auto"`, `"triton"` or `"torch"`, see `dispatch.py`; all of them give the same bits.
-
-    Returns:
-        Tensor of the shape of `x`, contiguous.
-
-    Raises:
-        TypeError: `x` or `dtype` has no such quantisation.
-        ValueError: `scale` is not such a tensor, or `kernels="triton"` cannot be honoured.
-    """
-    _check_quantisation(x, scale, dtype)
-    flat = x.detach().reshape(1, -1)
-    quantised, _, _ = torch.ops.quintic.quantize_fp8(flat, scale, dtype, True, False, False, kernels)
-    out: Tensor = quantised.view(x.shape)
-    return out
-
-
-def quantize_fp8_both(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, kernels: KernelsOption = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise a matrix in both orientations and find its largest magnitude, in one pass.
-
-    Args:
-        x: (m, n) float32, bfloat16 or float16, any strides. No gradient flows through.
-        scale: as in `quantize_fp8`.
-        dtype: as in `quantize_fp8`.
-        kernels: as in `quantize_fp8`.
-
-    Returns:
-        quantised (m, n) contiguous; its transpose (n, m') contiguous, m' the next multiple of 16, padded with zeros;
-        the largest magnitude of `x`, () float32 (NaN where x has one, 0 without entries).
-
-    Raises:
-        TypeError: as `quantize_fp8`.
-        ValueError: as `quantize_fp8`, or `x` is not a matrix.
-    """
-    _check_quantisation(x, scale, dtype)
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; need a matrix")
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.quintic.quantize_fp8(
-        x.detach(), scale, dtype, True, True, True, kernels
-    )
-    return out
-
-
-def _check_quantisation(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    if dtype not in LARGEST:
-        raise TypeError(f"dtype={dtype}: choose torch.float8_e4m3fn or torch.float8_e5m2")
-    check_float("x", x)
-    check_scalar("scale", scale, x)
 
 
 def check_float(name: str, x: Tensor) -> None:
@@ -127,17 +67,28 @@ def next_multiple(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
-@torch.library.custom_op("quintic::quantize_fp8", mutates_args=())
-def _quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, kernels: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return quantized_layouts(x, scale, dtype, rows, columns, amax, choose_fp8_kernels(kernels, x))
-
-
 def quantized_layouts(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, chosen: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `quantize_fp8_both` does, with tensors of size 0 for what is not asked for: inside operators only."""
+    """Return a matrix quantised in the orientations that are asked for, and its largest magnitude, in one pass.
+
+    Inside operators only. What is too large, infinities included, becomes the dtype's largest finite value; NaN stays
+    NaN. All implementations give the same bits.
+
+    Args:
+        x: (m, n) float32, bfloat16 or float16, any strides.
+        scale: () float32 on the device of `x`, > 0: one unit of the result. Value = quantised * scale.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        rows: whether the matrix is asked for.
+        columns: whether its transpose is.
+        amax: whether its largest magnitude is.
+        chosen: the implementation.
+
+    Returns:
+        x / scale rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m' the next
+        multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0 without
+        entries). What is not asked for has size 0.
+    """
     if takes_tiles(x.shape[1], chosen):
         return _launch_quantize(x, scale, dtype, rows, columns, amax)
     quantised = quantized_twin(x.float(), scale, dtype)
@@ -150,13 +101,6 @@ def quantized_layouts(
     if amax:
         peak = x.abs().amax().float() if x.numel() else peak.zero_()
     return by_rows, by_columns, peak
-
-
-@_quantize.register_fake
-def _quantize_fake(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, kernels: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_quantized(x, dtype, rows, columns, amax)
 
 
 def empty_quantized(

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic.kernels.fp8 import fp8_linear
-from quintic.kernels.fp8_quantize import quantize_fp8, quantize_fp8_both
+from quintic.kernels.fp8_quantize import quantized_layouts
 from quintic.kernels.fp8_scaling import DelayedScaling, Fp8Linear, update_fp8_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def quantized(x, scale, dtype):
+    """Return a matrix or a vector quantised by the twin."""
+    rows, _, _ = quantized_layouts(torch.atleast_2d(x), scale, dtype, True, False, False, "torch")
+    return rows.view(x.shape)
 
 
 def finite_values(dtype):
@@ -38,7 +44,7 @@ def test_the_nearest_value_is_taken(dtype):
     middles = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.tensor([1e9])])
     x = torch.cat([x, -x]).float()
-    found = quantize_fp8(x, torch.tensor(1.0), dtype)
+    found = quantized(x, torch.tensor(1.0), dtype)
     assert found.float().tolist() == [nearest(value, dtype) for value in x.tolist()]
 
 
@@ -49,7 +55,7 @@ def test_the_nearest_value_is_taken(dtype):
     st.sampled_from([0.25, 1.0, 8.0]),
 )
 def test_scales_divide(dtype, values, scale):
-    found = quantize_fp8(torch.tensor(values), torch.tensor(scale), dtype).tolist()
+    found = quantized(torch.tensor(values), torch.tensor(scale), dtype).tolist()
     assert found == [nearest(value / scale, dtype) for value in values]
 
 
@@ -57,7 +63,7 @@ def test_scales_divide(dtype, values, scale):
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_not_finite(dtype, source):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=source)
-    found = quantize_fp8(x, torch.tensor(2.0), dtype).float()
+    found = quantized(x, torch.tensor(2.0), dtype).float()
     assert found[0].isnan()
     assert found[1:3].tolist() == [LARGEST[dtype], -LARGEST[dtype]]
     assert found[3] == 0
@@ -65,36 +71,22 @@ def test_what_is_not_finite(dtype, source):
 
 def test_shapes_and_orientations():
     scale = torch.tensor(0.1)
-    x = torch.randn(3, 5, 7).permute(2, 0, 1)
-    out = quantize_fp8(x, scale, E4M3)
-    assert out.shape == x.shape
-    assert out.is_contiguous()
-    assert torch.equal(out.float(), (x / scale).to(E4M3).float())
     for m, n in [(5, 7), (16, 3), (33, 1), (0, 4), (4, 0)]:
-        x = torch.randn(m, n, requires_grad=True)
-        rows, columns, amax = quantize_fp8_both(x, scale, E5M2)
-        assert torch.equal(rows.float(), quantize_fp8(x, scale, E5M2).float())
+        x = torch.randn(m, n)
+        rows, columns, amax = quantized_layouts(x, scale, E5M2, True, True, True, "torch")
+        assert torch.equal(rows.float(), (x / scale).to(E5M2).float())
         assert columns.shape == (n, (m + 15) // 16 * 16)
         assert torch.equal(columns[:, :m].float(), rows.mT.float())
         assert not columns[:, m:].float().any()
         assert amax == (x.abs().max() if m * n else 0)
-        assert not rows.requires_grad
-    for shape in [(), (0,), (1,)]:
-        assert quantize_fp8(torch.zeros(shape), scale, E4M3).shape == shape
+        alone, *others = quantized_layouts(x.mT.contiguous().mT, scale, E5M2, True, False, False, "torch")
+        assert alone.is_contiguous()
+        assert torch.equal(alone.float(), rows.float())
+        assert [other.numel() for other in others] == [0, 0]
 
 
 def test_errors_say_what_to_do():
     x, one = torch.randn(4, 16), torch.tensor(1.0)
-    with pytest.raises(TypeError, match=r"dtype=torch.int8: choose torch.float8_e4m3fn or"):
-        quantize_fp8(x, one, torch.int8)
-    with pytest.raises(TypeError, match=r"x is torch.float64; need float32"):
-        quantize_fp8(x.double(), one, E4M3)
-    with pytest.raises(ValueError, match=r"scale is torch.float32 of shape \(1,\) on 'cpu'; need a \(\) float32"):
-        quantize_fp8(x, one[None], E4M3)
-    with pytest.raises(ValueError, match=r"x has shape \(16,\); need a matrix"):
-        quantize_fp8_both(x[0], one, E4M3)
-    with pytest.raises(ValueError, match=r"kernels='triton': .*use kernels='auto'"):
-        quantize_fp8(x, one, E4M3, kernels="triton")
     scales = {"x_scale": one, "weight_scale": one, "grad_scale": one}
     with pytest.raises(ValueError, match=r"x \(4, 16\) and weight \(32, 16\): need \(..., in\) and \(in, out\)"):
         fp8_linear(x, torch.randn(32, 16), **scales)
@@ -102,6 +94,8 @@ def test_errors_say_what_to_do():
         fp8_linear(x, torch.randn(16, 50), **scales)
     with pytest.raises(ValueError, match=r"x is on 'cpu' and weight on 'meta'"):
         fp8_linear(x, torch.randn(16, 32, device="meta"), **scales)
+    with pytest.raises(ValueError, match=r"kernels='triton': .*use kernels='auto'"):
+        fp8_linear(x, torch.randn(16, 32), **scales, kernels="triton")
     with pytest.raises(ValueError, match=r"grad_amax is torch.int64"):
         fp8_linear(x, torch.randn(16, 32), **scales, grad_amax=torch.tensor(0))
     with pytest.raises(TypeError, match=r"weight is torch.int64"):
@@ -284,8 +278,6 @@ def test_microbatches_collect_together_and_compile_as_one_graph():
 def test_operators_are_registered_as_pytorch_wants_them():
     ops, one = torch.ops.quintic, torch.tensor(1.0)
     x, weight = torch.randn(5, 32, requires_grad=True), torch.randn(32, 16, requires_grad=True)
-    torch.library.opcheck(ops.quantize_fp8, (torch.randn(5, 32), one, E5M2, True, True, True, "auto"))
-    torch.library.opcheck(ops.quantize_fp8, (torch.randn(5, 32), one, E4M3, True, False, False, "auto"))
     # The fourth check adds up all outputs, which 8-bit floats do not do; compilation is tested above.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for needs in [(True, True), (False, True)]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from quintic.kernels import fp8_quantize, relu2
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.fp8 import Fp8LinearScales, fp8_linear
-from quintic.kernels.fp8_quantize import LARGEST, quantize_fp8, quantize_fp8_both
+from quintic.kernels.fp8_quantize import LARGEST, quantized_layouts
 from quintic.kernels.linear import linear_relu2, mlp_relu2
 from quintic.kernels.relu2 import product_relu2, relu2_backward, relu2_backward_fp8, relu2_backward_twin
 
@@ -114,7 +114,8 @@ def test_offsets_beyond_32_bits(monkeypatch):
     assert error(product_relu2(a, b, dtype=torch.float16), exact) < 1e-3
     x = representable((70, 140), torch.float8_e5m2).to(DEVICE)
     one = torch.tensor(0.125, device=DEVICE)
-    for ours, theirs in zip(*(quantize_fp8_both(x, one, torch.float8_e5m2, kernels=k) for k in ("triton", "torch"))):  # noqa: B905
+    found, expected = (quantized_layouts(x, one, torch.float8_e5m2, True, True, True, k) for k in ("triton", "torch"))
+    for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
 
 
@@ -178,11 +179,11 @@ def test_quantising_moves_every_value_to_its_place(shape, dtype, transposed):
     x = representable(shape, dtype).to(DEVICE)
     x = x.mT.contiguous().mT if transposed else x
     scale = torch.tensor(0.125, device=DEVICE)
-    expected = quantize_fp8_both(x, scale, dtype, kernels="torch")
-    found = quantize_fp8_both(x, scale, dtype, kernels="triton")
+    expected = quantized_layouts(x, scale, dtype, True, True, True, "torch")
+    found = quantized_layouts(x, scale, dtype, True, True, True, "triton")
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
-    alone = quantize_fp8(x, scale, dtype, kernels="triton")
+    alone, _, _ = quantized_layouts(x, scale, dtype, True, False, False, "triton")
     assert torch.equal(bits(alone), bits(expected[0]))
 
 
@@ -195,8 +196,8 @@ def test_quantising_rounds_as_the_twin_does(dtype, source):
     every = every[: 2**16 // 240 * 240].reshape(240, -1).to(source)
     for factor in (1.0, 0.37, 2.0**-20, 3e9):
         scale = torch.tensor(factor, device=DEVICE)
-        expected = quantize_fp8_both(every, scale, dtype, kernels="torch")
-        found = quantize_fp8_both(every, scale, dtype, kernels="triton")
+        expected = quantized_layouts(every, scale, dtype, True, True, True, "torch")
+        found = quantized_layouts(every, scale, dtype, True, True, True, "triton")
         nan = expected[0].float().isnan()
         for ours, theirs, bad in zip(found[:2], expected[:2], (nan, nan.mT), strict=True):
             assert torch.equal(ours.float().isnan(), theirs.float().isnan())
@@ -208,13 +209,13 @@ def test_the_largest_magnitude():
     scale = torch.tensor(1.0, device=DEVICE)
     for shape in [(5, 7), (300, 200), (0, 16), (16, 0)]:
         x = torch.randn(shape).to(DEVICE, torch.float16)
-        _, _, amax = quantize_fp8_both(x, scale, torch.float8_e5m2, kernels="triton")
+        _, _, amax = quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")
         assert amax == (x.abs().max() if x.numel() else 0)
     x = torch.zeros(300, 200, device=DEVICE)
     x[200, 150] = -float("inf")
-    assert quantize_fp8_both(x, scale, torch.float8_e5m2, kernels="triton")[2] == float("inf")
+    assert quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")[2] == float("inf")
     x[0, 0] = float("nan")
-    assert quantize_fp8_both(x, scale, torch.float8_e5m2, kernels="triton")[2].isnan()
+    assert quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")[2].isnan()
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)])
