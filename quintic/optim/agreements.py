@@ -1,7 +1,7 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.bucket import Bucket
-from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, group_ranks, start_sum, this_rank
+from quintic.optim.comms import Pending, ProcessGroup, all_gather_values, start_sum, this_rank
 from quintic.optim.communicators import Communicators
 from quintic.optim.connected import Connected, exchanged, facts_of
-from quintic.optim.device_memory import HostCopy, host_tensor, is_capturing, upload
+from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.layouts import Layout
 from quintic.optim.order import Orders
 from quintic.optim.partial_gradients import PartialGradients
@@ -23,10 +23,6 @@ __all__ = ["Agreements"]
 
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
-
-# What a rank takes off the count of a gradient that is a sum still to be made, which other ranks do not know of: more
-# than there are ranks, so that the count says how many do so, and is too small for a step.
-_LATE = 1 << 16
 
 
 class Agreements:
@@ -98,54 +94,58 @@ class Agreements:
         self.connected.connect()
         self.has_agreed = True
 
-    @contextmanager
-    def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
-        """Begin to count the ranks that have a gradient; meanwhile sums still to be made stand in `p.grad`.
+    def check_sums(self, pending_steps: Sequence[int]) -> None:
+        """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
 
-        All ranks that share parameters must call it. Waits for the device only where this rank has such a sum for the
-        first time.
+        For the beginning of a step, before anything is sent. In the first one all is well: ranks tell each other then.
 
         Args:
             pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
 
         Raises:
-            RuntimeError: as `agree`, or ranks do not agree about what is a sum.
+            RuntimeError: one is; on the ranks that have such a gradient, and on no others.
+        """
+        if self.has_agreed:
+            self.partial.check(self._watched(_due(pending_steps)))
+
+    @contextmanager
+    def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
+        """Begin to count the ranks that have a gradient; meanwhile sums still to be made stand in `p.grad`.
+
+        All ranks that share parameters must call it.
+
+        Args:
+            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
+
+        Raises:
+            RuntimeError: as `agree`.
         """
         self.agree()
         for counted in self._counted.values():
-            counted.start([pending_steps[group] == 0 for group in counted.groups])
-        for counted in self._counted.values():
-            counted.settle()
-        with self.partial.summed(param for counted in self._counted.values() for param in counted.due()):
+            counted.start()
+        with self.partial.summed(self._watched(_due(pending_steps))):
             yield
 
     def sum_early(self, numbers: Iterable[int]) -> None:
         """Make sums of gradients before the step, and put them in `p.grad`, also where this rank has none.
 
-        Sums that not all ranks know of are left. All ranks that share parameters must call it.
+        All ranks that share parameters must call it.
 
         Args:
             numbers: of the groups.
 
         Raises:
-            RuntimeError: as `of_step`.
+            RuntimeError: as `agree` and `check_sums`.
         """
         self.agree()
+        params = self._watched(numbers)
+        self.partial.check(params)
+        self.partial.replace(params)
+
+    def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
+        """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
         wanted = set(numbers)
-        self.learn()
-        for counted in self._counted.values():
-            self.partial.replace(p for p, group in zip(counted.params, counted.groups, strict=True) if group in wanted)
-
-    def learn(self) -> None:
-        """Find out what other ranks had in the last step as sums still to be made; `of_step` does it by itself.
-
-        Needed only before a CUDA graph is captured. All ranks that share parameters must call it.
-
-        Raises:
-            RuntimeError: ranks do not agree about what is a sum.
-        """
-        for counted in self._counted.values():
-            counted.learn()
+        return [param for counted in self._counted.values() for param in counted.watched(wanted)]
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -214,99 +214,39 @@ class _Counted:
         process_group: ProcessGroup,
         partial: PartialGradients,
     ) -> None:
-        self.params, self.groups = params, groups
-        self._num_needed, self._group, self._partial = needed, process_group, partial
+        self._params, self._group_numbers = params, groups
+        self._group, self._partial = process_group, partial
         self._present: list[int] | None = None
         self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
-        self._is_due: Sequence[bool] = ()
         self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
-        self._late: list[int] = []
-        self._asks = False
-        self._copy: HostCopy | None = None
-        """The last step's counts, where this rank lacked a gradient that may be a sum on others."""
-        self._unknown: list[int] = []
-        """Those that are sums, which not all ranks have known in the last step."""
         if self._watched:
-            watched = [params[number] for number in self._watched]
-            partial.late(watched, [param.grad for param in watched])
-            partial.exchange(watched, process_group)
-        self._needed = self._upload_needed()
+            partial.exchange([params[number] for number in self._watched], process_group)
+        needed = [
+            1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
+        ]
+        self._needed = upload(host_tensor(needed, torch.int32), params[0].device)
 
-    def start(self, is_due: Sequence[bool]) -> None:
-        """Begin to count.
-
-        Args:
-            is_due: of each parameter, whether it is stepped now.
-        """
-        if not is_capturing(self._needed.device):
-            self.learn()
-        self._is_due = is_due
-        gradients = [param.grad for param in self.params]
-        present = [int(gradient is not None) for gradient in gradients]
-        self._late, is_open = [], False
-        if self._watched:
-            watched = [number for number in self._watched if is_due[number]]
-            params = [self.params[number] for number in watched]
-            late = self._partial.late(params, [gradients[number] for number in watched])
-            self._late = [watched[position] for position in late]
-            if self._partial.has_stand_ins:
-                for number, param in zip(watched, params, strict=True):
-                    present[number] -= self._partial.is_stand_in(param)
-            lacking = [self.params[number] for number in watched if not present[number]]
-            is_open = not all(map(self._partial.is_known, lacking))
-            for number in self._late:
-                present[number] = 1 - _LATE
+    def start(self) -> None:
+        """Begin to count."""
+        present = [int(param.grad is not None) for param in self._params]
+        if self._partial.has_stand_ins:
+            for number in self._watched:
+                present[number] -= self._partial.is_stand_in(self._params[number])
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
         self._pending = start_sum(self._flags.clone(), self._group)
-        self._asks = is_open and not is_capturing(self._needed.device)
 
-    def settle(self) -> None:
-        """Find out who has those gradients that are sums, and unknown to other ranks.
-
-        Raises:
-            RuntimeError: for some of those who have it, it is none; or a CUDA graph is being captured.
-        """
-        if not self._late:
-            if self._asks:
-                self.enough()  # now, so that no error of the step keeps this rank from reading them
-            return
-        if is_capturing(self._needed.device):
-            raise self._partial.unknown(self.params[self._late[0]])
-        assert self._pending is not None
-        counts, self._pending = self._pending.wait(), None
-        self._read(counts.tolist())
-        unknown = set(self._unknown)
-        in_all = [number for number in self._late if number not in unknown]
-        self._partial.learn([self.params[number] for number in in_all])
-        self._needed = self._upload_needed()
-        # Where some rank lacks it, that is still too few.
-        self._enough = (counts.remainder(_LATE) >= self._needed).int()
-
-    def learn(self) -> None:
-        """Remember what are sums since the last step. All ranks must call it; they wait if there was a new one."""
-        if self._copy is not None:
-            counts, self._copy = self._copy.read(), None
-            self._read(counts)
-        if self._unknown:
-            unknown, self._unknown = self._unknown, []
-            self._partial.exchange([self.params[number] for number in unknown], self._group)
-        if self._num_known != self._partial.num_known:
-            self._needed = self._upload_needed()
-
-    def due(self) -> Iterator[Tensor]:
-        """Yield the parameters that are stepped now and may have gradients that are sums."""
-        return (self.params[number] for number in self._watched if self._is_due[number])
+    def watched(self, numbers: Container[int]) -> Iterator[Tensor]:
+        """Yield the parameters of some groups whose gradients may be sums."""
+        return (self._params[number] for number in self._watched if self._group_numbers[number] in numbers)
 
     def enough(self) -> Tensor:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
         if self._pending is not None:
             counts, self._pending = self._pending.wait(), None
             self._counts, self._enough = counts, (counts >= self._needed).int()
-            if self._asks:
-                self._copy = HostCopy(counts)
         return self._enough
 
     def any_present(self) -> Tensor:
@@ -314,26 +254,10 @@ class _Counted:
         self.enough()
         return self._counts.any()
 
-    def _read(self, counts: Sequence[int]) -> None:
-        """Find out which gradients are sums that some rank lacks and not all know of."""
-        num_ranks = len(group_ranks(self._group))
-        for number, count in enumerate(counts):
-            if count >= 0:
-                continue
-            num_sums, num_present = -(count // _LATE), count % _LATE
-            if num_sums < num_present:
-                raise self._partial.mixed(self.params[number])
-            if num_sums < num_ranks:
-                self._unknown.append(number)
 
-    def _upload_needed(self) -> Tensor:
-        """Return (parameters,) int32: of how many ranks each needs a gradient, as far as is known."""
-        self._num_known = self._partial.num_known
-        needed = [
-            1 if self._partial.may_lack_addends(param) else number
-            for param, number in zip(self.params, self._num_needed, strict=True)
-        ]
-        return upload(host_tensor(needed, torch.int32), self.params[0].device)
+def _due(pending_steps: Sequence[int]) -> list[int]:
+    """Return the numbers of the groups that are stepped now."""
+    return [number for number, pending in enumerate(pending_steps) if pending == 0]
 
 
 class _Selection(NamedTuple):

@@ -105,7 +105,6 @@ class CapturedStep:
         self._check()
         self._gradients = [param.grad for param in self._params()]
         self._optimizer.upload_hyperparameters()
-        self._optimizer._planned().agreements.learn()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads, as NCCL's watchdog, ask for events meanwhile.

@@ -16,10 +16,9 @@ from quintic.optim.comms import ProcessGroup, group_ranks, has_process_group, st
 from quintic.optim.communicators import Communicators
 from quintic.optim.device_memory import host_tensor, upload
 from quintic.optim.early_averages import OfGroup
-from quintic.optim.layouts import local_gradient, local_tensor
+from quintic.optim.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.opaque import opaque
-from quintic.optim.partial_gradients import PartialGradients, cut_of
 from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
@@ -48,7 +47,7 @@ def clip_grad_norm_(
     Call it between `backward` and `step`; with `torch.amp.GradScaler` after `unscale_`. The norm is that of the whole
     gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
     zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum, also
-    on ranks that have none; one that not all ranks know of yet counts as missing (see `docs/distributed.md`).
+    on ranks that have none (see `docs/distributed.md`).
 
     Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
     next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
@@ -64,9 +63,8 @@ def clip_grad_norm_(
     nothing of, or experts of each rank), the largest counts. See `docs/distributed.md`.
 
     Collective: all these ranks (and those of `process_group`) must call it, with the same parameters in the
-    same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`, or
-    a gradient is `Partial` for the first time. Groups that are between two of their steps (`step_every`) are left
-    alone: their gradients still add up.
+    same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`.
+    Groups that are between two of their steps (`step_every`) are left alone: their gradients still add up.
 
     Args:
         optimizer: whose gradients are clipped; weights and state are not read.
@@ -86,7 +84,8 @@ def clip_grad_norm_(
         TypeError: `optimizer` is not a `quintic.Muon`.
         ValueError: `scope` is unknown, `max_norm` is not positive, or a gradient is sparse.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; ranks were given different parameters or
-            options, or do not agree about which gradients are `Partial`.
+            options; or this rank has a gradient as `Partial` that no rank had as such before the first step, or the
+            first clipping: nothing was sent or scaled then, and only ranks that have such a gradient raise.
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
@@ -99,7 +98,7 @@ def clip_grad_norm_(
     names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     agreements = optimizer._planned().agreements
-    found = [_squared_norms(names, params, gradients, device, agreements.partial, optimizer._current.communicators)]
+    found = [_squared_norms(names, params, gradients, device, optimizer._current.communicators)]
     for ranks, parts in divided.items():
         found.append(_squared_norms_of_parts(parts, optimizer._current.communicators[ranks], len(ranks), device))
     squared = agreements.connected.total(*_together(found))
@@ -150,9 +149,8 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
         if number not in averages:
             found.names.extend(group["param_names"])
             found.params.extend(group["params"])
-            partial = optimizer._planned().agreements.partial
             rows = zip(group["param_names"], group["params"], strict=True)
-            found.gradients.extend(_own_gradient(name, param, partial) for name, param in rows)
+            found.gradients.extend(_own_gradient(name, param) for name, param in rows)
             continue
         params, gradients = zip(*averages[number].tensors(), strict=True)
         ranks = dividing_ranks(group, layouts_of(number, group))
@@ -165,7 +163,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
     return found
 
 
-def _own_gradient(name: str, param: Any, partial: PartialGradients) -> Tensor | None:
+def _own_gradient(name: str, param: Any) -> Tensor | None:
     """Return this rank's piece of the gradient of a tensor or `DTensor`, cut as that is; None where there is none.
 
     Raises:
@@ -178,8 +176,6 @@ def _own_gradient(name: str, param: Any, partial: PartialGradients) -> Tensor | 
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
-        if partial.is_watched(param) and cut_of(param) is not None:
-            return None  # a sum that other ranks do not know of
         # Kept, so that `step` need not do it again.
         param.grad = gradient = gradient.redistribute(param.device_mesh, wanted)
     return local_tensor(gradient)
@@ -216,9 +212,8 @@ def _together(found: Sequence[_Squares]) -> _Squares:
 def _squared_norms(
     names: Sequence[str],
     params: Sequence[Tensor],
-    gradients: list[Tensor | None],
+    gradients: Sequence[Tensor | None],
     device: torch.device,
-    partial: PartialGradients,
     communicators: Communicators,
 ) -> _Squares:
     """Return the squared norm of each parameter's whole gradient, on `device`; mesh by mesh.
@@ -226,9 +221,8 @@ def _squared_norms(
     Args:
         names: of the parameters.
         params: their meshes say what a gradient's piece is a piece of.
-        gradients: this rank's pieces; those of sums that turn out to be there on all ranks are put there.
+        gradients: this rank's pieces.
         device: of the result.
-        partial: which gradients are sums still to be made.
         communicators: of the optimizer, connected.
     """
     norms = _norms(gradients)
@@ -243,20 +237,7 @@ def _squared_norms(
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
-            of_mesh = [params[place] for place in members]
-            late = partial.late(of_mesh, [param.grad for param in of_mesh])
-            whole, num_sums = _over_mesh(squares, late, mesh, of_mesh, communicators)
-            new = {members[n]: params[members[n]] for n in late if num_sums[n] == mesh.size()}
-            if new:
-                # All ranks of the mesh have these sums, and come here.
-                partial.learn(new.values())
-                partial.replace(new.values())
-                for place, param in new.items():
-                    gradients[place] = local_gradient(param)
-                norms = _norms(gradients)
-                squares = torch.stack([norms.get(place, zero) for place in members]).square()
-                whole, _ = _over_mesh(squares, [], mesh, of_mesh, communicators)
-            squares = whole
+            squares = _over_mesh(squares, mesh, [params[place] for place in members], communicators)
         found.append(_Squares([names[place] for place in members], squares.to(device)))
     return _together(found)
 
@@ -300,34 +281,24 @@ def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch
     return found
 
 
-def _over_mesh(
-    squares: Tensor, late: Sequence[int], mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators
-) -> tuple[Tensor, list[float]]:
-    """Return the squared norms of whole gradients, (n,), on every rank of the mesh; waits for nothing but `late`.
+def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
+    """Return the squared norms of whole gradients, (n,), on every rank of the mesh; no host waits.
 
     Args:
         squares: (n,) those of this rank's pieces.
-        late: the numbers of those that this rank could not count, because they are sums that others do not know of.
         mesh: of all these parameters.
         params: the n parameters, `DTensor`s.
         communicators: of the optimizer, connected.
-
-    Returns:
-        The squares, and how many ranks say so of each parameter; nothing of that where this rank does not.
     """
-    says = torch.zeros_like(squares)
-    if late:
-        says = upload(host_tensor([float(number in late) for number in range(len(params))], says.dtype), says.device)
     if mesh.size() == 1:
-        return squares, says.tolist() if late else []
+        return squares
     ranks = _ranks(mesh)
     # In the mesh's own process group, where collectives have run before: not in those of its axes.
-    both = _gathered(torch.cat([squares, says]), communicators[tuple(ranks)], len(ranks))
+    squares = _gathered(squares, communicators[tuple(ranks)], len(ranks))
     if ranks != mesh.mesh.flatten().tolist():
         places = [ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
-        both = both[upload(host_tensor(places), both.device)]
-    squares, says = both.view(*mesh.mesh.shape, 2, len(params)).unbind(-2)
-    says = says.sum(dim=tuple(range(mesh.ndim)))
+        squares = squares[upload(host_tensor(places), squares.device)]
+    squares = squares.view(*mesh.mesh.shape, len(params))
     for axis in range(mesh.ndim):
         found = squares
         is_copy = [param.placements[axis].is_replicate() for param in params]
@@ -338,7 +309,7 @@ def _over_mesh(
             squares = found.sum(dim=0)
         else:
             squares = torch.where(upload(host_tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
-    return squares, says.tolist() if late else []
+    return squares
 
 
 def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:

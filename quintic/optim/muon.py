@@ -313,16 +313,19 @@ class Muon(Optimizer):
         Raises:
             ValueError: a gradient is sparse, or `qk_logits` fits no attention layer.
             FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+            RuntimeError: this rank has a gradient as a sum still to be made (`Partial`) that no rank had as one before
+                the first step; nothing was changed or sent. Only ranks that have such a gradient raise.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         runner = self._planned()
+        pending_steps = self._pending_steps()
+        runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.param_groups, self.__dict__["state"])
         self._first_gradients.look(self.param_groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
-        pending_steps = self._pending_steps()
         done = runner.step(pending_steps, self._num_steps)
         self._first_gradients.ask_others(runner.agreements.any_present())
         if done.asks and done.go is not None:

@@ -5,10 +5,8 @@ such a gradient, and all ranks have to know the same. They tell each other befor
 compare anyway, and remember it: from then on all ranks of the mesh add up these parameters' gradients in every step,
 whoever has one. Without such gradients nothing is sent, and nobody waits.
 
-A gradient may be a sum for the first time later, when other ranks cannot know it: that of an expert that got no token
-before. The ranks that have it say so in the count of gradients (`agreements.py`), and wait for the result. If all ranks
-have it, they add it up; if not, it counts as missing in this step, and those that lack it read the count before
-the next one, where all tell each other about it as before the first.
+A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
+others cannot know of it, and to ask them would make every step wait.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,8 +65,6 @@ class PartialGradients:
     def __init__(self) -> None:
         self._names: dict[Tensor, str] = {}
         self._known: dict[Tensor, Cut] = {}
-        self._late: dict[Tensor, Cut] = {}
-        """Of this rank's gradients those that other ranks do not know of."""
         self._stand_ins: dict[Tensor, Tensor] = {}
         """Sums in the place of gradients that this rank does not have."""
 
@@ -76,18 +72,9 @@ class PartialGradients:
         """Look after parameters that several ranks share; plain tensors are left out."""
         self._names |= {param: name for name, param in zip(names, params, strict=True) if hasattr(param, "device_mesh")}
 
-    @property
-    def num_known(self) -> int:
-        """How many parameters have gradients that are sums, as far as all ranks know."""
-        return len(self._known)
-
     def is_watched(self, param: Tensor) -> bool:
         """Return whether it is one of those parameters."""
         return param in self._names
-
-    def is_known(self, param: Tensor) -> bool:
-        """Return whether its gradient is a sum, as far as all ranks know."""
-        return param in self._known
 
     @property
     def has_stand_ins(self) -> bool:
@@ -102,39 +89,6 @@ class PartialGradients:
         """Return whether a sum is right although ranks have no addend."""
         return param in self._known and not self._known[param].has_copies(param)
 
-    def late(self, params: Sequence[Any], gradients: Sequence[Any]) -> list[int]:
-        """Return which of this rank's gradients are sums that other ranks do not know of, by their positions.
-
-        Args:
-            params: `DTensor`s.
-            gradients: of these, or None.
-
-        Raises:
-            RuntimeError: a gradient is another sum than in the steps before.
-        """
-        if self._late:
-            for param in params:
-                self._late.pop(param, None)
-        found = []
-        # Hundreds of gradients in every step, nearly all cut as their parameters, and most by the very same objects.
-        pairs = enumerate(zip(params, gradients, strict=True))
-        others = [n for n, (param, g) in pairs if g is not None and getattr(g, "_spec", None) is not param._spec]
-        for position in others:
-            param = params[position]
-            cut = cut_of(param)
-            known = None if cut is None else self._known.get(param)
-            if cut is None or cut == known or param not in self._names:
-                continue
-            if known is not None:
-                raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", cut))
-            self._late[param] = cut
-            found.append(position)
-        return found
-
-    def learn(self, params: Iterable[Tensor]) -> None:
-        """Remember what sums this rank has found, and all ranks do."""
-        self._known |= {param: self._late.pop(param) for param in params}
-
     def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> None:
         """Tell all ranks what sums were found, and remember theirs. All ranks of the group must call it; waits.
 
@@ -145,14 +99,42 @@ class PartialGradients:
         Raises:
             RuntimeError: ranks have different sums of one parameter.
         """
-        own = {number: self._late.pop(param) for number, param in enumerate(params) if param in self._late}
+        own = {number: cut for number, param in enumerate(params) if (cut := cut_of(param)) is not None}
+        found: dict[Tensor, Cut] = {}
         for theirs in all_gather_values(own, group):
             for number, cut in theirs.items():
-                known = self._known.setdefault(params[number], cut)
-                if cut != known:
+                first = found.setdefault(params[number], cut)
+                if cut != first:
                     raise RuntimeError(
-                        self._disagreement(params[number], "on one rank it is", known, "on another one", cut)
+                        self._disagreement(params[number], "on one rank it is", first, "on another one", cut)
                     )
+        self._known |= found
+
+    def check(self, params: Iterable[Any]) -> None:
+        """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
+
+        Args:
+            params: `DTensor`s that are watched.
+
+        Raises:
+            RuntimeError: one is; on the ranks that have such a gradient, and on no others.
+        """
+        for param in params:
+            gradient = param.grad
+            # Hundreds of gradients in every step, nearly all cut as their parameters, and most by the very same object.
+            if gradient is None or getattr(gradient, "_spec", None) is param._spec:
+                continue
+            cut, known = cut_of(param), self._known.get(param)
+            if cut is None or cut == known:
+                continue
+            if known is not None:
+                raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", cut))
+            raise RuntimeError(
+                f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none on "
+                f"any rank in the first step, before which ranks tell each other; make it Partial in the first step "
+                f"on some rank, or redistribute it to the parameter's placements before the step, on all ranks that "
+                f"have it"
+            )
 
     def replace(self, params: Iterable[Tensor]) -> None:
         """Put the sums in the place of gradients, also where this rank has none. All ranks of the meshes must call it.
@@ -175,14 +157,14 @@ class PartialGradients:
         """Put the sums in the place of gradients meanwhile. All ranks of the meshes must call it.
 
         Args:
-            params: of those that are sums, but unknown to other ranks, gradients are missing meanwhile.
+            params: those that are no sums, as far as ranks know, are left alone.
         """
         kept: list[tuple[Tensor, Tensor | None]] = []
         try:
-            if self._known or self._late:
+            if self._known:
                 for param in params:
                     total = self._sum(param) if param in self._known else None
-                    if total is not None or param in self._late:
+                    if total is not None:
                         kept.append((param, param.grad))
                         param.grad = total
             yield
@@ -206,20 +188,6 @@ class PartialGradients:
             f"{self._names[param]}: its gradient is a sum still to be made over ranks, and not always the same one: "
             f"{first} {_text(known)}, {second} {_text(cut)}; redistribute it to the parameter's placements before "
             f"the step, on all ranks"
-        )
-
-    def unknown(self, param: Tensor) -> RuntimeError:
-        """Return the error for a gradient that is a sum for the first time while a CUDA graph is being captured."""
-        return RuntimeError(
-            f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none in the "
-            f"steps before; make a step with such gradients before a CUDA graph is captured"
-        )
-
-    def mixed(self, param: Tensor) -> RuntimeError:
-        """Return the error for a gradient that only some of the ranks that have one have as a sum."""
-        return RuntimeError(
-            f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks and "
-            f"not on others; redistribute it to the parameter's placements before the step, on all ranks"
         )
 
 

@@ -188,8 +188,7 @@ def reference_step(optimizer: Muon) -> None:
     `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
     parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
     with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
-    if any has, and the others count as zeros. (A sum that ranks do not know of yet is stepped if all have it, as in the
-    step.)
+    if any has, and the others count as zeros.
 
     Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
     any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
@@ -202,6 +201,7 @@ def reference_step(optimizer: Muon) -> None:
         TypeError: it is not a `quintic.Muon`.
         ValueError: a gradient is sparse.
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+        RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
     """
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
@@ -214,6 +214,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
     groups = optimizer.param_groups
     pending_steps = [(group["pending_steps"] + 1) % group["step_every"] for group in groups]
+    optimizer._planned().agreements.check_sums(pending_steps)
     everything = list(parameters_of(optimizer))
     due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
     # Ranks of one process group meet the same parameters in the same order.
@@ -223,7 +224,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
         cut = _partial_cut(found)
-        is_stepped = _is_stepped(found, cut is not None and _may_lack_addends(optimizer, found.param, cut))
+        is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
         if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
             with state_on_device(found.param, states[found.param]) as state:
                 _step_parameter(found, cut, state, observer)
@@ -291,13 +292,6 @@ def _partial_cut(found: Parameter) -> Cut | None:
     if found.process_group is None or not hasattr(found.param, "device_mesh"):
         return None
     return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
-
-
-def _may_lack_addends(optimizer: Muon, param: Tensor, cut: Cut) -> bool:
-    """Return whether a sum is right although ranks have no addend: not where they cannot know yet that it is one."""
-    runner = optimizer._current.runner
-    is_known = runner is None or not runner.agreements.has_agreed or runner.agreements.partial.is_known(param)
-    return is_known and not cut.has_copies(param)
 
 
 def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:

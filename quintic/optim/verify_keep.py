@@ -48,6 +48,7 @@ class Kept:
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._first_gradients = optimizer._first_gradients
         self._early = optimizer._current.early.fresh()
+        self._has_agreed = optimizer._planned().agreements.has_agreed
         self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
 
     def keep_gradients(self) -> None:
@@ -79,6 +80,10 @@ class Kept:
             elif param.grad is not None:
                 param.grad.copy_(gradient)
         optimizer._current.early.keep(self._early)
+        runner = optimizer._current.runner
+        if runner is not None and not self._has_agreed:
+            # Ranks ask each other before the first step of training, not before one with gradients that were made up.
+            runner.agreements.has_agreed = False
         optimizer._first_gradients = self._first_gradients
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)

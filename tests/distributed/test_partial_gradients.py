@@ -170,69 +170,116 @@ def test_the_reference_counts_missing_addends_as_zeros():
     run(check_gaps, 4, "one", False, True, timeout=60)
 
 
-def check_late(rank, world_size, clip, earlier, with_verify=False):
-    """Gradients that become partial after the first step."""
+LATE = r"norm: .*sum still to be made.*none on any rank in the first step.*redistribute it"
+
+
+def everything(params, optimizer):
+    """Copies of all weights, gradients and state of this rank."""
+    found = {}
+    for name, param in params.items():
+        tensors = {"weight": param.detach(), "gradient": param.grad, **optimizer.state[param]}
+        for key, value in tensors.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found[name, key] = None if local is None else torch.as_tensor(local).clone()
+    return found
+
+
+def check_late(rank, world_size, earlier, lacking, act):
+    """Gradients that are partial for the first time after the first step, on all ranks but those that lack them."""
     mesh = mesh_of(world_size)
-    params, plain, optimizer, alone = of_mesh(mesh)
-    model = nn.ParameterDict(params)
-
-    def steps(step):
-        if clip:
-            for found in (optimizer, alone):
-                quintic.clip_grad_norm_(found, 0.5, scope="all")
-        optimizer.step()
-        alone.step()
-        assert_equal(params, plain, f"step {step}")
-
-    # What ranks know after the first step: nothing, or that gradients are cut as the parameters are.
+    params, plain, optimizer, _ = of_mesh(mesh)
     for name, param in params.items():
         whole = addend(name, param.shape, 0, 0).to(DEVICE)
-        plain[name].grad = whole.clone() if earlier else None
         param.grad = distribute_tensor(whole, mesh, param.placements, src_data_rank=None) if earlier else None
-    steps(0)
-    # For the first time, and on some ranks only: not stepped, on all of them.
-    give(params, plain, mesh, 1, GAPS["one"])
-    for param in plain.values():
-        param.grad = None
-    if with_verify:
-        # What the reference does not step, too; and from the second time on does, as all have been told.
-        for _ in range(2):
-            report = quintic.verify(model, optimizer)
-            assert report.ok, str(report)
-        return
-    steps(1)
-    for step, gap in enumerate(["all but one", "one", "none", "all"], start=2):
-        give(params, plain, mesh, step, but_copies(GAPS[gap]) if clip else GAPS[gap])
-        steps(step)
+    optimizer.step()
+    give(params, plain, mesh, 1, lambda name, other: name == "bias" or other in lacking)
+    before = everything(params, optimizer)
+    if rank not in lacking:
+        # Before anything is sent: these calls return although no other rank waits for the same collectives.
+        with (
+            mock.patch.object(agreements, "start_sum", side_effect=AssertionError),
+            mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
+            pytest.raises(RuntimeError, match=LATE),
+        ):
+            act(optimizer)
+    after = everything(params, optimizer)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert value is after[key] is None or torch.equal(value, after[key]), key
+    # Made whole, as the message says, it is a gradient as any other: missing on some ranks, it is not stepped.
+    for name, param in params.items():
+        total = expected(name, mesh, 1, [other in lacking for other in range(world_size)]).to(DEVICE)
+        whole = distribute_tensor(total, mesh, param.placements, src_data_rank=None)
+        param.grad = None if rank in lacking or name == "bias" else whole
+    act(optimizer)
+    optimizer.step()
+    for name, param in params.items():
+        is_stepped = name != "bias" and not lacking
+        assert torch.equal(param.detach().to_local(), before[name, "weight"]) != is_stepped, name
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_that_are_partial_later_on_some_ranks(clip, earlier):
-    run(check_late, 4, clip, earlier, timeout=60)
+def step_all(optimizer):
+    optimizer.step()
 
 
-def test_the_reference_knows_of_gradients_that_are_partial_later():
-    run(check_late, 4, False, True, True, timeout=60)
+def clip_all(optimizer):
+    quintic.clip_grad_norm_(optimizer, 0.5, scope="all")
 
 
-def check_late_everywhere(rank, world_size, clip):
+@pytest.mark.parametrize("earlier", [False, True], ids=["missing", "whole"])
+@pytest.mark.parametrize("lacking", [(), (0, 3)], ids=["all", "some"])
+@pytest.mark.parametrize("act", [step_all, clip_all, reference_step])
+def test_a_gradient_that_is_partial_for_the_first_time_later_is_an_error_of_each_rank_that_has_it(
+    earlier, lacking, act
+):
+    run(check_late, 4, earlier, lacking, act, timeout=60)
+
+
+def check_late_with_logits(rank, world_size):
+    """Nothing of QK-clip was sent before the error."""
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    names = ("attn.q_proj.weight", "attn.k_proj.weight")
+    params = {
+        name: nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()], src_data_rank=None))
+        for name in names
+    }
+    optimizer = quintic.Muon(list(params.items()), qk_clip=quintic.QKClip(threshold=1.0))
+    logits = {"attn": torch.full((2,), 4.0, device=DEVICE)}
+    optimizer.step(qk_logits=logits)
+    weights = {name: param.detach().to_local().clone() for name, param in params.items()}
+    if rank == 0:
+        cut = DTensor.from_local(torch.ones(4, 4, device=DEVICE), mesh, [Partial()], run_check=False)
+        params[names[0]].grad = cut
+        with pytest.raises(RuntimeError, match=r"q_proj.*sum still to be made.*in the first step"):
+            optimizer.step(qk_logits=logits)
+        params[names[0]].grad = None
+    assert all(torch.equal(param.detach().to_local(), weights[name]) for name, param in params.items())
+    # Had rank 0 sent anything, ranks would not mean the same messages now.
+    optimizer.step(qk_logits=logits)
+    assert all(not torch.equal(param.detach().to_local(), weights[name]) for name, param in params.items())
+
+
+def test_the_error_comes_before_logits_are_brought_together():
+    run(check_late_with_logits, 2, timeout=60)
+
+
+def check_verify_first(rank, world_size):
+    """The gradients that `verify` makes up before training say nothing of what are sums."""
     mesh = mesh_of(world_size)
     params, plain, optimizer, alone = of_mesh(mesh)
-    optimizer.step()
-    for step, gap in enumerate(["none", "one"], start=1):
-        give(params, plain, mesh, step, but_copies(GAPS[gap]))
-        if clip:
-            norms = [quintic.clip_grad_norm_(found, 0.5, scope="all") for found in (optimizer, alone)]
-            assert norms[0] == norms[1] > 0
+    report = quintic.verify(nn.ParameterDict(params), optimizer)
+    assert report.ok, str(report)
+    for step, gap in enumerate(["one", "none", "all but one"]):
+        give(params, plain, mesh, step, GAPS[gap])
+        report = quintic.verify(nn.ParameterDict(params), optimizer)
+        assert report.ok, str(report)
         optimizer.step()
         alone.step()
         assert_equal(params, plain, f"step {step}")
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_that_are_partial_later_on_all_ranks_are_stepped_at_once(clip):
-    run(check_late_everywhere, 4, clip, timeout=60)
+def test_verify_before_the_first_step_leaves_that_the_first():
+    run(check_verify_first, 4, timeout=60)
 
 
 def check_groups_that_wait(rank, world_size):
@@ -251,30 +298,6 @@ def check_groups_that_wait(rank, world_size):
 
 def test_gradients_of_groups_that_wait_are_left_alone():
     run(check_groups_that_wait, 4, timeout=60)
-
-
-def check_stopped(rank, world_size):
-    """A step that raises has told ranks nonetheless what is a sum."""
-    mesh = mesh_of(world_size)
-    params, plain, _, _ = of_mesh(mesh)
-    groups = [[("norm", some["norm"]), ("bias", some["bias"])] for some in (params, plain)]
-    options = {"algorithm": "adamw", "on_nonfinite": "raise", "cautious": True}
-    optimizer, alone = (quintic.Muon([{"params": group, **options}], adamw_lr=0.1) for group in groups)
-    optimizer.step()
-    give(params, plain, mesh, 1, GAPS["one"])
-    wrong = torch.full(PARAMS["bias"][0], torch.nan, device=DEVICE)
-    params["bias"].grad = distribute_tensor(wrong, mesh, params["bias"].placements, src_data_rank=None)
-    with pytest.raises(FloatingPointError):
-        optimizer.step()
-    give(params, plain, mesh, 2, GAPS["one"])
-    params["bias"].grad = plain["bias"].grad = None
-    optimizer.step()
-    alone.step()
-    assert torch.equal(params["norm"].detach().full_tensor(), plain["norm"].detach())
-
-
-def test_a_step_that_raises_has_told_what_are_sums():
-    run(check_stopped, 4, timeout=60)
 
 
 def check_many_meshes(rank, world_size, clip):
@@ -297,8 +320,9 @@ def check_many_meshes(rank, world_size, clip):
     for step in range(12):
         for name, param in named:
             param.grad = None
-            # Hardly any at first, so that some are sums for the first time late.
-            if torch.rand((), generator=generator) < (0.1 if step < 3 else 0.6):
+            # Hardly any at first, but of each on one rank, so that all know that it is a sum.
+            is_told = step == 0 and rank == param.device_mesh.mesh.min()
+            if is_told or torch.rand((), generator=generator) < (0.1 if step < 3 else 0.6):
                 value = addend(name, param.shape, step, rank).to(DEVICE)
                 cut = [Partial()] * param.device_mesh.ndim
                 param.grad = DTensor.from_local(value, param.device_mesh, cut, run_check=False)
@@ -322,7 +346,7 @@ def test_ranks_of_many_meshes_do_not_wait_for_each_other(clip):
 
 
 def check_nothing_is_added(rank, world_size):
-    """Without partial gradients: one count per step, no exchange of values, no copy to the host."""
+    """Without partial gradients: one count per step, no exchange of values."""
     mesh = mesh_of(world_size)
     params, _, optimizer, _ = of_mesh(mesh)
 
@@ -335,7 +359,6 @@ def check_nothing_is_added(rank, world_size):
     optimizer.step()
     with (
         mock.patch.object(agreements, "start_sum", wraps=agreements.start_sum) as counts,
-        mock.patch.object(agreements, "HostCopy", side_effect=AssertionError),
         mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
     ):
         give_cut_gradients(1)
@@ -348,31 +371,6 @@ def check_nothing_is_added(rank, world_size):
 
 def test_without_partial_gradients_nothing_is_added():
     run(check_nothing_is_added, 4, timeout=60)
-
-
-def check_capture(rank, world_size):
-    """While a graph is captured nobody looks at counts, and what is a sum for the first time is an error."""
-    mesh = mesh_of(world_size)
-    params, plain, optimizer, _ = of_mesh(mesh)
-    give(params, plain, mesh, 0, lambda name, other: name in ("norm", "bias"))
-    optimizer.step()
-    before = {name: param.detach().full_tensor().clone() for name, param in params.items()}
-    with (
-        mock.patch.object(agreements, "is_capturing", return_value=True),
-        mock.patch.object(agreements.HostCopy, "read", side_effect=AssertionError),
-    ):
-        optimizer.step()
-        give(params, plain, mesh, 1, lambda name, other: name == "bias")
-        with pytest.raises(RuntimeError, match=r"norm: .*sum still to be made.*before a CUDA graph is captured"):
-            optimizer.step()
-    assert torch.equal(params["norm"].detach().full_tensor(), before["norm"])
-    assert not torch.equal(params["rows"].detach().full_tensor(), before["rows"])
-    optimizer.step()
-    assert not torch.equal(params["norm"].detach().full_tensor(), before["norm"])
-
-
-def test_capturing_waits_for_nothing():
-    run(check_capture, 4, timeout=60)
 
 
 def step_gain(world_size, *cuts):
