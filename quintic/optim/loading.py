@@ -11,7 +11,7 @@ groups keep what they have. So a rule that gives some parameters another weight 
 a scheduler had come to does, too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from operator import le
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from quintic.optim.names import known_as
 from quintic.optim.parts import CUT_KEYS
 from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
 from quintic.optim.state import CODE_KEYS, copy_, piece_of
-from quintic.optim.validate import check_group
 
 __all__ = ["load_state"]
 
@@ -67,7 +66,10 @@ class _Match(NamedTuple):
 
 
 def load_state(
-    groups: Sequence[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], state_dict: Mapping[str, Any]
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    state_dict: Mapping[str, Any],
+    check: Callable[[int, Mapping[str, Any]], None],
 ) -> None:
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
@@ -78,6 +80,7 @@ def load_state(
         groups: of the optimizer; their options are set.
         state: of their parameters.
         state_dict: what was saved.
+        check: raises an error if a group, given with its number, has options that do not fit.
 
     Raises:
         ValueError: the state is another optimizer's, or of other parameters, algorithms or views; state is missing or
@@ -101,7 +104,7 @@ def load_state(
     restored = _restored_options(groups, saved_groups, matches)
     for number, (group, options) in enumerate(zip(groups, restored, strict=True)):
         try:
-            check_group(number, {**group, **options})
+            check(number, {**group, **options})
         except (TypeError, ValueError) as error:
             raise ValueError(f"the saved options do not fit: {error}") from None
     for target, source in copies:

@@ -36,7 +36,7 @@ from quintic.optim.sharded_state import whole_states
 from quintic.optim.state import as_saved, complete_second_moments
 from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.update import DecayCoupling, LrScale
-from quintic.optim.validate import check_apart, check_keys, suggests_options
+from quintic.optim.validate import check_apart, check_group, check_keys, suggests_options
 from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
@@ -441,7 +441,7 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self.param_groups, self._needed_state(), state_dict)
+        load_state(self.param_groups, self._needed_state(), state_dict, check_group)
         self._cycled.watch(self.__dict__["param_groups"])
         self._current.end_load(self.__dict__["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
