@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.device_memory import HYPERPARAMETERS
-from quintic.optim.orthogonalize import _normalized
-from quintic.optim.update import adamw_, apply_, momentum_
+from quintic.optim.polar.orthogonalize import _normalized
+from quintic.optim.rules.device_memory import HYPERPARAMETERS
+from quintic.optim.rules.update import adamw_, apply_, momentum_
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from optimizer_step_measure import (  # noqa: E402
 from optimizer_step_rows import spread  # noqa: E402
 
 import quintic  # noqa: E402
-from quintic.optim.parts import CUT_KEYS  # noqa: E402
+from quintic.optim.state.parts import CUT_KEYS  # noqa: E402
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},

@@ -30,7 +30,7 @@ from optimizer_step_rows import spread  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import quintic  # noqa: E402
-from quintic.optim.row_division import RowDivision  # noqa: E402
+from quintic.optim.plan.row_division import RowDivision  # noqa: E402
 
 WAYS = ("whole", "announced", "found")
 

@@ -20,15 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim import orthogonalize as module
-from quintic.optim.coefficients import (
+from quintic.optim.polar import orthogonalize as module
+from quintic.optim.polar.coefficients import (
     SAFETY,
     Coefficients,
     gram_restarts,
     newton_schulz_coefficients,
     polar_express_coefficients,
 )
-from quintic.optim.forms import Form, resolve
+from quintic.optim.polar.forms import Form, resolve
 
 # Rows of every table of errors: method, dtype.
 FORMS = [

@@ -137,7 +137,7 @@ class Done:
 def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace the collectives by what is made of a name and the original."""
     places: list[tuple[Any, str, str]] = [(dist, name, name) for name in NAMES]
-    comms = sys.modules.get("quintic.optim.comms")
+    comms = sys.modules.get("quintic.optim.comms.collectives")
     if hasattr(comms, "_all_gather"):  # it chose one when it was imported
         places.append((comms, "_all_gather", next(name for name in ALL_GATHER if name in NAMES)))
     originals = [getattr(module, attribute) for module, attribute, _ in places]
@@ -188,7 +188,7 @@ def recorded(step: Callable[[], None]) -> list[Collective | Message]:
 @contextlib.contextmanager
 def _replaced_messages(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace what sends messages by copy engines by what is made of a name and the original."""
-    module = sys.modules.get("quintic.optim.copy_engines")
+    module = sys.modules.get("quintic.optim.comms.copy_engines")
     names = ("all_to_all", "all_gather", "broadcasts") if module is not None else ()
     kind: Any = getattr(module, "CopyEngines", None)
     originals = {name: kind.__dict__[name] for name in names}
@@ -261,7 +261,7 @@ def without_sending() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_copies() -> Iterator[None]:
     """Let ranks write nothing into each other's memory: what is there stays, of earlier steps."""
-    module: Any = sys.modules.get("quintic.optim.peer_memory")
+    module: Any = sys.modules.get("quintic.optim.comms.peer_memory")
     if module is None:
         yield
         return

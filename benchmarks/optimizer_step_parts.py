@@ -96,8 +96,8 @@ def time_orthogonalization(optimizer: Any, ranks: Ranks) -> list[float]:
 
     All ranks do so at the same time, as in a step. All ranks must call it.
     """
-    from quintic.optim.members import direction_dtype
-    from quintic.optim.orthogonalize import apply_form
+    from quintic.optim.plan.members import direction_dtype
+    from quintic.optim.polar.orthogonalize import apply_form
 
     work = []
     for bucket in optimizer.plan():

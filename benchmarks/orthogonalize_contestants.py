@@ -129,14 +129,14 @@ class Polynomials:
 
 def polar_express() -> Polynomials:
     """Return Polar Express with the speedrun's safety, which Quintic, dion and nanochat share."""
-    from quintic.optim.coefficients import SAFETY, polar_express_coefficients
+    from quintic.optim.polar.coefficients import SAFETY, polar_express_coefficients
 
     return Polynomials(polar_express_coefficients(STEPS), SAFETY)
 
 
 def muon_post() -> Polynomials:
     """Return the Muon post's triple."""
-    from quintic.optim.coefficients import newton_schulz_coefficients
+    from quintic.optim.polar.coefficients import newton_schulz_coefficients
 
     return Polynomials(newton_schulz_coefficients(STEPS))
 
@@ -208,7 +208,7 @@ def _quintic(method: str, dtype: str | None = None, kernels: str = "auto") -> Ca
             return partial(quintic.orthogonalize, **options)
         if "kernels" in inspect.signature(quintic.orthogonalize).parameters:
             return partial(quintic.orthogonalize, **options, kernels=kernels)
-        from quintic.optim.orthogonalize import apply_form, resolve
+        from quintic.optim.polar.orthogonalize import apply_form, resolve
 
         form = resolve(method, shape.m, shape.n, compute_dtype=compute_dtype, device_type=x.device.type, dtype=x.dtype)
         return lambda y: apply_form(y, form, kernels).to(y.dtype)

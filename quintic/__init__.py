@@ -8,16 +8,16 @@
 from quintic.optim.captured_step import CapturedStep
 from quintic.optim.clip import clip_grad_norm_
 from quintic.optim.explain import Explanation, explain
-from quintic.optim.groups import Rule, param_groups
+from quintic.optim.groups.groups import Rule, param_groups
+from quintic.optim.layout.views import Experts, Flatten, Heads, Matrix, Rows, Split
 from quintic.optim.muon import Muon
-from quintic.optim.orthogonalize import orthogonalize
-from quintic.optim.plan import Plan
-from quintic.optim.qk_clip import QKClip
-from quintic.optim.reference import reference_step
-from quintic.optim.telemetry import StepReport
-from quintic.optim.verify import verify
-from quintic.optim.verify_report import Verification
-from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split
+from quintic.optim.plan.plan import Plan
+from quintic.optim.polar.orthogonalize import orthogonalize
+from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.step.telemetry import StepReport
+from quintic.optim.verify.reference import reference_step
+from quintic.optim.verify.report import Verification
+from quintic.optim.verify.verify import verify
 
 __all__ = [
     "CapturedStep",

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from quintic.optim import cpu_orthogonalize
+from quintic.optim.polar import cpu_orthogonalize
 
 __all__ = ["peak_bytes"]
 

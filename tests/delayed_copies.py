@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.transfers import _StreamCopies
+from quintic.optim.step.offload.transfers import _StreamCopies
 
 __all__ = ["DelayedCopies", "SlowCopies"]
 
@@ -65,7 +65,7 @@ class Queue:
 
 
 class DelayedCopies:
-    """See `quintic.optim.transfers.Copies`.
+    """See `quintic.optim.step.offload.transfers.Copies`.
 
     Args:
         policy: `"late"`, `"early"`, or a generator that decides.

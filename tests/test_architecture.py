@@ -26,21 +26,27 @@ MAY_IMPORT = {
     "durable": set(),
     "kernels": set(),
     "optim": {"kernels"},
+    "rehearsal": {"kernels", "optim"},
     "data": set(),
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
-    "train": {"data", "eval", "kernels", "model", "optim"},
+    "train": {"data", "eval", "kernels", "model", "optim", "rehearsal"},
     "integrations": {"optim"},
 }
 
 PARTS = {*MAY_IMPORT, "cli"}
+
+# The rooms of the optimizer: each may import the ones before it. Files outside of them are what users call, and may
+# import all but `verify`.
+ROOMS = ["rules", "layout", "polar", "comms", "groups", "state", "plan", "step", "qk_clip", "checkpoint", "", "verify"]
+FILES_OF_A_FOLDER = 14
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
 HARNESS = [f"quintic.{part}" for part in ("model", "data", "train", "eval", "cli", "integrations")]
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
-MAY_COMMUNICATE_IN_OPTIM = {"optim.comms"}
+MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 MAY_NOT_PRINT = {"optim", "model", "data", "kernels", "integrations"}
 
@@ -130,6 +136,27 @@ def wrong_directions(module: Module) -> list[str]:
     return found
 
 
+def room_of(name: str) -> str | None:
+    """The room of a dotted name below "quintic", "" for a file of the optimizer outside of them."""
+    parts = name.split(".")
+    if parts[0] != "optim" or len(parts) < 2:
+        return None
+    return parts[1] if parts[1] in ROOMS else ""
+
+
+def wrong_doors(module: Module) -> list[str]:
+    """Imports of a room of the optimizer from one that comes later."""
+    room = room_of(module.name)
+    if room is None:
+        return []
+    found = []
+    for line, name in imports(module):
+        other = room_of(name.removeprefix("quintic.")) if is_in(name, "quintic.optim") else None
+        if other is not None and ROOMS.index(other) > ROOMS.index(room):
+            found.append(f"line {line}: {room or module.name} may not import {name}")
+    return found
+
+
 def stray_communication(module: Module) -> list[str]:
     """torch.distributed in the optimizer library, outside the one file that communicates."""
     if module.part != "optim" or module.name in MAY_COMMUNICATE_IN_OPTIM:
@@ -214,6 +241,7 @@ def too_long(module: Module) -> list[str]:
 Rule = Callable[[Module], list[str]]
 RULES: list[Rule] = [
     wrong_directions,
+    wrong_doors,
     stray_communication,
     environment_reads,
     stray_renames,
@@ -235,7 +263,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
     [
         (wrong_directions, "optim.muon", "def f():\n    from quintic.train import loop\n"),
         (wrong_directions, "optim.muon", "from ..model import gpt\n"),
-        (wrong_directions, "kernels.loss", "import quintic.optim.update\n"),
+        (wrong_directions, "kernels.loss", "import quintic.optim.rules.update\n"),
         (wrong_directions, "data.loader", "from quintic.model.gpt import GPT\n"),
         (wrong_directions, "data.loader", "from quintic import Muon\n"),
         (wrong_directions, "model.gpt", "from quintic import optim\n"),
@@ -244,6 +272,9 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (wrong_directions, "eval.score", "from quintic.train.loop import train\n"),
         (wrong_directions, "optim.muon", "from quintic.integrations import muon_for\n"),
         (wrong_directions, "integrations.titan", "from quintic.kernels import dispatch\n"),
+        (wrong_doors, "optim.rules.update", "from quintic.optim.plan.bucket import Bucket\n"),
+        (wrong_doors, "optim.state.state", "def f():\n    from quintic.optim.muon import Muon\n"),
+        (wrong_doors, "optim.muon", "from quintic.optim.verify.verify import verify\n"),
         (stray_communication, "optim.plan", "import torch.distributed as dist\n"),
         (stray_communication, "optim.plan", "from torch import distributed\n"),
         (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),
@@ -268,7 +299,10 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (wrong_directions, "optim.muon", "from quintic.kernels import dispatch\nfrom . import update\n"),
         (wrong_directions, "data.loader", "from quintic.errors import QuinticError\nimport numpy\n"),
         (wrong_directions, "train.loop", "import quintic\nfrom quintic import Muon\nfrom quintic.eval import score\n"),
-        (stray_communication, "optim.comms", "import torch.distributed\n"),
+        (wrong_doors, "optim.plan.plan", "from quintic.optim.rules.update import apply_\n"),
+        (wrong_doors, "optim.verify.verify", "from quintic.optim.muon import Muon\n"),
+        (wrong_doors, "train.loop", "from quintic.optim.muon import Muon\n"),
+        (stray_communication, "optim.comms.collectives", "import torch.distributed\n"),
         (stray_communication, "optim.layout", "from torch.distributed.tensor import DTensor\n"),
         (stray_communication, "train.loop", "import torch.distributed\n"),
         (environment_reads, "kernels.dispatch", "import os\nx = os.environ['X']\n"),
@@ -281,6 +315,63 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
 )
 def test_the_rule_leaves_good_code_alone(rule: Rule, name: str, source: str):
     assert rule(Module(name, source)) == []
+
+
+# ------------------------------------------------------------------------------------- the house
+
+
+def edges_of(modules: list[Module]) -> dict[str, set[str]]:
+    """For each module of quintic the ones it imports, also inside functions and for types alone."""
+    names = {module.name for module in modules}
+    edges: dict[str, set[str]] = {module.name: set() for module in modules}
+    for module in modules:
+        for _, full in imports(module):
+            name = full.removeprefix("quintic.")
+            if is_in(full, "quintic") and full != "quintic":
+                target = name if name in names else name.rpartition(".")[0]
+                if target in names and target != module.name:
+                    edges[module.name].add(target)
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other: those that reach each other, by depth-first search from each."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in edges[waiting.pop()] - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in edges}
+    inside = [name for name in edges if name in reach[name]]
+    return [list(group) for group in {tuple(n for n in inside if n in reach[m] and m in reach[n]) for m in inside}]
+
+
+def test_no_files_import_each_other():
+    assert circles(edges_of(MODULES)) == []
+
+
+def test_circles_are_found():
+    sources = {
+        "a": "from quintic import b\n",
+        "b": "def f():\n    from quintic.c import x\n",
+        "c": "import quintic.a\n",
+    }
+    modules = [Module(name, source) for name, source in sources.items()]
+    assert [sorted(circle) for circle in circles(edges_of(modules))] == [["a", "b", "c"]]
+    assert circles(edges_of(modules[:2])) == []
+
+
+def test_folders_have_few_files():
+    folders: dict[Path, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py" and (PACKAGE / "optim") in path.parents:
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {str(folder): count for folder, count in folders.items() if count > FILES_OF_A_FOLDER} == {}
 
 
 # -------------------------------------------------------------------------------- import quintic

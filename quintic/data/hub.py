@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.documents import read_documents
-from quintic.data.sources import Part, Source, slug
+from quintic.data.source import Part, Source, slug
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 

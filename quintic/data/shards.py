@@ -29,7 +29,8 @@ from typing import Any
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, Split, SplitName
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
 from quintic.data.shard_writer import ShardWriter, exclusive
-from quintic.data.sources import Source, open_source
+from quintic.data.source import Source
+from quintic.data.sources import open_source
 from quintic.data.survey import survey, text_hash
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import flush, remove_unfinished, write_atomically

@@ -11,14 +11,16 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.documents import SUPPORTED_ENDINGS, is_supported, read_documents, stored_as_text
+from quintic.data.source import Part, Source, slug
 from quintic.errors import DataError
 
-__all__ = ["Part", "Source", "open_source", "slug"]
+__all__ = [
+    "open_source",
+]
 
 # Files up to this size are known by their content, so that a copy on another machine is the same source; larger
 # ones by size and modification time, because hashing terabytes at each start would take longer than it saves.
@@ -27,85 +29,6 @@ _SMALLEST_SOURCE_BYTES = 200
 _TABLE_FRACTION = 0.85
 _LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _LITERAL_LINE = re.compile(r"""\s*[\[{(]?\s*(?:[urbURB]{0,2}['"\\]|0[xX]|-?\d)""")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One file of a source.
-
-    Attributes:
-        name: path inside the source, with `/`.
-        size_bytes: size as stored, compressed or not; 0 when unknown.
-        identity: returns a string that changes when the content does; may read the file.
-        read: yields the part's documents in order; may download the file first.
-    """
-
-    name: str
-    size_bytes: int
-    identity: Callable[[], str]
-    read: Callable[[], Iterator[str]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Documents in a fixed order, read part by part, so that reading can go on from any place.
-
-    Attributes:
-        name: lower-case letters, digits and `-`; usable in a folder name.
-        spec: the string that names the source.
-        parts: the files in reading order.
-        identity: what the whole source is besides its parts, for example a version.
-        text_bytes: UTF-8 bytes of all documents where the file sizes tell, else None.
-        is_remote: whether reading downloads.
-    """
-
-    name: str
-    spec: str
-    parts: tuple[Part, ...]
-    identity: str = ""
-    text_bytes: int | None = None
-    is_remote: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all parts as stored."""
-        return sum(part.size_bytes for part in self.parts)
-
-    def fingerprint(self) -> str:
-        """Return 32 hex digits that change when a file is added, removed, renamed or changed.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
-        digest = hashlib.blake2b(self.identity.encode(), digest_size=16)
-        for part in self.parts:
-            digest.update(f"\0{part.name}\0{part.size_bytes}\0{part.identity()}".encode())
-        return digest.hexdigest()
-
-    def documents(self) -> Iterator[str]:
-        """Yield every document, always in the same order.
-
-        Raises:
-            DataError: a file cannot be read, decoded or downloaded.
-        """
-        for _, text in self.documents_from((0, 0)):
-            yield text
-
-    def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], str]]:
-        """Yield `(cursor, document)` from a place on; the cursor names the place after the document.
-
-        Args:
-            cursor: (part, document in it) to begin at. Parts before it are not opened; the documents before it in
-                its part are read and thrown away.
-
-        Raises:
-            DataError: a file cannot be read, decoded or downloaded.
-        """
-        first_part, skipped = cursor
-        for index in range(first_part, len(self.parts)):
-            for count, text in enumerate(self.parts[index].read()):
-                if index > first_part or count >= skipped:
-                    yield (index, count + 1), text
 
 
 def open_source(spec: str, *, cache_dir: Path) -> Source:
@@ -128,15 +51,6 @@ def open_source(spec: str, *, cache_dir: Path) -> Source:
 
         return open_hub(spec, cache_dir=cache_dir)
     return _path_source(spec)
-
-
-def slug(name: str) -> str:
-    """Return a name reduced to lower-case letters, digits and single `-`, at most 40 characters.
-
-    >>> slug("My Corpus_v2")
-    'my-corpus-v2'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "text"
 
 
 def _path_source(spec: str) -> Source:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
-from quintic.data.sources import Source
+from quintic.data.source import Source
 from quintic.errors import DataError
 
 __all__ = ["Survey", "survey", "text_hash"]

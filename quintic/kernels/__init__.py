@@ -71,7 +71,7 @@ def _orthogonalize(probe: Tensor) -> str:
     said = _of_parameters(probe)
     if said != "triton":
         return said
-    from quintic.kernels.dispatch import choose_products
+    from quintic.kernels.choose_products import choose_products
 
     chosen = choose_products(torch.Size((1, 4096, 4096)), probe.dtype, probe.device)
     if chosen is None:

@@ -18,15 +18,8 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
 from quintic.kernels.fp8 import check_multiples
 from quintic.kernels.fp8_quantize import check_float, check_scalar, obstacle_to_fp8
-from quintic.kernels.loss_chunks import (
-    Fp8Scales,
-    Problem,
-    Wanted,
-    empty_gradients,
-    loss_dtype,
-    loss_on_device,
-    loss_twin,
-)
+from quintic.kernels.loss_chunks import empty_gradients, loss_dtype, loss_on_device, loss_twin
+from quintic.kernels.loss_problem import Fp8Scales, Problem, Wanted
 
 __all__ = ["Fp8Scales", "obstacle_to_loss", "softcap_cross_entropy"]
 

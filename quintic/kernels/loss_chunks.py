@@ -12,7 +12,6 @@ both products take that on their small side: on the rows of grad_x, and on those
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,50 +19,10 @@ from torch import Tensor
 
 from quintic.kernels.fp8 import scaled_product
 from quintic.kernels.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
+from quintic.kernels.loss_problem import Fp8Scales, Problem, Wanted
 from quintic.kernels.loss_rows import launch_fp8, launch_rows, scale_rows, takes_one_pass
 
-__all__ = ["Fp8Scales", "Problem", "loss_on_device", "loss_twin"]
-
-
-class Fp8Scales(NamedTuple):
-    """Scales of the products in 8 bits: () float32 > 0 on the device of `x`, value = quantised * scale.
-
-    `x` and `weight` are quantised as e4m3. `grad` is for the gradient with respect to the logits before the cap, e5m2:
-    of the *sum* of the losses for reductions "sum" and "mean" (a mean is divided afterwards), so that its entries lie
-    within a token's sum of absolute weights, 1 for a single target, and 1 / 57344 of that never saturates; with the
-    upstream gradient of each token included for "none".
-    """
-
-    x: Tensor
-    weight: Tensor
-    grad: Tensor
-
-
-class Problem(NamedTuple):
-    """What a loss is computed from, checked and flattened."""
-
-    x: Tensor
-    """(tokens, d), any strides."""
-    weight: Tensor
-    """(stored vocabulary, d), or (d, stored vocabulary) if `transposed`; any strides, any float dtype."""
-    targets: Tensor
-    """(tokens, K) int64."""
-    target_weights: Tensor | None
-    """(tokens, K), any strides."""
-    fp8: Fp8Scales | None
-    softcap: float | None
-    ignore_index: int
-    vocab_size: int
-    transposed: bool
-
-
-class Wanted(NamedTuple):
-    """Which gradients, and times what."""
-
-    scale: Tensor
-    """() for all tokens or (tokens,): factor of each token's loss."""
-    for_x: bool
-    for_weight: bool
+__all__ = ["loss_on_device", "loss_twin"]
 
 
 def loss_dtype(x: Tensor) -> torch.dtype:

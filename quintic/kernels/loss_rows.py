@@ -4,7 +4,6 @@ loss_chunks.py has the formulas, the plain twin and the products around these ke
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.fp8_quantize import LARGEST, quantized_value, store_quantized
 from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
-
-if TYPE_CHECKING:
-    from quintic.kernels.loss_chunks import Problem, Wanted
+from quintic.kernels.loss_problem import Problem, Wanted
 
 __all__ = ["launch_fp8", "launch_rows", "scale_rows", "takes_one_pass"]
 
@@ -307,7 +304,7 @@ def takes_one_pass(softcap: float | None, dtype: torch.dtype, *, gradient: bool)
 
 
 def launch_rows(
-    problem: "Problem",
+    problem: Problem,
     rows: slice,
     logits: Tensor,
     columns: int,
@@ -351,7 +348,7 @@ def launch_rows(
 
 
 def launch_fp8(
-    problem: "Problem",
+    problem: Problem,
     rows: slice,
     logits: Tensor,
     columns: int,

@@ -344,7 +344,7 @@ def apply_updates_(
         hyperparameters: (k,) float64 on the device.
         layout: of every matrix, in weight and master alike.
         weight_dtype: of the weights.
-        master_dtype: float32, uint16 or None; see `quintic/optim/precision.py`.
+        master_dtype: float32, uint16 or None; see `quintic/optim/rules/precision.py`.
         lr_index: where the learning rate stands in `hyperparameters`.
         weight_decay_index: where the weight decay stands there.
         cautious: decay only entries where update and weight agree in sign.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.device_memory import HYPERPARAMETERS
 from quintic.optim.muon import Muon
-from quintic.optim.opaque import opaque
+from quintic.optim.rules.device_memory import HYPERPARAMETERS
+from quintic.optim.rules.opaque import opaque
 
 __all__ = ["CapturedStep"]
 
@@ -195,6 +195,6 @@ def _is_tensor(value: object) -> bool:
 
 
 def _local(tensor: Any) -> Tensor:
-    from quintic.optim.layouts import local_tensor
+    from quintic.optim.layout.layouts import local_tensor
 
     return local_tensor(tensor)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms import ProcessGroup, group_ranks, has_process_group, start_all_gather
-from quintic.optim.communicators import Communicators
-from quintic.optim.device_memory import host_tensor, upload
-from quintic.optim.early_averages import OfGroup
-from quintic.optim.layouts import local_tensor
+from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
+from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
-from quintic.optim.opaque import opaque
-from quintic.optim.sharing import AVERAGING, dividing_ranks, layouts_of
+from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.opaque import opaque
+from quintic.optim.step.early_averages import OfGroup
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
     from torch.distributed.device_mesh import DeviceMesh

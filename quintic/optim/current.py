@@ -11,19 +11,19 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from quintic.optim.communicators import Communicators, check_transport
-from quintic.optim.early_averages import EarlyAverages
-from quintic.optim.flattened import check_group_is_whole
-from quintic.optim.order import Orders
-from quintic.optim.plan import PLANNED_OPTIONS
-from quintic.optim.qk_clip import QKClip
-from quintic.optim.qk_step import QKStep
-from quintic.optim.runner import Runner
-from quintic.optim.sharing import layouts_of
-from quintic.optim.sparse_rows import AnnouncedRows
-from quintic.optim.upkeep import Upkeep
+from quintic.optim.comms.communicators import Communicators, check_transport
+from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.plan.order import Orders
+from quintic.optim.plan.plan import PLANNED_OPTIONS
+from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.qk_clip.step import QKStep
+from quintic.optim.state.upkeep import Upkeep
+from quintic.optim.state.watching import Change
+from quintic.optim.step.early_averages import EarlyAverages
+from quintic.optim.step.runner import Runner
+from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.validate import CHECKED_OPTIONS, check_group, checked_options
-from quintic.optim.watching import Change
 
 __all__ = ["Current", "States"]
 

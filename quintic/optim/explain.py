@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintic.optim.classify import PERHAPS_FUSED, Convolutions
-from quintic.optim.groups import Rule, decide, grouped
+from quintic.optim.groups.classify import PERHAPS_FUSED, Convolutions
+from quintic.optim.groups.groups import Rule, decide, grouped
+from quintic.optim.groups.names import model_parameters, numberless
+from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.names import model_parameters, numberless
-from quintic.optim.rates import learning_rate
-from quintic.optim.update import lr_scale_factor
-from quintic.optim.views import View
+from quintic.optim.rules.rates import learning_rate
+from quintic.optim.rules.update import lr_scale_factor
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quintic.optim.device_memory import HostCopy
+from quintic.optim.rules.device_memory import HostCopy
 
 __all__ = ["FirstGradients"]
 

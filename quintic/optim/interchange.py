@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.coefficients import newton_schulz_coefficients
-from quintic.optim.names import known_as
-from quintic.optim.parts import CUT_KEYS
-from quintic.optim.rates import learning_rate
-from quintic.optim.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
-from quintic.optim.sharded_state import Divided, divided_parameters, part_of_saved
-from quintic.optim.views import Flatten, View
+from quintic.optim.checkpoint.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
+from quintic.optim.groups.names import known_as
+from quintic.optim.layout.views import Flatten, View
+from quintic.optim.polar.coefficients import newton_schulz_coefficients
+from quintic.optim.rules.rates import learning_rate
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.state.sharded_state import Divided, divided_parameters, part_of_saved
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
 

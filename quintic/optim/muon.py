@@ -17,27 +17,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.optim.coefficients import DEFAULT_STEPS
-from quintic.optim.comms import ProcessGroup
+from quintic.optim.checkpoint.loading import load_state
+from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.current import Current, States
-from quintic.optim.device_memory import is_capturing
 from quintic.optim.first_gradients import FirstGradients
-from quintic.optim.forms import Method, Polynomials
-from quintic.optim.loading import load_state
-from quintic.optim.names import without_wrappers
-from quintic.optim.opaque import opaque, opaque_step
-from quintic.optim.order import Orders, orders_of
-from quintic.optim.plan import Plan
-from quintic.optim.qk_clip import QKClip
-from quintic.optim.qk_step import QKStep
-from quintic.optim.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
-from quintic.optim.runner import Runner
-from quintic.optim.sharded_state import whole_states
-from quintic.optim.state import as_saved, complete_second_moments
-from quintic.optim.telemetry import MatrixTelemetry, StepReport, collected
-from quintic.optim.update import DecayCoupling, LrScale
+from quintic.optim.groups.names import without_wrappers
+from quintic.optim.layout.views import Matrix
+from quintic.optim.plan.order import Orders, orders_of
+from quintic.optim.plan.plan import Plan
+from quintic.optim.polar.coefficients import DEFAULT_STEPS
+from quintic.optim.polar.forms import Method, Polynomials
+from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.qk_clip.step import QKStep
+from quintic.optim.rules.device_memory import is_capturing
+from quintic.optim.rules.opaque import opaque, opaque_step
+from quintic.optim.rules.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
+from quintic.optim.rules.update import DecayCoupling, LrScale
+from quintic.optim.state.sharded_state import whole_states
+from quintic.optim.state.state import as_saved, complete_second_moments
+from quintic.optim.step.runner import Runner
+from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.validate import check_apart, check_group, check_keys, suggests_options
-from quintic.optim.views import Matrix
 
 __all__ = ["Muon", "Orthogonalizer"]
 
@@ -83,7 +83,7 @@ class Muon(Optimizer):
             `quintic.orthogonalize`.
         normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
         normalize_beta: averaging coefficient of NorMuon's second moment.
-        lr_scale: see `quintic.optim.update.lr_scale_factor`.
+        lr_scale: see `quintic.optim.rules.update.lr_scale_factor`.
         lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
             groups whose parameters are banks of equally many matrices.
         adamw_lr: learning rate of AdamW groups that set none themselves.

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
-from quintic.optim.flattened import check_group_is_whole
-from quintic.optim.forms import check_orthogonalizer
-from quintic.optim.layouts import local_tensor
-from quintic.optim.qk_clip import QKClip
-from quintic.optim.sharing import DIVIDING
-from quintic.optim.update import lr_scale_factor
-from quintic.optim.views import View
+from quintic.optim.comms.sharing import DIVIDING
+from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.views import View
+from quintic.optim.polar.forms import check_orthogonalizer
+from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.rules.update import lr_scale_factor
 
 __all__ = ["CHECKED_OPTIONS", "check_apart", "check_group", "check_keys", "checked_options", "suggests_options"]
 

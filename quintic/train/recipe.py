@@ -13,7 +13,7 @@ import quintic
 from quintic.errors import ConfigError
 from quintic.kernels.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.optim.groups import Rule
+from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config
 from quintic.train.schedule import lr_multiplier, momentum_at, weight_decay_multiplier
 

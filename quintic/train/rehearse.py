@@ -9,7 +9,7 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.rehearsal import Load, Rehearsal, rehearse
+from quintic.rehearsal.rehearse import Load, Rehearsal, rehearse
 from quintic.train.planned_models import planned_model
 
 if TYPE_CHECKING:

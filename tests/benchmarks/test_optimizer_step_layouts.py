@@ -25,9 +25,9 @@ import optimizer_step_targets as targets
 from harness import run
 from shared_memory import SharedMemory
 
-from quintic.optim import peer_memory
-from quintic.optim.channels import Route
-from quintic.optim.copy_engines import CopyEngines
+from quintic.optim.comms import peer_memory
+from quintic.optim.comms.channels import Route
+from quintic.optim.comms.copy_engines import CopyEngines
 
 MIB = 2**20
 

@@ -19,7 +19,8 @@ from text_samples import make_text
 
 from quintic.data import documents
 from quintic.data.documents import MAX_DOCUMENT_BYTES, SUPPORTED_ENDINGS, read_documents, split_document
-from quintic.data.sources import Source, open_source, slug
+from quintic.data.source import Source, slug
+from quintic.data.sources import open_source
 from quintic.errors import DataError
 
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quintic.optim import comms
+from quintic.optim.comms import collectives as comms
 
 __all__ = ["Call", "delayed", "logged"]
 
 # Who calls them is a file of the library, and not PyTorch itself.
-_CALLERS = ("quintic.optim.comms", "quintic.optim.peer_memory")
+_CALLERS = ("quintic.optim.comms.collectives", "quintic.optim.comms.peer_memory")
 
 
 class Call(NamedTuple):

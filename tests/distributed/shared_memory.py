@@ -1,4 +1,4 @@
-"""Memory that processes on CPUs share, in place of `quintic.optim.peer_memory.PeerMemory`, which is for GPUs."""
+"""Memory that processes on CPUs share, in place of `quintic.optim.comms.peer_memory.PeerMemory`, which is for GPUs."""
 
 import tempfile
 import weakref
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from harness import ON_GPUS
 from torch import Tensor
 
-from quintic.optim import communicators, current
-from quintic.optim.copy_engines import CopyEngines
-from quintic.optim.peer_memory import MOST_MESSAGES
+from quintic.optim import current
+from quintic.optim.comms import communicators
+from quintic.optim.comms.copy_engines import CopyEngines
+from quintic.optim.comms.peer_memory import MOST_MESSAGES
 
 __all__ = ["SharedMemory", "copy_engines"]
 

@@ -10,7 +10,7 @@ from shared_parameters import LAYOUTS, SHARED, Model, connected_with, world_of
 from torch import distributed as dist
 
 import quintic
-from quintic.optim.connected import Connected
+from quintic.optim.comms.connected import Connected
 
 
 def stop_those_connected(rank, world_size, title, layout, on_nonfinite):

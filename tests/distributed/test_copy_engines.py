@@ -14,9 +14,9 @@ from torch import nn
 from trajectories import Gaps, Layout, check_layout
 
 import quintic
-from quintic.optim.channels import Channel, Route
-from quintic.optim.copy_engines import CopyEngines
-from quintic.optim.peer_memory import PeerMemory
+from quintic.optim.comms.channels import Channel, Route
+from quintic.optim.comms.copy_engines import CopyEngines
+from quintic.optim.comms.peer_memory import PeerMemory
 
 ENGINES = "copy_engines"
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from quintic.optim.layouts import layout_of, local_tensor
+from quintic.optim.layout.layouts import layout_of, local_tensor
 
 SHAPES = [(18, 3), (7, 4), (3, 5), (1, 4), (0, 4), (6,), (5, 3, 4)]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quintic
-from quintic.optim import agreements
+from quintic.optim.step import agreements
 
 
 def optimizer_of(rank, **options):

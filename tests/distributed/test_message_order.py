@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trajectories import fused_adamw_tolerance
 
 import quintic
-from quintic.optim import averaging, parts, sharded
+from quintic.optim.plan import sharded
+from quintic.optim.state import parts
+from quintic.optim.step import averaging
 
 # Matrices of different shapes are different buckets.
 ON_ALL_RANKS = {"first": (6, 4), "third": (6, 10), "fifth": (6, 6)}

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trajectories import CASES, Layout
 
 import quintic
-from quintic.optim import comms, row_division
-from quintic.optim.agreements import Agreements
+from quintic.optim.comms import collectives as comms
+from quintic.optim.plan import row_division
+from quintic.optim.step.agreements import Agreements
 
 NUM_STEPS = 3
 

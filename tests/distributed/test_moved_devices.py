@@ -10,9 +10,9 @@ from harness import run
 from torch import nn
 
 import quintic
-from quintic.optim import communicators
-from quintic.optim.communicators import Communicators
-from quintic.optim.layouts import replicated_layout
+from quintic.optim.comms import communicators
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.layout.layouts import replicated_layout
 
 
 def check_group_without_cpus(rank, world_size):

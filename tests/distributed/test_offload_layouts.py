@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from trajectories import CASES, NO_GAPS, Gaps, Layout, disagreements
 
 import quintic
-from quintic.optim import offload, placement
-from quintic.optim.parts import CUT_KEYS
+from quintic.optim.state import placement
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.step.offload import offload
 
 LAYOUTS = {
     "averaged-2": Layout((2,), comms="averaged", cases=("mantissa", "workspace")),

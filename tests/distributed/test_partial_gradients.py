@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import quintic
-from quintic.optim import agreements, comms
-from quintic.optim.reference import reference_step
+from quintic.optim.comms import collectives as comms
+from quintic.optim.step import agreements
+from quintic.optim.verify.reference import reference_step
 
 # Of each parameter: shape, placements of the parameter and of its gradient on a mesh of 2 x (ranks / 2).
 PARAMS = {

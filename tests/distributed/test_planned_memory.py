@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import quintic
-from quintic.optim import channels, travel_step
-from quintic.optim.comms import Pending
+from quintic.optim.comms import channels
+from quintic.optim.comms.collectives import Pending
+from quintic.optim.step import travel_step
 
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import quintic
 from quintic import QKClip
-from quintic.optim import comms as collectives
+from quintic.optim.comms import collectives as collectives
 
 HIGH, LOW = 4 * THRESHOLD, THRESHOLD / 2
 

@@ -24,7 +24,7 @@ from trajectories import fused_adamw_tolerance
 
 import quintic
 from quintic import Experts, Heads, Matrix, Rows, Split
-from quintic.optim.views import View
+from quintic.optim.layout.views import View
 
 STEPS = 4
 NUM_SEEDS = int(os.environ.get("QUINTIC_TEST_SEEDS", "20"))

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from trajectories import CASES, Layout
 
 import quintic
-from quintic.optim import travel_step
-from quintic.optim.exchange import Exchange
-from quintic.optim.runner import Runner
+from quintic.optim.plan.exchange import Exchange
+from quintic.optim.step import travel_step
+from quintic.optim.step.runner import Runner
 
 # Second moments everywhere; where it is hardest also masters that are two tensors, and directions in 16 bits.
 MANTISSA = ("sharded-3", "fsdp2-3", "tp_fsdp2-2x2")

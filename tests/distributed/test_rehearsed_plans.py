@@ -11,10 +11,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import quintic
-from quintic.optim import comms
-from quintic.optim.layouts import layout_of, local_tensor
-from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.rehearsal import rehearse
+from quintic.optim.comms import collectives as comms
+from quintic.optim.layout.layouts import layout_of, local_tensor
+from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.rehearsal.rehearse import rehearse
 from quintic.train.planned_models import Decoder, Sizes
 
 DENSE = Sizes(layers=2, width=10, heads=2, kv_heads=1, head_dim=6, hidden=14, vocab_size=19)

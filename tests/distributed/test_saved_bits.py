@@ -7,7 +7,7 @@ from harness import DEVICE, run
 from torch import nn
 
 import quintic
-from quintic.optim.comms import merged_over_ranks
+from quintic.optim.comms.collectives import merged_over_ranks
 from quintic.optim.interchange import export_torch_state, import_torch_state
 
 # -0, +0, infinity, the smallest subnormal, and NaNs of both signs with payloads.

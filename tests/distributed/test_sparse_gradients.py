@@ -9,8 +9,9 @@ from harness import DEVICE, run
 from torch import nn
 
 import quintic
-from quintic.optim import operands, row_division, sparse_rows
-from quintic.optim.operands import dense_gradient
+from quintic.optim.plan import row_division
+from quintic.optim.step import operands, sparse_rows
+from quintic.optim.step.operands import dense_gradient
 
 SHAPE = (500, 32)
 

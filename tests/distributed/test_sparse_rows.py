@@ -19,7 +19,8 @@ from harness import DEVICE, ON_GPUS, run
 from torch import nn
 
 import quintic
-from quintic.optim import row_division, sharded_step, sparse_rows
+from quintic.optim.plan import row_division
+from quintic.optim.step import sharded_step, sparse_rows
 
 NUM_STEPS = 5
 

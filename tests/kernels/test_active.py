@@ -116,7 +116,7 @@ import sys, torch
 before = set(sys.modules)
 import quintic
 loaded = {name for name in set(sys.modules) - before if name.startswith("quintic.kernels.")}
-assert loaded <= {"quintic.kernels.dispatch"}, loaded
+assert loaded <= {"quintic.kernels.dispatch", "quintic.kernels.choose_products"}, loaded
 assert "triton" not in set(sys.modules) - before
 assert quintic.kernels.active("cpu")["adamw"] == "torch"
 """

@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 import quintic
-from quintic.kernels.dispatch import choose_products
+from quintic.kernels.choose_products import choose_products
 from quintic.kernels.hopper import TILE, hopper_multiply
-from quintic.optim.forms import resolve
-from quintic.optim.orthogonalize import apply_form
-from quintic.optim.products import multiply, nothing_ambient
-from quintic.optim.program import products_of, run_products, run_queue
+from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.products import multiply, nothing_ambient
+from quintic.optim.polar.program import products_of, run_products, run_queue
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ import compiling  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
 from quintic.kernels import hopper, hopper_program  # noqa: E402
-from quintic.optim.coefficients import polar_express_coefficients  # noqa: E402
-from quintic.optim.program import products_of, run_products, run_queue  # noqa: E402
+from quintic.optim.polar.coefficients import polar_express_coefficients  # noqa: E402
+from quintic.optim.polar.program import products_of, run_products, run_queue  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

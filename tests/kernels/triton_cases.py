@@ -16,13 +16,13 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.matrix_update import MatrixLayout
 from quintic.kernels.normalize import can_normalize, normalize_matrices
 from quintic.kernels.symmetric import can_multiply, symmetric_multiply
-from quintic.optim import pipeline
-from quintic.optim.device_memory import DeviceHyperparameters
-from quintic.optim.device_passes import DeviceMemory, DevicePasses
-from quintic.optim.members import Member
-from quintic.optim.operands import Operands
-from quintic.optim.orthogonalize import apply_form, resolve
-from quintic.optim.precision import full_precision
+from quintic.optim.plan.members import Member
+from quintic.optim.polar.orthogonalize import apply_form, resolve
+from quintic.optim.rules.device_memory import DeviceHyperparameters
+from quintic.optim.rules.precision import full_precision
+from quintic.optim.step import pipeline
+from quintic.optim.step.device_passes import DeviceMemory, DevicePasses
+from quintic.optim.step.operands import Operands
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

@@ -10,8 +10,8 @@ from quintic import Experts, Muon, Split
 from quintic.kernels import neuron
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.neuron import advance_neuron_factors_
-from quintic.optim.pipeline import advance_neurons_
-from quintic.optim.update import second_moment_shape
+from quintic.optim.rules.update import second_moment_shape
+from quintic.optim.step.pipeline import advance_neurons_
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

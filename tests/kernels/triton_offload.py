@@ -6,7 +6,8 @@ from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows, Split
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.optim import device_passes, tables
+from quintic.optim.layout import tables
+from quintic.optim.step import device_passes
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

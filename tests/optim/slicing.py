@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quintic.optim.groups import decide
+from quintic.optim.groups.groups import decide
 
 # Row r is sent as r + OFFSET: never zero, and so large that SiLU in float64 is the identity.
 OFFSET = 101

@@ -9,8 +9,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import quintic
 from quintic import Flatten, Matrix, Muon, Rule, Split
-from quintic.optim.classify import PERHAPS_FUSED
-from quintic.optim.groups import decide
+from quintic.optim.groups.classify import PERHAPS_FUSED
+from quintic.optim.groups.groups import decide
 
 
 def tree(**children):

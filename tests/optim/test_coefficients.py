@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quintic.optim.coefficients import gram_restarts, newton_schulz_coefficients, polar_express_coefficients
+from quintic.optim.polar.coefficients import gram_restarts, newton_schulz_coefficients, polar_express_coefficients
 
 FLOAT16, BFLOAT16, FLOAT32 = 11, 8, 24
 """Significant bits."""

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from quintic.optim import connected
-from quintic.optim.connected import Connected, Facts, exchanged, num_rounds
+from quintic.optim.comms import connected
+from quintic.optim.comms.connected import Connected, Facts, exchanged, num_rounds
 
 
 class Meeting:

@@ -6,7 +6,7 @@ from torch import nn
 
 import quintic
 from quintic import Flatten, Matrix, Muon, Rule
-from quintic.optim.groups import decide
+from quintic.optim.groups.groups import decide
 
 
 class Block(nn.Module):

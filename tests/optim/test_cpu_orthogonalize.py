@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim import cpu_orthogonalize, forms, planning
-from quintic.optim.forms import Form, resolve
-from quintic.optim.orthogonalize import apply_form
+from quintic.optim.plan import planning
+from quintic.optim.polar import cpu_orthogonalize, forms
+from quintic.optim.polar.forms import Form, resolve
+from quintic.optim.polar.orthogonalize import apply_form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.08}

@@ -6,9 +6,9 @@ from on_cuda import ON_CUDA
 from torch import nn
 
 from quintic import Experts, Matrix, Muon
-from quintic.optim.forms import resolve
-from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import SMALL_BYTES
+from quintic.optim.plan.plan import SMALL_BYTES
+from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.orthogonalize import apply_form
 
 pytestmark = ON_CUDA
 

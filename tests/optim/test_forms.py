@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from quintic.optim.coefficients import newton_schulz_coefficients, polar_express_coefficients
-from quintic.optim.forms import check_orthogonalizer, orthogonalization_flops, resolve
-from quintic.optim.orthogonalize import polar_factor
+from quintic.optim.polar.coefficients import newton_schulz_coefficients, polar_express_coefficients
+from quintic.optim.polar.forms import check_orthogonalizer, orthogonalization_flops, resolve
+from quintic.optim.polar.orthogonalize import polar_factor
 
 CUBIC = (1.5, -0.5, 0.0)
 

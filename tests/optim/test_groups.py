@@ -7,7 +7,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Heads, Matrix, Rule, Split
-from quintic.optim.groups import decide
+from quintic.optim.groups.groups import decide
 
 
 class Decoder(nn.Module):

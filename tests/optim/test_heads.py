@@ -5,8 +5,8 @@ import torch
 from other_libraries import load, quietly
 from torch import nn
 
-from quintic.optim.groups import decide
-from quintic.optim.heads import heads_of
+from quintic.optim.groups.groups import decide
+from quintic.optim.groups.heads import heads_of
 
 
 def tree(**children):

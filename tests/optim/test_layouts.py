@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from quintic.optim.layouts import (
+from quintic.optim.layout.layouts import (
     Layout,
     intersection,
     layout_of,

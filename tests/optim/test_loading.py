@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import quintic
 from quintic.optim.interchange import import_state
-from quintic.optim.rates import learning_rate
+from quintic.optim.rules.rates import learning_rate
 
 NO_DECAY = (quintic.Rule("norm.*", "adamw", options={"weight_decay": 0.0}),)
 

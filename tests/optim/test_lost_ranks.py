@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from quintic.optim.lost_ranks import LostRanks, timeout_of
+from quintic.optim.comms.lost_ranks import LostRanks, timeout_of
 
 
 def test_steps_are_overdue_one_by_one():
@@ -44,7 +44,7 @@ def test_a_thread_looks_as_long_as_something_is_to_come():
 
 def test_a_process_that_waits_is_ended():
     code = (
-        "import time, torch; from quintic.optim import lost_ranks; lost_ranks._GRACE_SECONDS = 0.0;"
+        "import time, torch; from quintic.optim.comms import lost_ranks; lost_ranks._GRACE_SECONDS = 0.0;"
         "lost_ranks.LostRanks(torch.zeros(1, dtype=torch.int32), 0.1, 'waits for rank 3', pause=0.05).expect();"
         "time.sleep(60)"
     )

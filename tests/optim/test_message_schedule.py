@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim.order import Orders, arranged
-from quintic.optim.schedule import Stages, one_ahead, overlapping, restricted, run_overlapping
+from quintic.optim.plan.order import Orders, arranged
+from quintic.optim.plan.schedule import Stages, one_ahead, overlapping, restricted, run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
 

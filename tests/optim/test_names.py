@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import quintic
 from quintic import Matrix, Muon, QKClip, Rule, Split
-from quintic.optim.groups import decide
-from quintic.optim.names import clean_names, known_as, model_parameters, spellings, unwrapped, without_wrappers
+from quintic.optim.groups.groups import decide
+from quintic.optim.groups.names import clean_names, known_as, model_parameters, spellings, unwrapped, without_wrappers
 
 compiled = functools.partial(torch.compile, backend="eager")
 

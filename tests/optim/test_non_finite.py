@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quintic import Muon
-from quintic.optim.non_finite import all_finite, first_non_finite
+from quintic.optim.rules.non_finite import all_finite, first_non_finite
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Heads, Muon, QKClip, Rows, Split
-from quintic.optim import offload
-from quintic.optim.offload_size import RING_BUFFERS
-from quintic.optim.parts import CUT_KEYS
+from quintic.optim.plan.offload_size import RING_BUFFERS
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.step.offload import offload
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 
@@ -348,7 +348,7 @@ def test_buffers_are_bounded_and_in_the_plan(delayed):
 
 
 def test_a_bucket_has_no_more_state_than_is_loaded_at_a_time(monkeypatch):
-    from quintic.optim import offload_size
+    from quintic.optim.plan import offload_size
 
     params = {f"w{i}": nn.Parameter(torch.randn(16, 16)) for i in range(9)}
     params["table"] = nn.Parameter(torch.randn(1000, 3))

@@ -10,8 +10,8 @@ from torch import nn
 
 import quintic
 from quintic import Muon, QKClip, Rows
-from quintic.optim import offload
-from quintic.optim.parts import CUT_KEYS
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.step.offload import offload
 
 pytestmark = ON_CUDA
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintic.optim.forms import resolve
-from quintic.optim.owners import assign_owners, balance, loads_of, shape_cost
+from quintic.optim.polar.forms import resolve
+from quintic.optim.state.owners import assign_owners, balance, loads_of, shape_cost
 
 
 def busiest(costs, owners, num_ranks):

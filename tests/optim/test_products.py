@@ -3,8 +3,8 @@ import contextlib
 import pytest
 import torch
 
-from quintic.optim.orthogonalize import polar_factor
-from quintic.optim.products import multiply, nothing_ambient
+from quintic.optim.polar.orthogonalize import polar_factor
+from quintic.optim.polar.products import multiply, nothing_ambient
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}

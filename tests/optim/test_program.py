@@ -13,11 +13,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quintic.kernels.dispatch import choose_products
-from quintic.optim import program as module
-from quintic.optim.coefficients import polar_express_coefficients
-from quintic.optim.products import multiply
-from quintic.optim.program import products_of, run_products, run_queue
+from quintic.kernels.choose_products import choose_products
+from quintic.optim.polar import program as module
+from quintic.optim.polar.coefficients import polar_express_coefficients
+from quintic.optim.polar.products import multiply
+from quintic.optim.polar.program import products_of, run_products, run_queue
 
 STANDARD = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 GRAM = ((0, 2), (2, 5))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quintic.optim.qk_clip import LayerClip, QKClip, RowFactors
-from quintic.optim.views import Matrix, Split
+from quintic.optim.layout.views import Matrix, Split
+from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
 
 LENGTH, WIDTH, DIM = 7, 10, 4
 

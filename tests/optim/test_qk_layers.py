@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from quintic.kernels.max_logits import MaxLogits
-from quintic.optim.qk_clip import QKClip
-from quintic.optim.views import Heads, Matrix, Split
+from quintic.optim.layout.views import Heads, Matrix, Split
+from quintic.optim.qk_clip.clip import QKClip
 
 DIM, WIDTH = 4, 16
 

@@ -12,9 +12,9 @@ from torch.optim.swa_utils import SWALR
 
 import quintic
 from quintic import Muon
-from quintic.optim.device_memory import HYPERPARAMETERS, DeviceHyperparameters
 from quintic.optim.interchange import export_torch_state
-from quintic.optim.rates import learning_rate
+from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters
+from quintic.optim.rules.rates import learning_rate
 
 RATIO = 0.05
 EXACT = {"compute_dtype": torch.float64}

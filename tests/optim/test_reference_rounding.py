@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from quintic.optim.reference import shaken
+from quintic.optim.verify.reference import shaken
 
 PATTERNS = [0, 1, 2]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split, reference_step, verify
-from quintic.optim import operands, pipeline
+from quintic.optim.step import operands, pipeline
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float64}
 FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}

@@ -26,9 +26,9 @@ from slicing import (
 from torch import nn
 
 from quintic import Matrix, Rows, Split
-from quintic.optim.classify import PERHAPS_FUSED
-from quintic.optim.groups import decide
-from quintic.optim.registry import KNOWN_VIEWS
+from quintic.optim.groups.classify import PERHAPS_FUSED
+from quintic.optim.groups.groups import decide
+from quintic.optim.groups.registry import KNOWN_VIEWS
 
 # ------------------------------------------------------------------------------------ every family, every parameter
 

@@ -10,8 +10,8 @@ from slicing import assert_parts_are_what_is_consumed, gate_and_up, rows_of, vie
 from torch import nn
 
 from quintic import Experts, Matrix, Split
-from quintic.optim.classify import PERHAPS_FUSED
-from quintic.optim.groups import decide
+from quintic.optim.groups.classify import PERHAPS_FUSED
+from quintic.optim.groups.groups import decide
 
 
 def of(library):

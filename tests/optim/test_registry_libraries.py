@@ -21,7 +21,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Matrix
-from quintic.optim.groups import decide
+from quintic.optim.groups.groups import decide
 
 
 def in_float64(make):

@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Split
-from quintic.optim.groups import decide
+from quintic.optim.groups.groups import decide
 
 
 def module(path, name, *args, **options):

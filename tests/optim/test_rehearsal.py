@@ -13,14 +13,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.layouts import mesh_layout
-from quintic.optim.members import direction_dtype, update_dtype
-from quintic.optim.parallelism import layouts_by_name
-from quintic.optim.planning import build_plan
-from quintic.optim.rehearsal import rehearse
-from quintic.optim.schedule import overlapping_bytes
-from quintic.optim.sharing import travelling
-from quintic.optim.traffic import traffic_of
+from quintic.optim.comms.sharing import travelling
+from quintic.optim.layout.layouts import mesh_layout
+from quintic.optim.plan.members import direction_dtype, update_dtype
+from quintic.optim.plan.planning import build_plan
+from quintic.optim.plan.schedule import overlapping_bytes
+from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.rehearsal.rehearse import rehearse
+from quintic.rehearsal.traffic import traffic_of
 from quintic.train.planned_models import Decoder, Sizes, planned_model
 
 MESHES = [

@@ -6,9 +6,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from quintic.optim.means import mean_of_ranks
-from quintic.optim.parts import parts_of
-from quintic.optim.row_division import RowDivision, divided_rows, mean_of_rows, places_of, rows_to_send, touched_rows
+from quintic.optim.plan.row_division import (
+    RowDivision,
+    divided_rows,
+    mean_of_rows,
+    places_of,
+    rows_to_send,
+    touched_rows,
+)
+from quintic.optim.rules.means import mean_of_ranks
+from quintic.optim.state.parts import parts_of
 
 
 def bits(tensor):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintic
-from quintic.optim.parts import divided_state, parts_of
+from quintic.optim.state.parts import divided_state, parts_of
 
 VIEWS = [
     (quintic.Matrix(), (9, 14)),

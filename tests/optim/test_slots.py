@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
-from quintic.optim.channels import Route
-from quintic.optim.copy_engines import Slots
+from quintic.optim.comms.channels import Route
+from quintic.optim.comms.copy_engines import Slots
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3)), max_size=30))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from quintic import Experts, Heads, Muon, Rows, Split
-from quintic.optim.operands import BucketMemory
-from quintic.optim.pipeline import PlainPasses
+from quintic.optim.step.operands import BucketMemory
+from quintic.optim.step.pipeline import PlainPasses
 
 EXACT = {"compute_dtype": torch.float64}
 

@@ -7,7 +7,7 @@ from delayed_copies import DelayedCopies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.optim import transfers
+from quintic.optim.step.offload import transfers
 
 
 def sized_ring(sizes, number, copies):

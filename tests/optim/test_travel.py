@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 import quintic
-from quintic.optim.layouts import mesh_layout
-from quintic.optim.planning import build_plan
+from quintic.optim.layout.layouts import mesh_layout
+from quintic.optim.plan.planning import build_plan
 
 SHAPE = (48, 32)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.optim.views import Experts, Flatten, Heads, Matrix, Rows, Split, Unit, View
+from quintic.optim.layout.views import Experts, Flatten, Heads, Matrix, Rows, Split, Unit, View
 
 SMALL = st.integers(1, 4)
 

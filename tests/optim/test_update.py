@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintic
-from quintic.optim import update as update_module
-from quintic.optim.precision import store_
-from quintic.optim.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
+from quintic.optim.rules import update as update_module
+from quintic.optim.rules.precision import store_
+from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import quintic
-from quintic.optim.plan import PLANNED_OPTIONS
+from quintic.optim.plan.plan import PLANNED_OPTIONS
 from quintic.optim.validate import CHECKED_OPTIONS, checked_options
 
 

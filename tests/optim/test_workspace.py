@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
-from quintic.kernels.dispatch import choose_products
-from quintic.optim.forms import resolve
-from quintic.optim.members import direction_dtype
-from quintic.optim.orthogonalize import apply_form
-from quintic.optim.plan import SMALL_BYTES
-from quintic.optim.program import products_of, run_products, run_queue
-from quintic.optim.rehearsal import rehearse
-from quintic.optim.workspace import Matrices, polar_work
+from quintic.kernels.choose_products import choose_products
+from quintic.optim.plan.members import direction_dtype
+from quintic.optim.plan.plan import SMALL_BYTES
+from quintic.optim.plan.workspace import Matrices, polar_work
+from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.program import products_of, run_products, run_queue
+from quintic.rehearsal.rehearse import rehearse
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 70)]

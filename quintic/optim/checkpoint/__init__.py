@@ -1,0 +1,1 @@
+"""Saved state: what comes back, also of other optimizers."""

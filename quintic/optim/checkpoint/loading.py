@@ -1,0 +1,292 @@
+"""Loading saved state: which saved parameter is which, what fits, and which hyperparameters come back.
+
+PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
+of bf16 weights into bf16; here values are copied into the state that exists, and what does not fit is refused.
+
+Parameters are matched by name, in whatever groups they are here and there; prefixes of wrappers do not count, so that a
+compiled or data-parallel model and the bare one have the same state. A group that was saved with the same
+parameters gets the hyperparameters it was saved with. Where parameters were grouped otherwise, an option comes back if
+all saved groups that share parameters, directly or through others, agree about it, and so do these groups here; else
+groups keep what they have. So a rule that gives some parameters another weight decay holds, and the learning rate that
+a scheduler had come to does, too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from operator import le
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.names import known_as
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.state.sharded_state import Divided, divided_parameters, part_of_saved
+from quintic.optim.state.state import CODE_KEYS, copy_, piece_of
+
+__all__ = ["load_state"]
+
+_Groups = Sequence[Mapping[str, Any]]
+
+# What a group is, as opposed to how it is stepped: loading must not change these.
+_IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
+
+# Where the work is done and in how much memory: of this run, not of the one that was saved.
+_PLACE_KEYS = ("comms", "transport", "offload", "max_workspace_bytes")
+
+# What older versions left in every saved group.
+_NO_OPTIONS = ("not_of_groups",)
+
+_NOT_RESTORED = frozenset((*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS))
+
+# The learning rate, and what schedulers compute it from: these come back together or not at all.
+_RATE_KEYS = ("lr", "adamw_lr_ratio", "initial_lr", "max_lr", "min_lr", "swa_lr")
+
+# Integers that hold every mantissa.
+_MANTISSA_DTYPES = (torch.uint16, torch.int32, torch.int64)
+
+# Options by which the groups of other optimizers are known.
+_FOREIGN = {"amsgrad": "torch.optim.AdamW", "ns_steps": "torch.optim.Muon"}
+
+# Stands for an option that a group does not have.
+_MISSING = object()
+
+
+class _Match(NamedTuple):
+    """A parameter, and where it is among what was saved."""
+
+    name: str
+    param: Tensor
+    group: int
+    """Number of its group."""
+    saved_group: int
+    key: Any
+    """Into the saved state."""
+
+
+def load_state(
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    state_dict: Mapping[str, Any],
+    check: Callable[[int, Mapping[str, Any]], None],
+) -> None:
+    """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
+
+    State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
+    what it needs. Nothing is communicated.
+
+    Args:
+        groups: of the optimizer; their options are set.
+        state: of their parameters.
+        state_dict: what was saved.
+        check: raises an error if a group, given with its number, has options that do not fit.
+
+    Raises:
+        ValueError: the state is another optimizer's, or of other parameters, algorithms or views; state is missing or
+            unknown, a shape differs, or a `DTensor` has another layout; the message names the parameter.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
+    saved_groups = state_dict["param_groups"]
+    _check_is_ours(saved_groups)
+    matches = _matched_by_name(groups, saved_groups) or _matched_by_place(groups, saved_groups)
+    divided = divided_parameters(groups)
+    copies: list[tuple[Tensor, Tensor]] = []
+    for name, param, number, saved_number, saved_key in matches:
+        group, saved_group = groups[number], saved_groups[saved_number]
+        for key in ("algorithm", "view"):
+            if key in saved_group and str(saved_group[key]) != str(group[key]):
+                raise ValueError(
+                    f"{name} was saved with {key}={saved_group[key]!s}, parameter group {number} has {group[key]!s}"
+                )
+        copies += _matched_state(name, param, state[param], state_dict["state"].get(saved_key), divided.get(param))
+    restored = _restored_options(groups, saved_groups, matches)
+    for number, (group, options) in enumerate(zip(groups, restored, strict=True)):
+        try:
+            check(number, {**group, **options})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the saved options do not fit: {error}") from None
+    for target, source in copies:
+        copy_(target, source)
+    for group, options in zip(groups, restored, strict=True):
+        group.update(options)
+
+
+def _check_is_ours(saved_groups: _Groups) -> None:
+    """Reject the state of another optimizer, and say what to do with it."""
+    if not saved_groups or any("algorithm" in group or "view" in group for group in saved_groups):
+        return
+    keys = set().union(*saved_groups)
+    which = next((name for key, name in _FOREIGN.items() if key in keys), "another optimizer")
+    source = '"torch"' if which in _FOREIGN.values() else "..."
+    raise ValueError(
+        f"this is the state of {which}, not of quintic.Muon; take it over with quintic.optim.interchange.import_state("
+        f"optimizer, state_dict, source={source}, names=...), where names has None for parameters that another "
+        f"algorithm steps now, see docs/interchange.md"
+    )
+
+
+def _matched_by_name(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
+    """Return the matches of all parameters; none where names are missing, or do not tell parameters apart.
+
+    Raises:
+        ValueError: a parameter is on one side only.
+    """
+    own = {name for group in groups for name in group["param_names"]}
+    saved: dict[str, tuple[int, Any]] = {}
+    for number, saved_group in enumerate(saved_groups):
+        names = _saved_names(saved_group, own)
+        if names is None:
+            return []
+        saved |= {name: (number, key) for name, key in zip(names, saved_group["params"], strict=True)}
+    counts = [sum(len(group["params"]) for group in side) for side in (groups, saved_groups)]
+    if counts != [len(own), len(saved)]:
+        return []
+    missing = next((name for group in groups for name in group["param_names"] if name not in saved), None)
+    if missing is not None:
+        raise ValueError(f"{missing} is not in the saved optimizer state, whose names are like {next(iter(saved))}")
+    unknown = next((name for name in saved if name not in own), None)
+    if unknown is not None:
+        raise ValueError(f"{unknown} is in the saved optimizer state, and is not a parameter of this optimizer")
+    return [
+        _Match(name, param, number, *saved[name])
+        for number, group in enumerate(groups)
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+
+def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str] | None:
+    """Return the names of a saved group's parameters, in the order of its keys; None if that is not known."""
+    keys: Sequence[Any] = saved_group["params"]
+    if all(isinstance(key, str) for key in keys):
+        # Of torch.distributed.checkpoint, which may have put them into this optimizer's order.
+        meant = [known_as(key, own) for key in keys]
+        if own.issuperset(meant):
+            return meant
+    names: Sequence[str] | None = saved_group.get("param_names")
+    if names is None or len(names) != len(keys) or any(isinstance(key, str) for key in keys):
+        return None
+    return [known_as(name, own) for name in names]
+
+
+def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
+    """Return the matches of all parameters by their positions, as PyTorch matches them.
+
+    Raises:
+        ValueError: groups or parameters are more or fewer, or have names that contradict.
+    """
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"the saved optimizer has {len(saved_groups)} parameter groups, this one has {len(groups)}, and without "
+            f"names in both their parameters cannot be told apart; name them, as quintic.param_groups does"
+        )
+    matches: list[_Match] = []
+    for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
+        names, saved_names, keys = group["param_names"], saved_group.get("param_names"), saved_group["params"]
+        if len(keys) != len(names):
+            raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, not {len(names)}")
+        saved_names = None if saved_names is None else [known_as(name, names) for name in saved_names]
+        if saved_names is not None and saved_names != list(names):
+            missing = next((name for name in names if name not in saved_names), None)
+            if missing is not None:
+                raise ValueError(f"parameter group {number}: {missing} is not in the saved optimizer state")
+            raise ValueError(
+                f"parameter group {number} was saved with its parameters in another order, {saved_names[0]} first, "
+                f"and under keys such as {keys[0]} that are not their names; name the parameters of this optimizer as "
+                f"model.named_parameters() does, or give them in the saved order"
+            )
+        rows = zip(names, group["params"], keys, strict=True)
+        matches += [_Match(name, param, number, number, key) for name, param, key in rows]
+    return matches
+
+
+def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) -> list[dict[str, Any]]:
+    """Return for each group the options that loading sets."""
+    saved = [_options_of(saved_group) for saved_group in saved_groups]
+    restored: list[dict[str, Any]] = [{} for _ in groups]
+    for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
+        own = [groups[number] for number in own_numbers]
+        theirs = [saved[number] for number in saved_numbers if saved[number]]
+        for number in own_numbers if theirs else ():
+            restored[number] = deepcopy(theirs[0] if len(own) == len(theirs) == 1 else _agreed(own, theirs))
+    return restored
+
+
+def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) -> Iterator[tuple[set[int], set[int]]]:
+    """Yield sets of groups and of saved groups that have parameters in common, and with no others."""
+    pairs = {(match.group, match.saved_group) for match in matches}
+    # torch.distributed.checkpoint has made the saved groups anew, like these, each with the names it was saved with.
+    numbers = {match.name: match.group for match in matches}
+    for saved_number, saved_group in enumerate(saved_groups):
+        names = [known_as(name, numbers) for name in saved_group.get("param_names") or ()]
+        pairs |= {(numbers[name], saved_number) for name in names if name in numbers}
+    # Groups without parameters have nothing but their place.
+    sides = zip(groups, saved_groups, strict=False)
+    pairs |= {(n, n) for n, (one, other) in enumerate(sides) if not one["params"] and not other["params"]}
+    while pairs:
+        own, saved = ({number} for number in pairs.pop())
+        while found := {pair for pair in pairs if pair[0] in own or pair[1] in saved}:
+            pairs -= found
+            own |= {pair[0] for pair in found}
+            saved |= {pair[1] for pair in found}
+        yield own, saved
+
+
+def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a saved group restores."""
+    options = {key: _with_tuples(value) for key, value in saved_group.items() if key not in _NOT_RESTORED}
+    # Before there were ratios, a group's rate was its own.
+    return {"adamw_lr_ratio": None, **options} if "lr" in options else options
+
+
+def _agreed(own: _Groups, saved: _Groups) -> dict[str, Any]:
+    """Return the saved options about which all groups agree, the saved ones and these."""
+    units = [_RATE_KEYS, *((key,) for key in saved[0] if key not in _RATE_KEYS)]
+    agreed: dict[str, Any] = {}
+    for keys in units:
+        if all(_is_same([group.get(key, _MISSING) for group in side]) for side in (own, saved) for key in keys):
+            agreed |= {key: saved[0][key] for key in keys if key in saved[0]}
+    return agreed
+
+
+def _is_same(values: Sequence[Any]) -> bool:
+    return all(value is values[0] or bool(value == values[0]) for value in values)
+
+
+def _matched_state(
+    name: str,
+    param: Tensor,
+    state: Mapping[str, Tensor],
+    saved: Mapping[str, Any] | None,
+    divided: Divided | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of this rank's state becomes what of the saved state of a parameter."""
+    if saved is None:
+        raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
+    if set(saved) != set(state):
+        raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(state)}")
+    for key, target in state.items():
+        what = f"{name}: saved {key}"
+        source = torch.as_tensor(saved[key])
+        if divided is not None and key in CUT_KEYS:
+            yield from part_of_saved(what, param, divided, target, source)
+            continue
+        if source.shape != target.shape:
+            message = f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(target.shape)}"
+            if source.ndim == target.ndim and all(map(le, source.shape, target.shape)):
+                message += (
+                    "; if it is the piece of one rank, save whole tensors or DTensors instead, as "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
+                )
+            raise ValueError(message)
+        if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
+            raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
+        piece = piece_of(what, target, source)
+        if piece is not None:
+            yield local_tensor(target), piece
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a hyperparameter with tuples for lists, which checkpoints make of tuples."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,173 @@
+"""The process groups of an optimizer, and how messages travel in them.
+
+Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
+default one), else one is made; either way collectives of every kind run once before the first step, because the first
+ones of a job connect the ranks, and doing that in the middle of a step is known to deadlock large jobs. Models are
+often moved after construction: then that is done again for the devices they are on, before the next step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.channels import Channel
+from quintic.optim.comms.collectives import (
+    ProcessGroup,
+    connects,
+    default_group,
+    group_ranks,
+    new_group,
+    this_rank,
+    warm_up,
+)
+from quintic.optim.comms.copy_engines import CopyEngines
+from quintic.optim.comms.sharing import bound_ranks
+from quintic.optim.layout.layouts import Layout
+
+__all__ = ["Communicators", "check_transport"]
+
+_Key: TypeAlias = tuple[tuple[int, ...], str]
+"""Ranks, and how messages travel among them."""
+
+
+def check_transport(number: int, group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> None:
+    """Reject a way to travel that is not for the devices of a group's parameters.
+
+    Args:
+        number: of the group, for messages.
+        group: the parameter group.
+        layouts: of its parameters.
+
+    Raises:
+        ValueError: names the first parameter that is on another device.
+    """
+    if group["transport"] != "copy_engines":
+        return
+    for name, param, layout in zip(group["param_names"], group["params"], layouts, strict=True):
+        if layout is not None and (param.device.type not in ("cuda", "meta") or torch.version.hip is not None):
+            raise ValueError(
+                f"parameter group {number}: transport='copy_engines' is for NVIDIA GPUs, and {name} is on "
+                f"{param.device}; use transport='collectives'"
+            )
+
+
+class Communicators:
+    """The process groups of one optimizer, by their ranks."""
+
+    def __init__(self) -> None:
+        self._channels: dict[_Key, Channel] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._warm: set[tuple[ProcessGroup, str]] = set()
+        """Process groups whose ranks are connected, with the type of device."""
+
+    def connect(self, groups: Iterable[Mapping[str, Any]], layouts: Iterable[Sequence[Layout | None]]) -> None:
+        """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
+
+        Args:
+            groups: parameter groups.
+            layouts: of their parameters.
+        """
+        for group, found in zip(groups, layouts, strict=True):
+            bound = bound_ranks(group)
+            if bound:
+                self._find(bound, group["params"][0], group)
+            for param, layout in zip(group["params"], found, strict=True):
+                if layout is None or this_rank() not in layout.ranks:
+                    continue
+                ranks = tuple(sorted(layout.ranks))
+                self._find(ranks, param, group)
+                if group["comms"] == "sharded_sparse":
+                    if ranks not in self._groups_of_marks:
+                        self._groups_of_marks[ranks] = new_group(ranks)
+                    self._warm_up(self._groups_of_marks[ranks], param.device)
+
+    def _find(self, ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> None:
+        if ranks not in self._groups:
+            self._groups[ranks] = _group_of(ranks, param, group)
+        self._warm_up(self._groups[ranks], param.device)
+
+    def _warm_up(self, group: ProcessGroup, device: torch.device) -> None:
+        """Connect ranks for a device, if the process group knows its type. All ranks of the group must call it."""
+        key = group, device.type
+        if key not in self._warm and connects(group, device):
+            warm_up(group, device)
+            self._warm.add(key)
+
+    def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """Return the process group of these global ranks, in ascending order."""
+        return self._groups[ranks]
+
+    def spanning(self, ranks: tuple[int, ...], device: torch.device) -> ProcessGroup:
+        """Return a process group of ranks that need not share a parameter; the first time all of them must call it.
+
+        Args:
+            ranks: global ones, in ascending order.
+            device: of what they send.
+        """
+        if ranks not in self._groups:
+            everyone = default_group()
+            is_everyone = everyone is not None and group_ranks(everyone) == ranks
+            self._groups[ranks] = everyone if everyone is not None and is_everyone else new_group(ranks)
+        self._warm_up(self._groups[ranks], device)
+        return self._groups[ranks]
+
+    def channel(self, ranks: tuple[int, ...], transport: str, device: torch.device) -> Channel:
+        """Return what sends large messages among these ranks.
+
+        Args:
+            ranks: in ascending order.
+            transport: of the parameter group.
+            device: of all messages among them.
+        """
+        key = ranks, transport
+        if key not in self._channels or not self._channels[key].is_for(device):
+            group = self._groups[ranks]
+            self._channels[key] = CopyEngines(group, device) if transport == "copy_engines" else Channel(group)
+        return self._channels[key]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return how much memory this rank keeps for messages between steps."""
+        return sum(channel.num_bytes for channel in self._channels.values())
+
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """Let the messages of a step be sent within. All ranks must enter it.
+
+        Raises:
+            RuntimeError: as `CopyEngines.messages`.
+        """
+        with ExitStack() as stack:
+            # In one order everywhere: ranks wait for each other.
+            for _, channel in sorted(self._channels.items()):
+                stack.enter_context(channel.messages())
+            yield
+
+    def mark_end(self) -> None:
+        """Say that a step was replayed from a CUDA graph, see `PeerMemory.mark_end`."""
+        for channel in self._channels.values():
+            channel.mark_end()
+
+    def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
+        return self._groups_of_marks[ranks]
+
+
+def _group_of(ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> ProcessGroup:
+    """Return a process group of these ranks: the user's, the default one, one of the parameter's mesh, or a new one."""
+    for found in _candidates(param, group):
+        if found is not None and group_ranks(found) == ranks:
+            return found
+    return new_group(ranks)
+
+
+def _candidates(param: Tensor, group: Mapping[str, Any]) -> Iterable[ProcessGroup | None]:
+    yield group["process_group"]
+    yield default_group()
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is not None and mesh.get_coordinate() is not None:
+        yield from mesh.get_all_groups()

@@ -1,0 +1,279 @@
+"""Which treatment a parameter gets by what uses it: the rules of `docs/explain.md`, for one parameter at a time.
+
+Matrices that map features to features are Muon's. A tensor whose rows or columns are no features is AdamW's. A tensor
+with several uses is decided by all of them together, so that the order of modules does not matter.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from quintic.optim.groups.registry import Found
+from quintic.optim.groups.uses import Use, is_tuner, stored
+from quintic.optim.layout.views import Experts, Flatten, Matrix, Split, View
+
+__all__ = ["PERHAPS_FUSED", "Algorithm", "Choice", "Convolutions", "choose"]
+
+Algorithm = Literal["muon", "adamw"]
+
+Convolutions = Literal["adamw", "muon"]
+
+PERHAPS_FUSED = "perhaps several matrices, taken as one"
+"""Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
+
+_FUSED_NAME = re.compile(
+    r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?(kv|qk)(_proj)?|w12)$|(^|_)mod(ulation)?$",
+    re.IGNORECASE,
+)
+
+# Names of layers that say nothing beside those of the modules they are in.
+_NO_NAMES = frozenset({"linear", "lin", "base_layer", "lora_B", "default"})
+
+# Modules that choose experts, by the end of their class name.
+_ROUTER_CLASS = re.compile(r"(Router|TopKGate|TopKGating|MoE\w*Gate)$", re.IGNORECASE)
+
+_GATE_NAME = re.compile(r"(^|_)gate$")
+
+# Parameters that no known module owns, by the name of the attribute.
+_BIAS_NAME = re.compile(r"(^|_)bias(es)?(_|$)")
+_LOOKUP_NAME = re.compile(
+    r"(^|_)(tokens?|emb|embeds?|embeddings?|codevectors|codebook)(_table)?$|position|(^|_)(rel_)?pos(_|$)"
+)
+
+# Rates and factors that entries are multiplied by, each by its own: Mamba's A_log, layer scales.
+_SCALE_NAME = re.compile(r"_log$|(^|_)(alpha|beta|gamma|scales?|gains?)$")
+
+
+class Choice(NamedTuple):
+    """A treatment without its parameter."""
+
+    algorithm: Algorithm
+    view: View
+    why: str
+
+
+def _adamw(why: str) -> Choice:
+    return Choice("adamw", Matrix(), why)
+
+
+def choose(
+    name: str,
+    param: Tensor,
+    uses: Sequence[Use],
+    known: Mapping[Tensor, Sequence[Found]],
+    heads: Mapping[nn.Module, str],
+    convolutions: Convolutions,
+) -> Choice | str:
+    """Return the treatment of a parameter without rules, or what an error should add about an undecided one.
+
+    Args:
+        name: of the parameter.
+        param: the parameter.
+        uses: all of them.
+        known: what the registry says about the parameters of the model.
+        heads: {layer: why}.
+        convolutions: the treatment of convolutions.
+    """
+    if param.ndim < 2:
+        return _adamw(f"{param.ndim}-D")
+    for use in uses:
+        certain = _by_type(use, param, heads, convolutions)
+        if certain is not None:
+            return certain
+    found = known.get(param, ())
+    if found:
+        problem = next((k.problem for k in found if k.problem is not None), None)
+        if problem is not None:
+            return f" ({found[0].entry.why}; but {problem})"
+        if any(k.view != found[0].view for k in found):
+            return f" (its uses disagree: {found[0].entry.why}, {found[-1].entry.why})"
+        view, why = found[0].view, found[0].entry.why
+        return _adamw(why) if view is None else Choice("muon", view, why)
+    for use in uses:
+        adapted = _as_adapted(use, known)
+        if adapted is not None:
+            return adapted
+    choices = [choice for use in uses if (choice := _by_module(use, param, heads)) is not None]
+    # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
+    for choice in sorted(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why)):
+        return choice
+    for use in uses:
+        choice = _by_attribute(use, param)
+        if choice is not None:
+            return choice
+    if param.ndim == 3 and "experts" in name:
+        why = "stacked experts, taken as (experts, out, in)"
+        return Choice("muon", Experts(), _perhaps(why, "name") if _FUSED_NAME.search(name.rpartition(".")[2]) else why)
+    return ""
+
+
+def _perhaps(why: str, by: str) -> str:
+    return f"{why}; by its {by} {PERHAPS_FUSED}"
+
+
+def _by_type(use: Use, param: Tensor, heads: Mapping[nn.Module, str], convolutions: Convolutions) -> Choice | None:
+    """Return the treatment that the type of a module settles, whatever else the tensor is used for."""
+    module = use.module
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return _adamw("embedding")
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return _convolution(use, module, param, heads.get(module), convolutions)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("Norm"):
+        return _adamw("norm")
+    if isinstance(module, ParametrizationList):
+        is_vector = param.numel() == max(param.shape)
+        return _adamw(_stored_vector(param) if is_vector else "parametrization: the weight is computed from it")
+    return None
+
+
+def _convolution(
+    use: Use, conv: nn.modules.conv._ConvNd, param: Tensor, head: str | None, convolutions: Convolutions
+) -> Choice:
+    if convolutions == "adamw" or use.attribute != "weight":
+        return _adamw("convolution")
+    if head is not None:
+        return _adamw(head)
+    if conv.groups > 1 and conv.in_channels == conv.groups:
+        return _adamw("depthwise convolution: each channel by itself")
+    view = Flatten(conv.transposed, conv.groups)
+    ((_, m, n),) = view.shapes(param.shape)
+    if 1 in (m, n):
+        return _adamw("one output or one input")
+    why = "transposed convolution" if conv.transposed else "convolution"
+    if conv.groups > 1:
+        why += ", one matrix per group of channels"
+    return Choice("muon", view, _perhaps(why, "name") if _FUSED_NAME.search(use.last) else why)
+
+
+def _by_module(use: Use, param: Tensor, heads: Mapping[nn.Module, str]) -> Choice | None:
+    module = use.module
+    if isinstance(module, nn.Linear):
+        return _linear(use, module, param, heads)
+    if isinstance(module, nn.MultiheadAttention):
+        if use.attribute == "in_proj_weight":
+            return Choice("muon", Split((module.embed_dim,) * 3), "fused queries, keys, values")
+        if use.attribute.endswith("_proj_weight"):
+            return Choice("muon", Matrix(), "linear layer")
+        return _adamw("bias")  # bias_k and bias_v, (1, 1, embed_dim)
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return _recurrent(module, param)
+    return None
+
+
+def _linear(use: Use, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module, str]) -> Choice | None:
+    if use.attribute != "weight":
+        return _adamw(_stored_vector(param)) if param.numel() == max(param.shape) else None
+    reason = heads.get(linear) or _of_adapted(use, heads) or _gate(use, linear)
+    if reason is not None:
+        return _adamw(reason)
+    looks_fused = _looks_fused(use, linear)
+    return Choice("muon", Matrix(), _perhaps("linear layer", looks_fused) if looks_fused else "linear layer")
+
+
+def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Choice:
+    """Return the treatment of a weight of a recurrent layer: its gates stand one below the other."""
+    rows, columns = param.shape
+    if 1 in (module.hidden_size, rows, columns):
+        return _adamw("one output or one input")
+    # A projection of the state (weight_hr) has as many columns as the state has features, and fewer rows.
+    gates = max(1, rows // module.hidden_size)
+    if gates == 1:
+        return Choice("muon", Matrix(), "recurrent layer")
+    return Choice("muon", Split((module.hidden_size,) * gates), "recurrent layer, one matrix per gate")
+
+
+def _looks_fused(use: Use, linear: nn.Linear) -> str | None:
+    """Return what speaks for several matrices in one weight, `"name"` or `"shape"`; None if nothing does."""
+    beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
+    inputs = [sibling.in_features for sibling in use.siblings(later=True) if isinstance(sibling, nn.Linear)]
+    if linear.out_features in inputs:  # a later layer takes all outputs as they are
+        return None
+    names = use.module_name.split(".")
+    while len(names) > 1 and (names[-1].isdigit() or names[-1] in _NO_NAMES):
+        names.pop()
+    if _FUSED_NAME.search(names[-1]):
+        return "name"
+    # Gate and up: the only other layer comes later and takes half of the outputs, which are not just what goes in.
+    is_halved = len(beside) == 1 and [2 * features for features in inputs] == [linear.out_features]
+    return "shape" if is_halved and linear.out_features != 2 * linear.in_features else None
+
+
+def _gate(use: Use, linear: nn.Linear) -> str | None:
+    """Return why a linear layer chooses or weighs, where its singular values mean nothing; else None."""
+    owners = [linear, *use.above[:1]]
+    is_router = any(_ROUTER_CLASS.search(base.__name__) for owner in owners for base in type(owner).__mro__)
+    if is_router or "router" in use.module_name.split("."):
+        return "router"
+    if 1 in (linear.out_features, linear.in_features):
+        return "one output or one input"
+    if not _GATE_NAME.search(use.last):
+        return None
+    # What chooses or weighs has few outputs, and no layer takes them for features. The gate of a gated MLP or of
+    # attention is as wide as what it multiplies, which a layer beside it takes.
+    beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
+    is_taken = any(other.in_features == linear.out_features for other in beside)
+    shape = linear.out_features, linear.in_features
+    has_twin = any((other.out_features, other.in_features) == shape for other in beside)
+    if is_taken or (has_twin and linear.out_features >= linear.in_features):
+        return None
+    return "gate or router (by its name)"
+
+
+def _as_adapted(use: Use, known: Mapping[Tensor, Sequence[Found]]) -> Choice | None:
+    """Return the treatment of the factor of an adapter that has the outputs of a weight of the registry; else None."""
+    tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
+    base = tuner._modules.get("base_layer") if tuner is not None else None
+    if base is None or use.above[0] is not getattr(tuner, "lora_B", None):
+        return None
+    weight = stored(base, "weight")
+    found = known.get(weight, ()) if weight is not None else ()
+    view = found[0].view if found else None
+    if not isinstance(view, Split):
+        return None
+    # The factor is stored as (out, rank), however the weight is.
+    return Choice("muon", replace(view, transposed=False), f"adapter: {found[0].entry.why}")
+
+
+def _of_adapted(use: Use, heads: Mapping[nn.Module, str]) -> str | None:
+    """Return why the factor of an adapter is none of features: it adapts no layer of features; else None."""
+    tuner = next((module for module in use.above[:2] if is_tuner(module)), None)
+    base = tuner._modules.get("base_layer") if tuner is not None else None
+    if base is None or base is use.module:
+        return None
+    if isinstance(base, nn.Embedding):
+        return "adapter of an embedding"
+    return f"adapter of an {heads[base]}" if base in heads else None
+
+
+def _by_attribute(use: Use, param: Tensor) -> Choice | None:
+    """Return the treatment of a parameter that no known module owns."""
+    reason = None
+    if any(_ROUTER_CLASS.search(base.__name__) for base in type(use.module).__mro__) or use.last in ("router", "gate"):
+        reason = "router"
+    elif param.numel() == max(param.shape):
+        reason = _stored_vector(param)
+    elif _BIAS_NAME.search(use.attribute):
+        reason = "bias"
+    elif _LOOKUP_NAME.search(use.attribute) or _LOOKUP_NAME.search(use.last):
+        reason = "embedding (by its name)"
+    elif _SCALE_NAME.search(use.attribute):
+        reason = "factors, entry by entry"
+    elif any(map(is_tuner, use.above[:2])):
+        return _adapter(use, param)
+    return None if reason is None else _adamw(reason)
+
+
+def _adapter(use: Use, param: Tensor) -> Choice:
+    """Return the treatment of what an adapter keeps in a dictionary of parameters."""
+    # AdaLoRA's factors are those of LoRA; other adapters multiply entry by entry, rotate, or look up.
+    if param.ndim == 2 and use.last in ("lora_A", "lora_B"):
+        return Choice("muon", Matrix(), "factor of an adapter")
+    return _adamw("adapter")
+
+
+def _stored_vector(param: Tensor) -> str:
+    return f"1-D, stored with {param.ndim} dimensions"

@@ -1,0 +1,239 @@
+"""`param_groups`: which parameters Muon orthogonalises and which AdamW takes, decided from the model's modules.
+
+Matrices that map features to features go to Muon: weights of linear layers, attention's fused input projections and
+stacks of experts. Everything whose rows or columns are not features goes to AdamW: embeddings, the output head, norms,
+biases, gates, routers, convolutions and every parameter with fewer than two dimensions. A parameter that nobody decided
+about is an error that names it, and never a silent choice; `Rule` decides by name.
+
+Who decides, first to last: a rule; the module types that are certain (`nn.Embedding`, norms, convolutions); the
+registry of known views (`registry.py`); the kind of linear layer (`heads.py` knows output heads); the name of a
+parameter that belongs to no known module. What is decided about one parameter is in `classify.py`; `uses.py` finds the
+modules that use it. Names are those without what wrappers add (`names.py`).
+"""
+
+import fnmatch
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from quintic.optim.groups.classify import PERHAPS_FUSED, Algorithm, Choice, Convolutions, choose
+from quintic.optim.groups.flattened import check_model_is_whole
+from quintic.optim.groups.heads import heads_of
+from quintic.optim.groups.names import model_parameters, numberless
+from quintic.optim.groups.registry import known_views
+from quintic.optim.groups.uses import Use, stored, uses_of
+from quintic.optim.layout.views import Matrix, View
+
+__all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
+
+# How many parameters an error or a warning lists.
+_NUM_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Decide the treatment of the parameters whose name matches a pattern; the first matching rule wins.
+
+    Args:
+        pattern: shell-style pattern on the full parameter name, e.g. `"blocks.*.attn.qkv.weight"`; of a tensor with
+            several names, on any of them.
+        algorithm: `"muon"` or `"adamw"`.
+        view: how a Muon parameter is made of matrices; None for the view that would be chosen without the rule, or
+            `Matrix()` if there is none.
+        options: hyperparameters of the group these parameters go into, e.g. `{"lr": 0.01}`.
+    """
+
+    pattern: str
+    algorithm: Algorithm
+    view: View | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Decision:
+    """What happens to one trainable parameter, and why."""
+
+    name: str
+    param: nn.Parameter
+    algorithm: Algorithm
+    view: View
+    options: Mapping[str, Any]
+    """Hyperparameters of its rule."""
+    why: str
+    by_rule: bool
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    rules: Sequence[Rule] = (),
+    convolutions: Convolutions = "adamw",
+) -> list[dict[str, Any]]:
+    """Return parameter groups for `quintic.Muon` that cover every trainable parameter of `model` once.
+
+    Works on any device, also on the meta device. A tensor used under several names (a tied head) is listed once, under
+    its first name, and is an embedding if any of its uses is one. `quintic.explain` shows each decision and its reason.
+    Names are those of the bare model, also of one that is compiled, data-parallel or checkpointed.
+
+    Warns where a weight is taken as one matrix and may be several, and where a model with linear layers or convolutions
+    has no matrix for Muon although no rule says so.
+
+    Args:
+        model: any module; parameters with `requires_grad=False` are left out.
+        muon: hyperparameters for all Muon groups, e.g. `{"lr": 0.02}`.
+        adamw: hyperparameters for all AdamW groups, e.g. `{"lr": 3e-4}`.
+        rules: decisions by name that come before the ones by module; with or without the prefixes of wrappers.
+        convolutions: `"muon"` for convolutions as (out_channels, in_channels * kernel) matrices, those with groups as
+            one matrix per group, transposed ones as (out_channels * kernel, in_channels); depthwise ones stay AdamW's.
+
+    Returns:
+        One group per algorithm, view and set of options, each with `params`, `param_names`, `algorithm` and `view`;
+        Muon groups first.
+
+    Raises:
+        ValueError: a rule matches no parameter, a parameter was decided by nobody, or the model has none to train.
+    """
+    decisions = decide(model, rules, convolutions)
+    _warn(model, decisions)
+    return grouped(decisions, muon=muon, adamw=adamw)
+
+
+def grouped(
+    decisions: Sequence[Decision], *, muon: Mapping[str, Any] | None, adamw: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
+    groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
+    distinct: list[Mapping[str, Any]] = []  # options may hold lists, so they are compared and not hashed
+    for decision in decisions:
+        if decision.options not in distinct:
+            distinct.append(decision.options)
+        key = (decision.algorithm, decision.view, distinct.index(decision.options))
+        if key not in groups:
+            defaults = muon if decision.algorithm == "muon" else adamw
+            groups[key] = {
+                "params": [],
+                "param_names": [],
+                "algorithm": decision.algorithm,
+                "view": decision.view,
+                **(defaults or {}),
+                **decision.options,
+            }
+        groups[key]["params"].append(decision.param)
+        groups[key]["param_names"].append(decision.name)
+    return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
+
+
+def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
+    """Return one decision per trainable parameter, in the model's order; arguments as `param_groups`.
+
+    Raises:
+        ValueError: as `param_groups`.
+    """
+    check_model_is_whole(model)
+    uses = uses_of(model)
+    known = known_views(model.modules())
+    heads = heads_of(model)
+    ruled = [_names_of(rule, uses.values()) for rule in rules]
+    decisions: list[Decision] = []
+    undecided: list[str] = []
+    used_rules: set[int] = set()
+    # A shared tensor is listed once, under its first name.
+    for name, param in model_parameters(model):
+        if not param.requires_grad:
+            continue
+        if is_lazy(param):
+            raise ValueError(f"{name} has no shape yet: run one batch through the model before making parameter groups")
+        own_uses = uses.get(param, [])
+        others = [use.name for use in own_uses if use.name != name]
+        choice = choose(name, param, own_uses, known, heads, convolutions)
+        number = next((number for number, names in enumerate(ruled) if not names.isdisjoint([name, *others])), None)
+        options: Mapping[str, Any] = {}
+        if number is not None:
+            used_rules.add(number)
+            rule, options = rules[number], rules[number].options
+            inherited = choice.view if isinstance(choice, Choice) and rule.algorithm == "muon" else Matrix()
+            choice = Choice(rule.algorithm, rule.view or inherited, f"rule {rule.pattern!r}")
+        if not isinstance(choice, Choice):
+            undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
+            continue
+        why = choice.why + _tied(others)
+        decisions.append(Decision(name, param, choice.algorithm, choice.view, options, why, number is not None))
+    if undecided:
+        raise ValueError(_undecided_message(undecided))
+    unused = [rule.pattern for number, rule in enumerate(rules) if number not in used_rules]
+    if unused:
+        raise ValueError(f"rule {unused[0]!r} matches no trainable parameter that an earlier rule left")
+    if not decisions:
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
+    return decisions
+
+
+def _undecided_message(undecided: Sequence[str]) -> str:
+    first = undecided[0].partition(" ")[0]
+    count = "this parameter" if len(undecided) == 1 else f"these {len(undecided)} parameters"
+    return (
+        f"nobody decided how to optimize {count}: {_listed(undecided)}; add quintic.Rule({first!r}, 'muon' or 'adamw') "
+        f"to rules, with a view if it holds several matrices or is stored as (in_features, out_features)"
+    )
+
+
+def _listed(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
+    return ", ".join(entries[:_NUM_LISTED]) + more
+
+
+def _tied(others: Sequence[str]) -> str:
+    if not others:
+        return ""
+    return f"; tied to {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+
+
+def _names_of(rule: Rule, uses: Iterable[Sequence[Use]]) -> set[str]:
+    """Return the parameters that a rule matches, by name; with the prefixes of wrappers only if none does without."""
+    every = [use for several in uses for use in several]
+    names = {use.name for use in every if fnmatch.fnmatchcase(use.name, rule.pattern)}
+    return names or {use.name for use in every if fnmatch.fnmatchcase(use.given_name, rule.pattern)}
+
+
+def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
+    """Warn of what is decided and perhaps not meant."""
+    # Layers that differ in their numbers share a line, and a rule.
+    perhaps = list(dict.fromkeys(numberless(d.name) for d in decisions if PERHAPS_FUSED in d.why))
+    if perhaps:
+        warnings.warn(
+            f"perhaps several matrices each, orthogonalized as one: {_listed(perhaps)}; say which with "
+            f"quintic.Rule({perhaps[0]!r}, 'muon', quintic.Split(sizes, groups=...)), or quintic.Matrix() for one",
+            UserWarning,
+            stacklevel=3,
+        )
+    if not any(decision.algorithm == "muon" for decision in decisions):
+        missing = _without_matrices(model, decisions)
+        if missing:
+            warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)
+
+
+def _without_matrices(model: nn.Module, decisions: Sequence[Decision]) -> str | None:
+    """Return why a model with layers gives Muon no matrix, and what to do; None if that was to be expected."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)]
+    decided: dict[Tensor, Decision] = {decision.param: decision for decision in decisions}
+    found = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
+    trained = [decision for decision in found if decision is not None]
+    if not found or any(decision.by_rule for decision in trained):
+        return None
+    if not trained:
+        return "none of its linear layers is trained; make the groups after requires_grad is set as it shall be"
+    if any(decision.param.ndim < 2 for decision in trained):
+        return (
+            "its weights are 1-D pieces, as FSDP1 and DeepSpeed make them; shard with FSDP2 (fully_shard), or keep "
+            "whole weights on every rank and let quintic.Muon(..., comms='sharded') divide the state"
+        )
+    if any(decision.why == "convolution" for decision in trained):
+        return "its weights are convolutions; quintic.param_groups(model, convolutions='muon') takes them as matrices"
+    reasons = list(dict.fromkeys(f"{numberless(decision.name)} ({decision.why})" for decision in trained))
+    return f"{_listed(reasons)}; quintic.Rule(name, 'muon') decides otherwise"

@@ -1,0 +1,95 @@
+"""`KnownView`: what is known about one parameter of one kind of module, and how entries are written.
+
+A view is a function of the owner and the parameter, because sizes are the owner's: those below read them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quintic.optim.layout.views import Matrix, Split, View
+
+__all__ = [
+    "KnownView",
+    "UnknownLayoutError",
+    "equal_parts",
+    "num_heads_of",
+    "num_key_value_heads_of",
+    "size_of",
+    "split_of",
+]
+
+
+class UnknownLayoutError(Exception):
+    """An entry does not know how its owner slices the parameter, and leaves it to other rules."""
+
+
+@dataclass(frozen=True)
+class KnownView:
+    """How one parameter of one kind of module is made of matrices.
+
+    Args:
+        parameter: name of the parameter within its owner, e.g. `"query_key_value.weight"`.
+        view: from the owner and the parameter to the view; None means AdamW. It reads sizes from the owner and its
+            configuration, and may raise `AttributeError` or `ValueError` when they do not fit, which makes the
+            parameter undecided, or `UnknownLayoutError`, as if there were no entry.
+        why: shown to the user by `quintic.explain`.
+        classes: class names of the owner, or of a base class of it; empty for "any class with these `attributes`".
+        attributes: what the owner must have.
+        libraries: the packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for
+            any.
+    """
+
+    parameter: str
+    view: Callable[[nn.Module, Tensor], View | None]
+    why: str
+    classes: frozenset[str] = frozenset()
+    attributes: tuple[str, ...] = ()
+    libraries: frozenset[str] = frozenset()
+
+    def recognises(self, owner: nn.Module) -> bool:
+        """Return whether this entry speaks of `owner`."""
+        bases = type(owner).__mro__
+        if self.libraries:
+            bases = tuple(base for base in bases if base.__module__.partition(".")[0] in self.libraries)
+        if not bases or (self.classes and not any(base.__name__ in self.classes for base in bases)):
+            return False
+        return all(hasattr(owner, attribute) for attribute in self.attributes)
+
+
+def size_of(owner: nn.Module, *names: str) -> int:
+    """Return the first of `names` that the owner, or else its configuration, has."""
+    for source in (owner, getattr(owner, "config", None)):
+        for name in names:
+            value = getattr(source, name, None)
+            if isinstance(value, int):
+                return value
+    raise AttributeError(f"{type(owner).__name__} has none of {', '.join(names)}")
+
+
+def num_heads_of(owner: nn.Module) -> int:
+    """Return the number of attention heads, under any of its names."""
+    return size_of(owner, "num_attention_heads", "num_heads", "n_heads", "n_head")
+
+
+def num_key_value_heads_of(owner: nn.Module) -> int:
+    """Return the number of heads of keys and values, under any of its names."""
+    return size_of(owner, "num_key_value_heads", "num_kv_heads")
+
+
+def split_of(*sizes: int, groups: int = 1, transposed: bool = False) -> View:
+    """Return a `Split` without its empty parts; one part alone is a `Matrix`."""
+    present = tuple(size for size in sizes if size)
+    if len(present) == 1:
+        return Matrix(transposed)
+    return Split(present, transposed, groups)
+
+
+def equal_parts(count: int) -> Callable[[nn.Module, Tensor], View]:
+    """Return the view of so many equal parts, one below the other."""
+
+    def view(_owner: nn.Module, param: Tensor) -> View:
+        return Split((param.shape[0] // count,) * count)
+
+    return view

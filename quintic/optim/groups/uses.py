@@ -1,0 +1,136 @@
+"""Where a model's parameters are used: which module computes with each, as what, and what stands around it.
+
+A parameter need not be registered where it is used. Wrappers stand between a module and its parent
+(`names.py`), and PyTorch's parametrizations keep what a weight is computed from in modules of their own. Weight and
+spectral normalisation only scale the tensor that they keep: that tensor is used as the weight itself. What other
+parametrizations keep is used as no weight.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from quintic.optim.groups.names import clean_names, unwrapped
+
+__all__ = ["Use", "first_names", "is_tuner", "stored", "uses_of"]
+
+# Parametrizations that multiply the rows of what they keep, or all of it, by numbers.
+_SCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
+
+# What the functions before parametrizations, `torch.nn.utils.weight_norm` and `spectral_norm`, append to a name.
+_SCALED = ("_v", "_orig")
+
+
+class Use(NamedTuple):
+    """One place where a parameter is used."""
+
+    name: str
+    """Of the parameter there, without wrappers."""
+    given_name: str
+    """The same with them."""
+    module: nn.Module
+    """What computes with it."""
+    attribute: str
+    """What it is there: `weight`, also where that is computed from the parameter."""
+    module_name: str
+    above: tuple[nn.Module, ...]
+    """What holds `module`, what holds that, and so on, without wrappers."""
+
+    @property
+    def last(self) -> str:
+        """Return the name of the module in what holds it."""
+        return self.module_name.rpartition(".")[2]
+
+    def siblings(self, *, later: bool = False) -> Iterator[nn.Module]:
+        """Yield what is registered beside the module, without wrappers; only what comes later, if asked for."""
+        is_past = not later
+        for child in map(unwrapped, self.above[0].children() if self.above else ()):
+            if child is self.module:
+                is_past = True
+            elif is_past:
+                yield child
+
+
+def uses_of(model: nn.Module) -> dict[Tensor, list[Use]]:
+    """Return the uses of every parameter, in the order of the model's modules."""
+    clean = clean_names(model)
+    modules: dict[str, nn.Module] = {}
+    found: dict[Tensor, list[Use]] = {}
+    # With duplicates: a module that is registered twice may be recognisable under its second name only.
+    for name, module in model.named_modules(remove_duplicate=False):
+        # Of a wrapper and what it holds, which have the same name, the latter.
+        modules[clean[name]] = module
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            own, attribute = clean[name], _weight_of(module, key)
+            if isinstance(module, ParametrizationList) and key == _scaled_key(module):
+                # layer.parametrizations.weight.original1 is used as layer.weight
+                own, _, attribute = own.rpartition(".")
+                own = own.removesuffix("parametrizations").removesuffix(".")
+            above = tuple(modules[higher] for higher in _prefixes(own))
+            given = f"{name}.{key}" if name else key
+            found.setdefault(param, []).append(Use(clean[given], given, modules[own], attribute, own, above))
+    return found
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the names of what holds a module, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _weight_of(module: nn.Module, key: str) -> str:
+    """Return the attribute that a parameter stands for where a function has replaced it."""
+    name, mark, suffix = key.rpartition("_")
+    return name if mark + suffix in _SCALED and name not in module._parameters and hasattr(module, name) else key
+
+
+def _scaled_key(kept: ParametrizationList) -> str | None:
+    """Return the name of the tensor that a parametrization only scales; None if there is none."""
+    if not all(type(one).__name__ in _SCALING for one in kept):
+        return None
+    return "original" if "original" in kept._parameters else "original1"
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Return whether a module is a layer of PEFT that adapts another one, its `base_layer`."""
+    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    base = module._modules.get("base_layer") if is_tuner(module) else None
+    return module if base is None else unwrapped(base)
+
+
+def first_names(module: nn.Module) -> Iterator[str]:
+    """Yield the names with which a path to a parameter, as `stored` takes it, can begin."""
+    yield from module._parameters
+    yield from module._modules
+    parametrizations = module._modules.get("parametrizations")
+    if parametrizations is not None:
+        yield from parametrizations._modules
+
+
+def stored(module: nn.Module, path: str) -> Tensor | None:
+    """Return the parameter that is used as the tensor at a path below a module, such as `attn.qkv.weight`.
+
+    Only registered names count, since attributes of wrappers are no parameters. Wrappers and adapters do not count.
+    """
+    *children, attribute = path.split(".")
+    for name in children:
+        child = module._modules.get(name)
+        if child is None:
+            return None
+        module = _adapted(unwrapped(child))
+    candidates = [attribute, *(attribute + suffix for suffix in _SCALED)]
+    found = next((p for key in candidates if (p := module._parameters.get(key)) is not None), None)
+    parametrizations = module._modules.get("parametrizations")
+    kept = parametrizations._modules.get(attribute) if parametrizations is not None else None
+    if found is None and isinstance(kept, ParametrizationList):
+        key = _scaled_key(kept)
+        found = None if key is None else kept._parameters.get(key)
+    return found

@@ -1,0 +1,1 @@
+"""Which matrices a parameter is made of, and which boxes of it lie where."""

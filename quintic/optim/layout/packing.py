@@ -1,0 +1,117 @@
+"""Runs of memory of many tensors as one message, and back. Twin of the kernels in `quintic/kernels/runs.py`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.layout.tables import ALIGNMENT, AddressTable, upload_programs
+from quintic.optim.rules.device_memory import host_tensor, upload
+
+__all__ = ["Packing", "Run", "in_memory_order", "run_of"]
+
+
+class Run(NamedTuple):
+    """Some entries of one of several tensors, in the order of memory, and where they stand in a buffer."""
+
+    tensor: int
+    """Which of the tensors."""
+    start: int
+    stop: int
+    place: int
+    """The entry of the buffer where they begin."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of entries."""
+        return self.stop - self.start
+
+
+class Packing:
+    """Copies runs of some tensors into a buffer or back, with what the kernels need kept from step to step.
+
+    Args:
+        runs: which do not overlap.
+        kernels: implementation.
+        device: of tensors and buffer.
+    """
+
+    def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
+        self._runs = [run for run in runs if run.numel]
+        self._tensors = list(dict.fromkeys(run.tensor for run in self._runs))
+        self._kernels, self._device = kernels, device
+        self._table = AddressTable()
+        if kernels == "triton" and self._runs:
+            from quintic.kernels.runs import run_programs
+
+            numels = [run.numel for run in self._runs]
+            self._places = upload(host_tensor([run.place for run in self._runs]), device)
+            self._numels = upload(host_tensor(numels), device)
+            self._programs = upload_programs(run_programs(numels), device)
+            self._alignments = {run.place % ALIGNMENT for run in self._runs}
+
+    def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
+        """Copy the runs into a buffer, converting to its dtype.
+
+        Args:
+            tensors: dense, of one dtype; None stands for zeros.
+            buffer: contiguous, of one dimension; changed where there are runs.
+        """
+        if self._kernels == "triton":
+            self._copy(tensors, buffer, packs=True)
+            return
+        for run in self._runs:
+            source, target = tensors[run.tensor], run_of(buffer, run.place, run.numel)
+            if source is None:
+                target.zero_()
+            else:
+                target.copy_(run_of(source, run.start, run.numel))
+
+    def unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the runs of a buffer back into tensors, arguments as those of `pack`."""
+        if self._kernels == "triton":
+            self._copy(tensors, buffer, packs=False)
+            return
+        for run in self._runs:
+            run_of(tensors[run.tensor], run.start, run.numel).copy_(run_of(buffer, run.place, run.numel))
+
+    def _copy(self, tensors: Sequence[Tensor | None], buffer: Tensor, *, packs: bool) -> None:
+        from quintic.kernels.runs import copy_runs_
+
+        if not self._runs:
+            return
+        dtype = next((tensor.dtype for tensor in tensors if tensor is not None), buffer.dtype)
+        bases = {n: 0 if (tensor := tensors[n]) is None else tensor.data_ptr() for n in self._tensors}
+
+        def addresses() -> Tensor:
+            rows = ((bases[run.tensor], run.start) for run in self._runs)
+            return host_tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
+
+        table = self._table.get((bases, dtype), addresses, self._device)
+        copy_runs_(
+            table,
+            self._places,
+            self._numels,
+            self._programs,
+            buffer,
+            dtype=dtype,
+            packs=packs,
+            aligned=self._table.aligned and self._fits(buffer),
+        )
+
+    def _fits(self, buffer: Tensor) -> bool:
+        """Return whether the runs' places are aligned in memory."""
+        base, width = buffer.data_ptr(), buffer.itemsize
+        return all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the entries of a tensor without gaps as a vector that shares its memory."""
+    return run_of(tensor, 0, tensor.numel())
+
+
+def run_of(tensor: Tensor, start: int, numel: int) -> Tensor:
+    """Return some of these entries: `in_memory_order(tensor)[start : start + numel]` in one operation."""
+    return tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)

@@ -1,0 +1,224 @@
+"""How pieces of matrices come together on the rank that orthogonalises them, and how the updates go back.
+
+An exchange serves one bucket: units (boxes of parameters that hold whole matrices) of one shape, which all ranks of a
+process group hold in the same way, be it a few rows each, a whole copy each, or nothing on some ranks. Each unit has an
+owner among these ranks. Units are in the order of their owners.
+
+    gather     every rank of the owner's copy sends its piece of each unit to the owner
+    scatter    the owner sends to every rank the piece that this rank holds
+
+One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather, or a
+broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are sent.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.channels import Channel, Route
+from quintic.optim.comms.collectives import Pending
+from quintic.optim.layout.layouts import Box, relative, size_of
+
+__all__ = ["Exchange"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What travels for one bucket.
+
+    Attributes:
+        ranks: global ranks of the process group, in its order.
+        position: of this rank in it.
+        unit_shape: of every unit.
+        pieces: for each rank the box of a unit that it holds, relative to the unit; None where it holds nothing.
+        copies: for each rank the number of the complete copy of the unit that its piece belongs to.
+        counts: for each rank how many units it owns.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+    unit_shape: tuple[int, ...]
+    pieces: tuple[Box | None, ...]
+    copies: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    # ------------------------------------------------------------------------------------------------------- geometry
+
+    @property
+    def num_units(self) -> int:
+        """Return how many units travel."""
+        return sum(self.counts)
+
+    @property
+    def num_owned(self) -> int:
+        """Return how many units this rank orthogonalises."""
+        return self.counts[self.position]
+
+    @cached_property
+    def owned(self) -> slice:
+        """Return which of all units this rank orthogonalises."""
+        first = sum(self.counts[: self.position])
+        return slice(first, first + self.num_owned)
+
+    @property
+    def piece(self) -> Box | None:
+        """Return what this rank holds of each unit."""
+        return self.pieces[self.position]
+
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's pieces; its first size is 0 where it holds nothing."""
+        return _shape_of(self.piece, self.unit_shape)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Return whether every rank holds every unit whole."""
+        return all(piece is not None and size_of(piece) == self.unit_shape for piece in self.pieces)
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Return whether so few ranks own units that an all-gather would send more padding than units."""
+        return len(self.ranks) * max(self.counts) > 2 * self.num_units
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Return whether nothing travels: owners hold their units whole, and nobody else holds any of them."""
+        owners = [position for position, count in enumerate(self.counts) if count]
+        holders = [position for position, piece in enumerate(self.pieces) if piece is not None]
+        return len(owners) <= 1 and holders == owners and size_of(self.pieces[owners[0]] or ()) == self.unit_shape
+
+    @cached_property
+    def _numels(self) -> tuple[int, ...]:
+        """Entries of each rank's piece."""
+        return tuple(0 if piece is None else math.prod(size_of(piece)) for piece in self.pieces)
+
+    @cached_property
+    def _same_copy(self) -> tuple[bool, ...]:
+        return tuple(copy == self.copies[self.position] for copy in self.copies)
+
+    @cached_property
+    def _gathering(self) -> Route:
+        def amount(sender: int, owner: int) -> int:
+            return self.counts[owner] * self._numels[sender] if self.copies[sender] == self.copies[owner] else 0
+
+        return Route(len(self.ranks), self.position, amount)
+
+    @cached_property
+    def _scattering(self) -> Route:
+        return Route(len(self.ranks), self.position, lambda owner, holder: self.counts[owner] * self._numels[holder])
+
+    def gather_sends(self) -> list[int]:
+        """Return how many entries this rank sends to each rank while gathering."""
+        return self._gathering.sends
+
+    def gather_receives(self) -> list[int]:
+        """Return how many entries this rank receives from each rank while gathering."""
+        return self._gathering.receives
+
+    def scatter_sends(self) -> list[int]:
+        """Return how many entries this rank sends to each rank while scattering."""
+        return self._scattering.sends
+
+    def scatter_receives(self) -> list[int]:
+        """Return how many entries this rank receives from each rank while scattering."""
+        return self._scattering.receives
+
+    # ------------------------------------------------------------------------------------------------------- movement
+
+    def gather(self, pieces: Tensor, channel: Channel) -> Pending:
+        """Start to collect the units that this rank owns. All ranks of the group must call it.
+
+        Args:
+            pieces: (num_units, *piece_shape) contiguous: this rank's piece of every unit.
+            channel: of `ranks`.
+
+        Returns:
+            What `assemble` takes.
+        """
+        if self.is_local or self.is_replicated:
+            return Pending(None, pieces[self.owned])
+        send = pieces
+        if not all(self._same_copy):
+            parts = pieces.split(list(self.counts))
+            send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
+        return channel.all_to_all(send, self._gathering)
+
+    def assemble(self, received: Tensor) -> Tensor:
+        """Return (num_owned, *unit_shape) from what `gather` received."""
+        if self.is_local or self.is_replicated:
+            return received.view(self.num_owned, *self.unit_shape)
+        units = received.new_empty((self.num_owned, *self.unit_shape))
+        for part, box in zip(received.split(self.gather_receives()), self.pieces, strict=True):
+            if part.numel():
+                assert box is not None
+                self._within(units, box).copy_(part.view(self.num_owned, *size_of(box)))
+        return units
+
+    def scatter(self, units: Tensor, channel: Channel) -> Pending:
+        """Start to hand out the units that this rank owns. All ranks of the group must call it.
+
+        Args:
+            units: (num_owned, *unit_shape), any strides.
+            channel: of `ranks`.
+
+        Returns:
+            What `pieces_of` takes.
+        """
+        if self.is_local or self.is_replicated:
+            return self.all_gather(units, channel)
+        sends = self.scatter_sends()
+        send = units.new_empty(sum(sends))
+        for part, box in zip(send.split(sends), self.pieces, strict=True):
+            if part.numel():
+                assert box is not None
+                part.view(self.num_owned, *size_of(box)).copy_(self._within(units, box))
+        return channel.all_to_all(send, self._scattering)
+
+    def pieces_of(self, received: Tensor) -> Tensor:
+        """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""
+        if self.is_replicated:
+            received = self.in_order(received)
+        return received.view(self.num_units, *self.piece_shape)
+
+    def all_gather(self, owned: Tensor, channel: Channel) -> Pending:
+        """Start to give every rank what each owner has. All ranks of the group must call it.
+
+        Args:
+            owned: (num_owned, ...), the same sizes behind the first on all ranks.
+            channel: of `ranks`.
+
+        Returns:
+            What `in_order` takes.
+        """
+        if self.is_local:
+            return Pending(None, owned)
+        if self.is_sparse:
+            received = owned.new_empty((self.num_units, *owned.shape[1:]))
+            received[self.owned] = owned
+            return channel.broadcasts(received, self.counts)
+        most = max(self.counts)
+        send = owned.contiguous()
+        if self.num_owned < most:
+            send = owned.new_empty((most, *owned.shape[1:]))
+            send[: self.num_owned] = owned
+        return channel.all_gather(send)
+
+    def in_order(self, received: Tensor) -> Tensor:
+        """Return (num_units, ...) from what `all_gather` received, without what was padding."""
+        most = max(self.counts)
+        if self.is_local or self.is_sparse or min(self.counts) == most:
+            return received
+        parts = received.split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
+
+    def _within(self, units: Tensor, box: Box) -> Tensor:
+        whole = tuple((0, size) for size in self.unit_shape)
+        return units[(slice(None), *relative(box, whole))]
+
+
+def _shape_of(box: Box | None, unit_shape: Sequence[int]) -> tuple[int, ...]:
+    return (0, *unit_shape[1:]) if box is None else size_of(box)

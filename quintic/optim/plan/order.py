@@ -1,0 +1,104 @@
+"""In which order buckets with collectives are worked on, and when each starts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from quintic.optim.groups.names import known_as
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.schedule import Schedule, one_ahead, overlapping
+
+__all__ = ["Orders", "arranged", "orders_of"]
+
+
+class Orders(NamedTuple):
+    """What a user wants to come first, as names of parameters; None for the largest buckets."""
+
+    launch: tuple[str, ...] | None = None
+    work: tuple[str, ...] | None = None
+
+    def resolved(self, groups: Iterable[Mapping[str, Any]]) -> "Orders":
+        """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.
+
+        Raises:
+            ValueError: no parameter has a name, or one stands in an order twice.
+        """
+        known = {name for group in groups for name in group["param_names"]}
+        asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
+        unknown = set(asked.values()) - known
+        if unknown:
+            raise ValueError(
+                f"launch_order, work_order: no parameter is called {', '.join(sorted(map(repr, unknown)))}; names are "
+                f"those of named_parameters(), see optimizer.plan()"
+            )
+        return orders_of(*(None if names is None else [asked[name] for name in names] for names in self))
+
+
+def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | None) -> Orders:
+    """Return the orders that a user gave.
+
+    Raises:
+        TypeError: one is no sequence of names.
+        ValueError: a name stands in one of them twice.
+    """
+    for option, names in (("launch_order", launch_order), ("work_order", work_order)):
+        if names is None:
+            continue
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{option}={names!r}: give a list of names of parameters")
+        if len(set(names)) < len(names):
+            raise ValueError(f"{option} names a parameter twice: {names!r}")
+    return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
+
+
+def arranged(
+    buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]], orders: Orders
+) -> tuple[list[Bucket], Schedule]:
+    """Return the buckets with collectives in the order in which they are worked on, and when each starts.
+
+    Buckets of one process group stay together, the largest first: its messages overlap with the work on all others.
+
+    Args:
+        buckets: of one rank's plan.
+        groups: the parameter groups.
+        orders: what the user wants first.
+    """
+    in_order: list[Bucket] = []
+    schedule: list[int | None] = []
+    for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
+        found = list(of_ranks)
+        found.sort(key=lambda bucket: -bucket.numel * bucket.dtype.itemsize)
+        found = _by_names(found, orders.work)
+        first = len(in_order)
+        in_order += found
+        numbered = [None if step is None else first + step for step in _overlapping(found, groups, orders.launch)]
+        if first:
+            # Its first steps start before the last one of the process group before it ends.
+            place = numbered.index(None)
+            schedule[-1:] = [*numbered[:place], schedule[-1], *numbered[place + 1 :]]
+        else:
+            schedule = numbered
+    return in_order, schedule or [None]
+
+
+def _overlapping(
+    buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+) -> list[int | None]:
+    if names is None and any(groups[bucket.group]["offload"] and bucket.sharding is None for bucket in buckets):
+        # Their state comes from the host before they start: of many at once the device would wait for it.
+        return one_ahead(len(buckets))
+    memory = []
+    for bucket in buckets:
+        assert bucket.shared_stages is not None
+        memory.append(bucket.shared_stages)
+    budgets = [groups[bucket.group]["max_workspace_bytes"] for bucket in buckets]
+    budget = min((value for value in budgets if value is not None), default=None)
+    numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+    return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
+
+
+def _by_names(buckets: Sequence[Bucket], names: Sequence[str] | None) -> list[Bucket]:
+    """Return buckets by the first of the names that is in each, those without one behind."""
+    places = {name: place for place, name in enumerate(names or ())}
+    none = len(places)
+    return sorted(buckets, key=lambda bucket: min((places.get(name, none) for name in bucket.names), default=none))

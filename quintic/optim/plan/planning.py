@@ -1,0 +1,246 @@
+"""Makes the plan of one rank: the buckets that it steps by itself, those that travel, and those with divided state."""
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.layout.layouts import Layout, local_tensor
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
+from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan.order import Orders, arranged
+from quintic.optim.plan.plan import Plan
+from quintic.optim.plan.sharded import sharded_buckets
+from quintic.optim.plan.travel import shared_buckets, travelling_buckets
+from quintic.optim.plan.workspace import (
+    Matrices,
+    applied_bytes,
+    directions_bytes,
+    factor_bytes,
+    neuron_bytes,
+    polar_work,
+)
+from quintic.optim.polar.forms import Form
+
+__all__ = ["build_plan", "local_buckets"]
+
+# Entries of a bucket's matrices on a CPU, at most: the C library gives larger temporary tensors back to the system
+# after each use, which then clears all of their pages anew.
+_CPU_ENTRIES = 2**22
+
+
+def build_plan(
+    param_groups: Sequence[Mapping[str, Any]],
+    layouts: Sequence[Sequence[Layout | None]],
+    rank: int = 0,
+    divided: Mapping[int, tuple[int, ...]] | None = None,
+    orders: Orders | None = None,
+) -> Plan:
+    """Return the plan of one rank.
+
+    Args:
+        param_groups: validated (see `Muon.add_param_group`).
+        layouts: for each group and each of its parameters where it travels, or None.
+        rank: the global rank whose plan this is.
+        divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
+        orders: in which buckets with collectives start and are worked on, where the user wants another.
+    """
+    shared, balance = shared_buckets(param_groups, layouts)
+    buckets: list[Bucket] = []
+    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+        if divided and number in divided:
+            buckets += sharded_buckets(number, group, divided[number], rank)
+            continue
+        for one in shared:
+            if one.key.group == number and rank in one.key.ranks:
+                buckets += travelling_buckets(one, found, rank)
+        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
+    in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
+    return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
+
+
+def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    """Return the buckets of a group's parameters that this rank steps by itself.
+
+    Args:
+        group_index: position of the group.
+        group: validated, see `Muon.add_param_group`.
+        indices: positions of these parameters in the group.
+    """
+    build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
+    return build(group_index, group, indices)
+
+
+def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
+        key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
+        members.setdefault(key, []).append(Member(name=name, index=index))
+    buckets = []
+    for (dtype, device, kernels), found in members.items():
+        numels = [local_tensor(group["params"][member.index]).numel() for member in found]
+        # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
+        largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
+        workspace = 0 if kernels == "triton" else ADAMW_BYTES * largest
+        buckets.append(
+            Bucket(
+                algorithm="adamw",
+                group=group_index,
+                members=tuple(found),
+                shape=None,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                form=None,
+                numel=sum(numels),
+                flops=0,
+                workspace_bytes=workspace,
+            )
+        )
+    return buckets
+
+
+def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+    # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
+    found: dict[tuple[Any, ...], list[Member]] = {}
+    for index in indices:
+        name, param = group["param_names"][index], local_tensor(group["params"][index])
+        kernels = choose_kernels(group["kernels"], param)
+        first = 0
+        for number, block in enumerate(group["view"].blocks(param.detach())):
+            b = block.shape[0]
+            key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
+            member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
+            found.setdefault(key, []).append(member)
+            first += b
+    buckets = []
+    for (block_shape, strides, dtype, device, kernels), members in found.items():
+        g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
+        m = g * r
+        form = form_of(group, m, n, dtype, device)
+        of = Matrices(dtype, device, kernels, group["normalize"] is not None)
+        total = sum(member.num_matrices for member in members)
+        largest = max(member.num_matrices for member in members)
+
+        is_copied = kernels == "triton" and _is_put_in_order(block_shape, strides, form)
+        most = functools.partial(
+            _most_bytes,
+            largest=largest,
+            shape=(g, r, n),
+            form=form,
+            of=of._replace(anywhere=True),
+            is_copied=is_copied,
+        )
+        at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
+        if device.type == "cpu":
+            at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
+        for chunk in _chunks(members, at_a_time):
+            count = sum(member.num_matrices for member in chunk)
+            buckets.append(
+                Bucket(
+                    algorithm="muon",
+                    group=group_index,
+                    members=tuple(chunk),
+                    shape=(m, n),
+                    dtype=dtype,
+                    device=device,
+                    kernels=kernels,
+                    form=form,
+                    numel=count * m * n,
+                    flops=0 if form is None else count * form.flops(m, n),
+                    workspace_bytes=_workspace_bytes(
+                        count, max(member.num_matrices for member in chunk), (g, r, n), form, of, is_copied
+                    ),
+                )
+            )
+    return buckets
+
+
+def _is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
+    """Return whether directions that Triton's kernels wrote in the order of memory are copied into that of rows.
+
+    Products of wide dtypes are, see `orthogonalize.apply_form`; the shape and strides are those of blocks without b.
+    """
+    from quintic.kernels.matrix_update import MatrixLayout
+
+    if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
+        return False
+    return MatrixLayout.of(shape, strides).transposed
+
+
+def _workspace_bytes(
+    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
+) -> int:
+    """Return an upper bound of what `pipeline.step_matrices` allocates.
+
+    Args:
+        count: matrices.
+        largest: how many of them are one parameter's at most.
+        shape: (g, r, n) of each.
+        form: how they are orthogonalised.
+        of: their weights, device and kernels.
+        is_copied: whether directions are put in another order.
+    """
+    g, r, n = shape
+    m, direction = g * r, direction_dtype(form, of.dtype)
+    work = polar_work(form, count, m, n, of)
+    factors = factor_bytes(count, m, n, of)
+    held = count * m * n * direction.itemsize
+    computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
+    applying = work.kept + factors + applied_bytes(largest * m * n, of)
+    starting = directions_bytes(count * m * n, direction, of, in_order=g == 1 or of.kernels == "triton")
+    return max(starting, held + max(computing, applying))
+
+
+def _most_bytes(
+    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
+) -> int:
+    return _workspace_bytes(count, min(count, largest), shape, form, of, is_copied)
+
+
+def _matrices_at_a_time(
+    group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
+) -> int:
+    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state.
+
+    Args:
+        group: their parameter group.
+        total: >= 0.
+        numel: entries of each.
+        dtype: of them.
+        workspace: returns what so many need, which grows with their number.
+    """
+    entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
+    limit = max(1, total)
+    if budget is not None:
+        ring = RING_BUFFERS * offloaded_bytes(group, dtype) * numel
+        limit = max(1, bisect_right(range(1, limit + 1), budget, key=lambda count: workspace(count) + ring * count))
+    if entries is not None:
+        # Alike, as one is loaded while another is computed.
+        number = -(-total // min(limit, max(1, entries // max(1, numel))))
+        limit = -(-total // max(1, number))
+    return limit
+
+
+def _chunks(members: Sequence[Member], limit: int) -> Iterator[list[Member]]:
+    """Divide members so that no chunk has more than `limit` matrices."""
+    chunk: list[Member] = []
+    free = limit
+    for member in members:
+        start, left = member.start, member.num_matrices
+        while left > 0:
+            take = min(left, free)
+            skipped = start - member.start
+            chunk.append(replace(member, start=start, num_matrices=take, first_matrix=member.first_matrix + skipped))
+            start, left, free = start + take, left - take, free - take
+            if free == 0:
+                yield chunk
+                chunk, free = [], limit
+    if chunk:
+        yield chunk

@@ -1,0 +1,170 @@
+"""`comms="sharded"`: every rank has the parameters and a gradient of its own; state and work are divided among ranks.
+
+Gradients are averaged on the way to the rank that owns a part of a parameter: all of its matrices' units for Muon, a
+range of entries for AdamW. The owner has that part's state, updates it as if it were alone, and sends the new weights
+to everybody: a reduce-scatter, a step, an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). Parts are
+runs of a parameter's memory, so that state is a flat tensor and nothing is packed twice.
+
+Who owns what stands in `parts.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.layout.views import Unit, View
+from quintic.optim.plan.bucket import Bucket, Sharding, Travel, TravellingUnit
+from quintic.optim.plan.exchange import Exchange
+from quintic.optim.plan.members import Member
+from quintic.optim.plan.offload_size import offloaded_entries
+from quintic.optim.plan.row_division import RowDivision, divided_rows
+from quintic.optim.plan.sharded_memory import stages_of_parts
+from quintic.optim.plan.travel import kinds_of
+from quintic.optim.state.parts import Part, parts_of
+
+__all__ = [
+    "sharded_buckets",
+]
+
+
+# A parameter with at least so many entries travels from where it is, and back: nothing is packed.
+_LEAST_ALONE = 2**20
+
+
+def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
+    """Yield the buckets of a group whose state is divided, the same on all ranks.
+
+    Args:
+        number: position of the group.
+        group: validated.
+        ranks: global ranks that divide the state.
+        rank: the global rank whose plan this is.
+    """
+    together: dict[tuple[Any, ...], list[Part]] = {}
+    divisions: dict[int, RowDivision] = {}
+    for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group["params"], strict=True)):
+        kernels = choose_kernels(group["kernels"], param)
+        is_table = group["comms"] == "sharded_sparse" and group["algorithm"] == "adamw"
+        rows = divided_rows(param, parts, len(ranks)) if is_table else None
+        if rows is not None:
+            divisions[index] = rows
+        fits = param.numel() <= _offload_limit(group, param.dtype, len(ranks))
+        alone = rows is not None or (fits and _travels_alone(parts, param, len(ranks)))
+        for part in parts:
+            kind = None if part.unit is None else (_size(part.unit), part.unit.view)
+            key = (kind, param.dtype, param.device, kernels, part.index if alone else None)
+            together.setdefault(key, []).append(part)
+    for (kind, dtype, device, kernels, alone), found in together.items():
+        chunks = [found] if alone is not None else _chunks(found, group, len(ranks), dtype)
+        for parts in chunks:
+            rows = None if alone is None else divisions.get(alone)
+            sharding = Sharding(ranks, ranks.index(rank), tuple(parts), alone is not None, rows)
+            yield _bucket(number, group, sharding, kind, dtype, device, kernels)
+
+
+def _offload_limit(group: Mapping[str, Any], dtype: torch.dtype, num_ranks: int) -> int:
+    """Return how many entries a bucket may have, such that owners bring little state from the host at a time."""
+    entries = offloaded_entries(group, dtype)
+    # AdamW's state comes in parts, whatever the bucket has.
+    return 2**62 if entries is None or group["algorithm"] == "adamw" else entries * num_ranks
+
+
+def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
+    """Return whether a parameter is large, and all ranks have parts of it, in their order in memory, of one kind."""
+    if param.numel() < _LEAST_ALONE or {part.owner for part in parts} != set(range(num_ranks)):
+        return False
+    if len({part.unit and (part.unit.view, _size(part.unit)) for part in parts}) > 1:
+        return False
+    ends = [0, *(part.stop for part in parts)]
+    in_order = all(part.start == end for part, end in zip(parts, ends, strict=False)) and ends[-1] == param.numel()
+    return in_order and all(a.owner <= b.owner for a, b in pairwise(parts))
+
+
+def _size(unit: Unit) -> tuple[int, ...]:
+    return tuple(b - a for a, b in unit.box)
+
+
+def _chunks(
+    parts: Sequence[Part], group: Mapping[str, Any], num_ranks: int, dtype: torch.dtype
+) -> Iterator[list[Part]]:
+    """Divide parts so that what is in flight fits the workspace: some of each owner's at a time."""
+    budget = group["max_workspace_bytes"]
+    # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
+    per_entry = 6 * dtype.itemsize + -(-(24 if group["algorithm"] == "muon" else 8) // num_ranks)
+    limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
+    limit = min(limit, _offload_limit(group, dtype, num_ranks))
+    per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]
+    while any(per_owner):
+        chunk: list[Part] = []
+        used = 0
+        while any(per_owner):
+            row = [of_owner[0] for of_owner in per_owner if of_owner]
+            numel = sum(part.numel for part in row)
+            if chunk and used + numel > limit:
+                break
+            chunk += row
+            used += numel
+            per_owner = [of_owner[1:] for of_owner in per_owner]
+        yield sorted(chunk, key=lambda part: part.owner)
+
+
+def _bucket(
+    number: int,
+    group: Mapping[str, Any],
+    sharding: Sharding,
+    kind: tuple[tuple[int, ...], View] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> Bucket:
+    ranks, parts = sharding.ranks, sharding.parts
+    members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
+    travel, flops = None, 0
+    if kind is not None:
+        shape, view = kind
+        whole = tuple((0, size) for size in shape)
+        counts = tuple(sum(part.owner == owner for part in parts) for owner in range(len(ranks)))
+        copies = tuple(range(len(ranks)))
+        exchange = Exchange(ranks, sharding.position, shape, (whole,) * len(ranks), copies, counts)
+        kinds = kinds_of(view, shape, group, dtype, device)
+        units = tuple(
+            TravellingUnit(p.name, p.index, p.unit, _first_matrices(p.unit, group, p.index))
+            for p in parts
+            if p.unit is not None
+        )
+        travel = Travel(exchange, units, view, kinds)
+        flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
+    # Touched rows travel in collectives. What all ranks agree on bounds messages, too.
+    elsewhere = group["transport"] == "copy_engines" and sharding.rows is None
+    stages, shared_stages = (
+        stages_of_parts(
+            sharding, travel, group, dtype, device, kernels, anywhere=anywhere, elsewhere=elsewhere and not anywhere
+        )
+        for anywhere in (False, True)
+    )
+    return Bucket(
+        algorithm=group["algorithm"],
+        group=number,
+        members=members,
+        shape=None if travel is None else travel.kinds[0].shape,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        form=None if travel is None else travel.kinds[0].form,
+        numel=sum(part.numel for part in parts),
+        flops=flops,
+        workspace_bytes=stages.working,
+        stages=stages,
+        shared_stages=shared_stages,
+        travel=travel,
+        sharding=sharding,
+    )
+
+
+def _first_matrices(unit: Unit, group: Mapping[str, Any], index: int) -> tuple[int, ...]:
+    counts = [b for b, _, _ in group["view"].shapes(group["params"][index].shape)]
+    return tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)

@@ -1,0 +1,179 @@
+"""What a bucket whose matrices lie on several ranks allocates on each of them, stage by stage: upper bounds in bytes.
+
+The moments are those of `travel_step.py` and `exchange.py`:
+
+    starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
+    computes    what was received, or the pieces it is part of; the units it is assembled to; `workspace.units_work`
+    scatters    the updates; then what is sent and received of them
+    finishes    what was received; factors as large as pieces, where there are such; the plain second pass
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from quintic.optim.layout.layouts import Box, size_of
+from quintic.optim.layout.views import View, is_transposed
+from quintic.optim.plan.exchange import Exchange
+from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.plan.schedule import Stages
+from quintic.optim.plan.workspace import (
+    Matrices,
+    applied_bytes,
+    directions_bytes,
+    factors_of_pieces_bytes,
+    units_work,
+    width_of,
+)
+
+__all__ = ["Key", "different_positions", "piece_entries", "stages_of"]
+
+
+class Key(NamedTuple):
+    """What units of one bucket have in common."""
+
+    group: int
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    view: View
+    pieces: tuple[Box | None, ...]
+    copies: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Any
+    normalizes: bool
+    in_order: bool
+    """Whether parameters lie in memory row by row."""
+    elsewhere: bool
+    """Whether messages are received in memory that is kept."""
+
+
+class _Gathered(NamedTuple):
+    """Bytes of what every rank is given."""
+
+    besides: int
+    """While it starts, besides what is under way."""
+    under_way: int
+    arrived: int
+    """When it has arrived, while it is brought in order."""
+    in_order: int
+
+
+def piece_entries(exchange: Exchange) -> int:
+    """Return how many entries the exchange's rank holds."""
+    return exchange.num_units * math.prod(exchange.piece_shape)
+
+
+def different_positions(exchange: Exchange) -> list[int]:
+    """Return one position for each different need of memory."""
+    of_copies: dict[int, int] = {}
+    for copy, count in zip(exchange.copies, exchange.counts, strict=True):
+        of_copies[copy] = of_copies.get(copy, 0) + count
+    found: dict[object, int] = {}
+    for position, (piece, count, copy) in enumerate(
+        zip(exchange.pieces, exchange.counts, exchange.copies, strict=True)
+    ):
+        found.setdefault((None if piece is None else size_of(piece), count, of_copies[copy]), position)
+    return list(found.values())
+
+
+def stages_of(
+    key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False, elsewhere: bool = False
+) -> Stages:
+    """Return upper bounds of the temporary bytes of a bucket on the exchange's rank.
+
+    Args:
+        key: of the bucket.
+        kinds: of its units.
+        exchange: as the rank sees it.
+        anywhere: bound them for any device of the type, see `Matrices`.
+        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
+    """
+    of = Matrices(key.dtype, key.device, key.kernels, key.normalizes, anywhere)
+    direction = max((direction_dtype(kind.form, key.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
+    owned, pieces = exchange.num_owned * math.prod(exchange.unit_shape), piece_entries(exchange)
+    work = units_work(kinds, key.view, exchange.unit_shape, exchange.num_owned, of)
+    directions = pieces * direction.itemsize
+    starting = directions_bytes(pieces, direction, of, in_order=key.in_order or key.kernels == "torch")
+    if exchange.is_local or exchange.is_replicated:
+        # The units are a part of the pieces, which they keep alive.
+        gathering, computing = directions, directions + work.peak
+    else:
+        sent, received = sum(exchange.gather_sends()), 0 if elsewhere else sum(exchange.gather_receives())
+        # What other copies' owners would get stays behind; pieces in another order are put in order.
+        copied = (0 if sent == pieces else sent) + (0 if key.in_order else pieces)
+        starting = max(starting, directions + (copied + received) * direction.itemsize)
+        # What was sent is given back once it has arrived, what was received once it is assembled.
+        gathering = (sent + received) * direction.itemsize
+        computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
+    updates, scattering, finishing = _results(key, kinds, exchange, work.kept, of, elsewhere)
+    return Stages(gathering, computing, updates, scattering, starting, finishing)
+
+
+def _results(
+    key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices, elsewhere: bool
+) -> tuple[int, int, int]:
+    """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
+
+    Args:
+        key: of the bucket.
+        kinds: of its units.
+        exchange: as the rank sees it.
+        kept: what the updates of the units that it owns keep alive.
+        of: what bounds depend on.
+        elsewhere: see `stages_of`.
+    """
+    item = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
+    if exchange.is_local:
+        updates = _Gathered(0, kept, kept, kept)
+    elif exchange.is_replicated:
+        size = math.prod(exchange.unit_shape) * item
+        # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
+        turned = is_transposed(key.view) and (item != 2 or key.kernels == "torch")
+        updates = _all_gathered(exchange, size, kept, elsewhere, copied=exchange.num_owned * size * turned)
+    else:
+        received = 0 if elsewhere else piece_entries(exchange) * item
+        updates = _Gathered(kept, sum(exchange.scatter_sends()) * item + received, received, received)
+    neurons, factors = _Gathered(0, 0, 0, 0), 0
+    if key.normalizes:
+        # Factors and second moments, side by side.
+        size = 2 * width_of(key.dtype) * sum(max(kind.shape) for kind in kinds)
+        own = exchange.num_owned * size
+        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own, elsewhere)
+        neurons = neurons._replace(besides=neurons.besides + own)
+        factors = exchange.num_units * size // 2
+    factors += factors_of_pieces_bytes(
+        kinds, key.view, exchange.unit_shape, exchange.piece_shape, exchange.num_units, of
+    )
+    applied = factors + applied_bytes(math.prod(exchange.piece_shape), of)
+    return (
+        updates.besides + neurons.besides,
+        updates.under_way + neurons.under_way,
+        max(updates.arrived + neurons.under_way, updates.in_order + max(neurons.arrived, neurons.in_order + applied)),
+    )
+
+
+def _all_gathered(exchange: Exchange, size: int, kept: int, elsewhere: bool, *, copied: int = 0) -> _Gathered:
+    """Return the bytes of `Exchange.all_gather`.
+
+    Args:
+        exchange: as the rank sees it.
+        size: bytes of each unit's part.
+        kept: what those of this rank keep alive.
+        elsewhere: see `stages_of`.
+        copied: what it takes to put them in order first, if that must be.
+    """
+    everything, most = exchange.num_units * size, max(exchange.counts)
+    if exchange.is_sparse:
+        return _Gathered(kept + copied, everything, everything, everything)
+    received = 0 if elsewhere else len(exchange.ranks) * most * size
+    if exchange.num_owned < most:
+        # With padding, as the others have more.
+        besides, sent = kept + copied, most * size
+    else:
+        besides, sent = (kept, copied) if copied else (0, kept)
+    if min(exchange.counts) == most:
+        return _Gathered(besides, sent + received, received, received)
+    return _Gathered(besides, sent + received, received + everything, everything)

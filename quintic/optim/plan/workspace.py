@@ -1,0 +1,301 @@
+"""What a bucket's computation allocates: upper bounds in bytes, moment by moment, before anything is computed.
+
+The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables come on top (see
+`plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
+The products of an orthogonalisation (`program.py`) need, in whole matrices (m, n) and small ones (s, s):
+
+    one by one   operands that are still read, and the result: each is freed after the product that reads it last
+    on a CPU     see `cpu_orthogonalize.py`
+    queue        two whole matrices and `Program.num_squares` small ones, from the first product to the last; the result
+                 is one of the two whole ones, and keeps the other
+
+Directions that are multiplied belong to somebody else, and are not counted unless they have to be copied.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.choose_products import queued_matrices
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.layout.views import View, is_plain
+from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
+from quintic.optim.polar.forms import Form
+from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
+from quintic.optim.polar.program import Product, Program, products_of
+
+__all__ = [
+    "Matrices",
+    "Work",
+    "applied_bytes",
+    "directions_bytes",
+    "factor_bytes",
+    "factors_of_pieces_bytes",
+    "neuron_bytes",
+    "polar_work",
+    "units_work",
+    "width_of",
+]
+
+
+class Work(NamedTuple):
+    """Bytes of a computation besides its operands."""
+
+    peak: int
+    """The most at one time."""
+    kept: int
+    """What its result keeps alive."""
+
+
+class Matrices(NamedTuple):
+    """What bounds depend on besides shapes and numbers."""
+
+    dtype: torch.dtype
+    """Of the weights."""
+    device: torch.device
+    """Need not be there."""
+    kernels: Kernels
+    normalizes: bool
+    """Whether neurons are evened out."""
+    anywhere: bool = False
+    """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
+    and is the same on all ranks."""
+
+
+def width_of(dtype: torch.dtype) -> int:
+    """Return the bytes of an entry of momentum and of arithmetic on weights of a dtype."""
+    return max(4, dtype.itemsize)
+
+
+# --------------------------------------------------------------------------------------------------- orthogonalisation
+
+
+@lru_cache(maxsize=4096)
+def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Work:
+    """Return what the polar factors of (batch, m, n) contiguous directions need; None stands for a user's function."""
+    size = batch * m * n
+    if form is None:
+        width = direction_dtype(form, of.dtype).itemsize
+        return Work(3 * width * size, width * size)
+    item = form.compute_dtype.itemsize
+    if form.method == "svd":
+        work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
+        return Work((work + 8 * item) * size, item * size)
+    if of.device.type == "cpu" and of.kernels == "torch" and iterates_on_cpu(form, m, n):
+        return Work(iteration_bytes(form, batch, m, n, direction_dtype(form, of.dtype)), item * size)
+    rows, columns = (padded_side(side, form.compute_dtype, of.device) for side in (m, n))
+    if (rows, columns) != (m, n):
+        # Beside the padded matrices stand the padded directions, and then the result without its padding.
+        padded = polar_work(form, batch, rows, columns, of)
+        directions = direction_dtype(form, of.dtype).itemsize * batch * rows * columns
+        return Work(directions + max(padded.peak, padded.kept + item * size), item * size)
+    alone = max(_normalisation(form, batch, m, n, of), _one_by_one(form, batch, m, n, of))
+    queued = 0 if of.kernels == "torch" else queued_matrices(m, n, form.compute_dtype, of.device, anywhere=of.anywhere)
+    if batch > queued and not (of.anywhere and queued):
+        return Work(alone, item * size)
+    count = min(batch, queued)
+    pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
+    counters = 4 * count * -(-min(m, n) // 128)
+    squares = _program(form).num_squares * square + counters
+    queue = pair + max(squares, _scratch(form, count, m, n, of))
+    return Work(max(alone, queue), max(item * size, pair))
+
+
+def _program(form: Form) -> Program:
+    return products_of(tuple(form.segments), form.coefficients, 1.0)
+
+
+def _uses_kernel(form: Form, m: int, n: int, of: Matrices) -> bool:
+    """Return whether a kernel normalises, see `kernels.normalize.can_normalize`."""
+    is_double = torch.float64 in (direction_dtype(form, of.dtype), form.compute_dtype)
+    return of.kernels == "triton" and not is_double and m * n < 2**31
+
+
+def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return what normalisation allocates besides its result."""
+    if _uses_kernel(form, m, n, of):
+        from quintic.kernels.normalize import scratch_bytes
+
+        return batch * scratch_bytes(m, n)
+    return _normalisation(form, batch, m, n, of)
+
+
+def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return what normalisation allocates, its result included."""
+    item, work = form.compute_dtype.itemsize, _work_dtype(form, of).itemsize
+    if _uses_kernel(form, m, n, of):
+        return batch * m * n * item + _scratch(form, batch, m, n, of)
+    # CPUs widen operands before they divide; GPUs square entries before they add them.
+    widens = of.device.type != "cpu" or direction_dtype(form, of.dtype).itemsize < work
+    result = 0 if item == work else item
+    return batch * (m * n * max(work if widens else 0, result) + (m * n + m + 4) * work)
+
+
+def _work_dtype(form: Form, of: Matrices) -> torch.dtype:
+    wide = torch.float64 if form.compute_dtype == torch.float64 else torch.float32
+    return torch.promote_types(direction_dtype(form, of.dtype), wide)
+
+
+def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return the most that `run_products` has at a time, the normalised matrices included."""
+    program, item = _program(form), form.compute_dtype.itemsize
+    whole, square = m * n, min(m, n) ** 2
+    entries = {0: whole}
+    live = peak = item * batch * whole
+    for number, product in enumerate(program.products):
+        entries[number + 1] = whole if product.kind == "apply" else square
+        live += item * batch * entries[number + 1]
+        peak = max(peak, live + _besides(product, form.compute_dtype, batch, m, n, of))
+        for matrix in [matrix for matrix in entries if program.last_uses[matrix] == number]:
+            live -= item * batch * entries.pop(matrix)
+    return peak
+
+
+def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, of: Matrices) -> int:
+    """Return what `products.multiply` allocates besides its result."""
+    whole, side, item = m * n, min(m, n), dtype.itemsize
+    left, right = {
+        "gram": (whole, whole),
+        "square": (side**2, side**2),
+        "apply": (side**2, whole),
+    }[product.kind]
+    out = whole if product.kind == "apply" else side**2
+    # The diagonal apart, and an addend that stands for none.
+    diagonal = 16 * batch * side * (product.diagonal != 0) + 8
+    if item == 2 and of.device.type != "cpu":
+        return diagonal
+    multiplications = side * side * (side if product.kind == "square" else max(m, n))
+    if dtype == torch.float16 or (item == 2 and (product.alpha == 0 or multiplications <= SMALL_PRODUCT)):
+        # Everything in float32.
+        addend = 0 if product.c is None else out
+        widened, item = 4 * batch * (left + right + addend + out), 4
+    else:
+        widened = 0
+    aligned = all(numel * item % ALIGNMENT == 0 for numel in (left, right, out))
+    copies = 0 if batch == 1 or aligned else item * (left + right + out)
+    if item == 2:
+        # oneDNN's copies, one matrix at a time, with padding and some KiB; then the diagonal, in float32.
+        short, long = (-(-length // 64) * 64 for length in sorted((m, n)))
+        padded = item * (3 * short**2 if product.kind == "square" else 2 * short * long + short**2)
+        copies = max(copies + padded + 2**14, 12 * batch * left if product.diagonal else 0)
+    return widened + copies + diagonal
+
+
+# --------------------------------------------------------------------------------------------------------------- units
+
+
+def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Work:
+    """Return what `travel_step.orthogonalized_units` needs for so many units, besides their directions.
+
+    Args:
+        kinds: the matrices of a unit.
+        view: of each unit.
+        unit_shape: of each unit.
+        count: units.
+        of: their weights, device and kernels.
+    """
+    if count == 0:
+        return Work(0, 0)
+    numel = math.prod(unit_shape)
+    peak = kept = factors = copied = 0
+    for ((m, n), form), order in zip(kinds, _orders(view, unit_shape), strict=True):
+        gapless = order != "gaps" and (count == 1 or m * n == numel)
+        if of.kernels == "torch":
+            copies = not gapless or order == "columns"
+        else:
+            is_wide = form is not None and form.compute_dtype.itemsize != 2
+            copies = not gapless or (order == "columns" and is_wide)
+        copied = count * m * n * direction_dtype(form, of.dtype).itemsize if copies else 0
+        work = polar_work(form, count, m, n, of)
+        peak = max(peak, kept + factors + copied + work.peak)
+        kept += work.kept
+        peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, of))
+        factors += factor_bytes(count, m, n, of)
+    if not is_plain(view, unit_shape):
+        # The updates of all kinds as units.
+        units = count * numel * max(update_dtype(kind.form, of.dtype).itemsize for kind in kinds)
+        peak, kept = max(peak, kept + factors + copied + units), units
+    return Work(peak, kept)
+
+
+def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
+    """Return the bytes of neurons' factors; without them it is a number per matrix."""
+    return count * max(m, n) * width_of(of.dtype) if of.normalizes else 0
+
+
+def factors_of_pieces_bytes(
+    kinds: Sequence[Kind],
+    view: View,
+    unit_shape: tuple[int, ...],
+    piece_shape: tuple[int, ...],
+    count: int,
+    of: Matrices,
+) -> int:
+    """Return what `travel_step.factors_of_pieces` allocates of so many units."""
+    pieces = count * math.prod(piece_shape) * width_of(of.dtype)
+    if len(kinds) > 1 or (of.normalizes and not is_plain(view, unit_shape)):
+        # Factors of whole units, each as often as it is used.
+        return count * math.prod(unit_shape) * width_of(of.dtype) + pieces
+    return pieces if of.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
+
+
+def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) -> int:
+    """Return what advancing the neurons of so many updates allocates, the factors included."""
+    if not of.normalizes:
+        return 0
+    if of.kernels == "triton":
+        from quintic.kernels.neuron import neuron_bytes as per_matrix
+
+        return count * per_matrix(m, n)
+    width, item = width_of(of.dtype), update_dtype(form, of.dtype).itemsize
+    # CPUs make sums of other entries than float32's of widened copies; GPUs square entries before they add them.
+    widens = item < width or of.device.type == "cuda"
+    return 10 * factor_bytes(count, m, n, of) + (count * m * n * width if widens else 0)
+
+
+@lru_cache(maxsize=256)
+def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return for each matrix of a unit whether its rows, or columns, follow each other in memory without gaps."""
+
+    def order(matrix: Tensor) -> str:
+        if matrix.is_contiguous():
+            return "rows"
+        return "columns" if matrix.shape[0] == 1 and matrix[0].mT.is_contiguous() else "gaps"
+
+    return tuple(order(matrix) for block in view.blocks(torch.empty(unit_shape, device="meta")) for matrix in block)
+
+
+# ---------------------------------------------------------------------------------------------------------- the passes
+
+
+def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_order: bool = True) -> int:
+    """Return what the first pass over so many entries allocates, its result included.
+
+    Args:
+        numel: entries.
+        direction: dtype of directions.
+        of: weights, device and kernels.
+        in_order: whether matrices lie in memory row by row, in one group of rows.
+    """
+    if of.kernels == "triton":
+        # Those in other orders are put side by side.
+        return numel * direction.itemsize * (1 if in_order else 2)
+    width, item = width_of(of.dtype), direction.itemsize
+    # Gradients widened, and directions of each parameter; or these, in one group of rows and rounded, and all together.
+    widened = width if width == 4 else 0
+    rounded = item if item != width or not in_order else 0
+    return numel * max(widened + width, width + rounded + item)
+
+
+def applied_bytes(numel: int, of: Matrices) -> int:
+    """Return what the second pass allocates if the largest parameter, or part of one, has so many entries."""
+    if of.kernels == "triton":
+        return 0
+    width = width_of(of.dtype)
+    # Four tensors and a mask, one more to widen, and two for what completes weights to float32 (`precision.py`).
+    return numel * (width * {2: 7, 4: 5, 8: 4}[of.dtype.itemsize] + 1) + 64

@@ -1,0 +1,270 @@
+"""Orthogonalisation on CPUs: the polynomials of a `Form`, computed for caches and for the libraries' products.
+
+They are those of `program.py`, but no product has a diagonal: the parts of p = a I + s are kept apart, because
+bfloat16 would round the large entries of p's diagonal with every product. Of a segment of steps is computed
+
+    g = x x^T
+    s = b g + c g g                               so that p = a I + s
+    A, q = a A, s q + (a q + A s)                 so that A I + q is the product of the polynomials so far
+    h = g s + a g, then g = s h + a h             what x x^T would be after this step
+    x = A x + q x                                 after the last step; or A x + x q, where x is tall
+
+Small matrices are multiplied together: calling the libraries takes longer than their products. The last bit may then
+follow from how many there are, so that a batch is compared once with its matrices alone, and is not computed together
+where they differ. Large matrices are computed one after the other, in the same memory, which stays in the caches; of
+their symmetric products only blocks up to the diagonal.
+"""
+
+import functools
+import math
+import threading
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.polar.forms import Form
+from quintic.optim.polar.products import SMALL_PRODUCT
+from quintic.optim.rules.sums import norms
+
+__all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
+
+# From this short side on a matrix fills the cores by itself (2 cores, benchmarks/cpu_step.py).
+_ALONE_SIDE = 512
+
+# Rows of a symmetric product in one call, at least, if its sums are long: with fewer, calls take more than they save.
+_BLOCK_ROWS = 256
+
+# The small matrices of `_iterate`.
+_NUM_SMALL = 5
+
+# Bytes of memory that a thread keeps for the next call, at most.
+_MAX_KEPT = 2**26
+
+# Bytes between whose multiples matrices start, as new tensors do.
+_LINE = 64
+
+# Frobenius norms for which no square of an entry that counts leaves float32's range.
+_MIN_NORM, _MAX_NORM = 1e-15, 1e15
+
+
+def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
+    """Return whether `iterate_on_cpu` takes (m, n) matrices.
+
+    PyTorch's float16 products are slow here, and those of the smallest bfloat16 matrices are computed in another way
+    when there are many: `products.multiply` takes them in float32.
+    """
+    if form.method == "svd" or form.compute_dtype == torch.float16:
+        return False
+    return form.compute_dtype != torch.bfloat16 or min(m, n) ** 3 > SMALL_PRODUCT
+
+
+def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the form's polynomials of the matrices of `x`, scaled to a Frobenius norm; autograd cannot follow.
+
+    Args:
+        x: (batch, m, n) floating point, any strides, not empty; not modified.
+        form: one that `iterates_on_cpu`.
+        norm: with which matrices enter the polynomials.
+        dtype: of the result; None for that of the products.
+
+    Returns:
+        (batch, m, n) contiguous, a new tensor. A matrix has the bits that it has alone.
+    """
+    x = x.contiguous()  # sums over rows of another order in memory end in other bits
+    batch, m, n = x.shape
+    result = x.new_empty(x.shape, dtype=dtype or form.compute_dtype)
+    together = 1
+    if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
+        together = batch
+    memory = _Memory.of(together, m, n, form.compute_dtype)
+    for part, target in zip(x.split(together), result.split(together), strict=True):
+        _iterate(part, form, norm, memory, target)
+    return result
+
+
+def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dtype) -> int:
+    """Return an upper bound of what `iterate_on_cpu` allocates, its result included.
+
+    Args:
+        form: how matrices are orthogonalised.
+        batch: how many.
+        m: rows.
+        n: columns.
+        direction: dtype of what is orthogonalised.
+    """
+    dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
+    memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
+    if dtype == torch.bfloat16:
+        # oneDNN copies matrices whose sides are no multiples of 8, and a little of others (seen with two threads).
+        aligned = m % 8 == 0 == n % 8
+        memory += 2**15 if aligned else 2**14 + 2 * (m + 63) * (n + 63) + (min(m, n) + 63) ** 2
+    lines = _LINE * (2 + _NUM_SMALL)
+    running = lines + dtype.itemsize * memory + _scaling_bytes(direction, dtype, together, m, n)
+    comparing = lines + dtype.itemsize * (memory + (batch + 1) * m * n) + _scaling_bytes(dtype, dtype, together, m, n)
+    return dtype.itemsize * batch * m * n + (max(running, comparing) if together > 1 else running)
+
+
+def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: int, n: int) -> int:
+    """Return what `_normalize` allocates: norms are computed in a wide dtype, and so is what is scaled to another."""
+    wide = torch.promote_types(torch.promote_types(direction, dtype), torch.float32)
+    widened = batch if wide != direction else 1 if wide != dtype else 0
+    return wide.itemsize * (widened * m * n + batch * (m + 4)) + 64
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> bool:
+    """Return whether so many matrices have the bits that each has alone, on this machine."""
+    generator = torch.Generator("cpu")
+    together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
+    for number, matrix in enumerate(together):
+        matrix.normal_(generator=generator.manual_seed(number))
+    _iterate(together, form, 1.0, _Memory.of(batch, m, n, form.compute_dtype), together)
+    memory, alone = _Memory.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
+    for number, expected in enumerate(together.split(1)):
+        _iterate(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
+        if not torch.equal(alone, expected):
+            return False
+    return True
+
+
+class _Kept(threading.local):
+    """Memory of a thread that the next call uses again: new memory costs as much as some of the products."""
+
+    buffer: Tensor | None = None
+
+
+_KEPT = _Kept()
+
+
+class _Memory(NamedTuple):
+    """What is written to, by one matrix or batch after the other: two whole ones, (batch, m, n), and small ones.
+
+    There is one at a time: the next has the same memory.
+    """
+
+    whole: list[Tensor]
+    small: list[Tensor]
+
+    @classmethod
+    def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Memory":
+        side = min(m, n)
+        shapes = [(batch, m, n)] * 2 + [(batch, side, side)] * _NUM_SMALL
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
+        buffer = _KEPT.buffer
+        if buffer is None or buffer.numel() < sum(sizes):
+            _KEPT.buffer = None  # before there is more
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            if sum(sizes) <= _MAX_KEPT:
+                _KEPT.buffer = buffer
+        parts = buffer[: sum(sizes)].split(sizes)
+        tensors = [
+            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        return cls(tensors[:2], tensors[2:])
+
+
+def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory, out: Tensor) -> None:
+    """Write the polynomials of `x` to `out`, which may be `x`, all at once."""
+    current, other = memory.whole
+    g, h, s, q, spare = memory.small
+    _normalize(x, norm, current)
+    wide = x.shape[-2] <= x.shape[-1]
+    for start, stop in form.segments:
+        left, right = (current, current.mT) if wide else (current.mT, current)
+        _multiply(left, right, g, is_symmetric=True)
+        identity = 1.0
+        for step in range(start, stop):
+            a, b, c = form.coefficients[step]
+            _multiply(g, g, s, alpha=c, c=g, beta=b, is_symmetric=True)
+            if step + 1 < stop:
+                _multiply(g, s, h, c=g, beta=a, is_symmetric=True)
+                _multiply(s, h, g, c=h, beta=a, is_symmetric=True)
+            if step == start:
+                q, s = s, q
+            else:
+                torch.mul(q, a, out=h).add_(s, alpha=identity)
+                _multiply(s, q, spare, c=h, is_symmetric=True)
+                q, spare = spare, q
+            identity *= a
+        left, right = (q, current) if wide else (current, q)
+        _multiply(left, right, other, c=current, beta=identity)
+        current, other = other, current
+    # Not by the last product: the libraries' bits depend on the address that they write to.
+    out.copy_(current)
+
+
+def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
+    """Write the matrices of `x`, each scaled to a Frobenius norm, to `out`; zero stays zero, a NaN spreads over all."""
+    work = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
+    found_norms = _norms(x, work)
+    if len(x) > 1 and x.dtype == out.dtype == work and all(_MIN_NORM < found < _MAX_NORM for found in found_norms):
+        # The same in one call, for many.
+        factors = torch.tensor([norm / found for found in found_norms], dtype=work, device="cpu")
+        torch.mul(x, factors.view(-1, 1, 1), out=out)
+        return
+    for matrix, found, target in zip(x, found_norms, out, strict=True):
+        if _MIN_NORM < found < _MAX_NORM:
+            _scale(matrix, norm / found, target)
+            continue
+        peak = float(torch.linalg.vector_norm(matrix, math.inf, dtype=work))
+        if peak == 0 or not math.isfinite(peak):
+            target.fill_(peak * 0.0)  # NaN for a NaN and for an infinity
+            continue
+        # Powers of two, which change no bit; in two parts, as one may leave the range of numbers.
+        exponent = -math.frexp(peak)[1]
+        small = torch.promote_types(matrix.dtype, target.dtype) != target.dtype
+        near_one = (matrix.clone() if small else target.copy_(matrix)).mul_(2.0 ** (exponent // 2))
+        near_one.mul_(2.0 ** (exponent - exponent // 2))
+        (found,) = _norms(near_one[None], work)
+        _scale(near_one, norm / found, target)
+
+
+def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
+    """Return the Frobenius norm of each matrix."""
+    # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
+    found: list[float] = norms(norms(x, -1, dtype), -2).flatten().tolist()
+    return found
+
+
+def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
+    """Write factor times a matrix to `out`, rounded once to its dtype."""
+    if torch.promote_types(matrix.dtype, out.dtype) == matrix.dtype:
+        torch.mul(matrix, factor, out=out)
+    else:
+        out.copy_(matrix).mul_(factor)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    is_symmetric: bool = False,
+) -> None:
+    """Write alpha a b + beta c, rounded once, to `out`, which is none of them; all have three dimensions.
+
+    Of a large symmetric result only blocks up to the diagonal are computed, and mirrored.
+    """
+    side, terms = out.shape[-1], a.shape[-1]
+    if c is not None and alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
+        torch.mul(c, beta, out=out)
+    elif is_symmetric and side >= _ALONE_SIDE:
+        rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
+        starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
+        for start, stop in pairwise(starts):
+            left, right, block = a[0, start:stop], b[0, :, :stop], out[0, start:stop, :stop]
+            if c is None:
+                torch.mm(left, right, out=block)
+            else:
+                torch.addmm(c[0, start:stop, :stop], left, right, beta=beta, alpha=alpha, out=block)
+            out[0, :start, start:stop].copy_(block[:, :start].mT)
+    elif c is None:
+        torch.bmm(a, b, out=out)
+    else:
+        torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)

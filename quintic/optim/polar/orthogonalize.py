@@ -1,0 +1,244 @@
+"""Orthogonalisation: the polar factor of a batch of matrices, by matrix products alone.
+
+For x = U S V^T the polar factor is U V^T: every singular value becomes one. A short composition of odd quintics
+p(s) = a s + b s^3 + c s^5 brings the singular values near one; it is computed in one of two forms, which are the same
+polynomial of the same matrix:
+
+    standard    every step multiplies the whole matrix: X <- (a I + b R + c R^2) X with R = X X^T
+    gram        the polynomials are multiplied with each other first, on the small R alone; X is multiplied, and R
+                computed anew, only where rounding errors would grow too much otherwise (a restart)
+
+so that the standard form is the Gram form with a restart at every step, and one list of products computes both. The SVD
+computes the factor exactly and is the reference the others are measured against. Which of them runs is decided in
+`forms.py`. Nothing here knows of parameters, learning rates or ranks. Read next: `update.py`; the maths and the
+measured errors: docs/orthogonalization.md.
+
+Sources: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Polar Express, N. Amsel et al. 2025,
+https://arxiv.org/abs/2505.16932; Gram Newton-Schulz, J. Zhang, N. Amsel, B. Chen, T. Dao 2026,
+https://dao-ailab.github.io/blog/2026/gram-newton-schulz/.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.choose_products import choose_products
+from quintic.kernels.dispatch import KernelsOption, choose_kernels
+from quintic.optim.polar.coefficients import DEFAULT_STEPS, SAFETY
+from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
+from quintic.optim.polar.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
+from quintic.optim.polar.products import nothing_ambient, padded_side
+from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
+from quintic.optim.rules.opaque import opaque
+from quintic.optim.rules.sums import norms
+
+__all__ = [
+    "DEFAULT_STEPS",
+    "Form",
+    "Method",
+    "apply_form",
+    "check_orthogonalizer",
+    "orthogonalization_flops",
+    "orthogonalize",
+    "polar_factor",
+    "resolve",
+]
+
+# Frobenius norm that matrices enter the products with, instead of one. In float16 the entries of a large matrix of norm
+# one, and those of its smaller rows, would be subnormal numbers with few digits; the square of this is the largest
+# entry that R = X X^T can have. A power of two, so that no other dtype notices.
+_ENTRY_NORM = 128.0
+
+# Functions below are opaque to the compiler, too, because its graphs would run under the global settings that
+# `nothing_ambient` keeps away.
+
+
+def orthogonalize(
+    x: Tensor,
+    method: Method = "polar_express",
+    steps: int = DEFAULT_STEPS,
+    *,
+    coefficients: Polynomials | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return an approximation of the polar factor of each matrix of `x`.
+
+    Args:
+        x: (..., m, n) floating point, any strides; not modified. The result does not depend on its scale; a zero
+            matrix gives zeros; a matrix with a NaN or an infinity gives NaN, and the others of the batch do not notice.
+        method: `"polar_express"` (singular values end within about [0.85, 1.15]), `"newton_schulz"` (the Muon post's
+            triple; within about [0.68, 1.15]), `"gram"` (Polar Express in Gram form), `"auto"` (Polar Express in the
+            cheaper form for the shape and device) or `"svd"` (exact, slow).
+        steps: polynomial steps, >= 1; `"svd"` takes none and ignores it.
+        coefficients: other polynomials, in the method's form: one triple (a, b, c), which is taken `steps` times, or
+            one per step, and then `steps` is ignored. `"newton_schulz"` starts them from a Frobenius norm of 1, the
+            others from 1 / 1.02, as Polar Express needs.
+        compute_dtype: dtype of the matrix products, which nothing else changes: neither autocast nor PyTorch's
+            switches for TF32 and reduced precision. bfloat16, float16, float32 or float64; the normalisation before
+            them is float32, or float64 where `x` or the products are. None is bfloat16 for `"polar_express"` and
+            `"newton_schulz"`, float16 for `"gram"`, float16 on CUDA devices and bfloat16 elsewhere for `"auto"`. For
+            `"svd"` float32 or float64; None is float64 for float64 input, else float32.
+
+    Returns:
+        (..., m, n) in the shape and dtype of `x`, a new tensor. Differentiable, though nothing in training needs that.
+        Under `torch.compile` the call is a graph break.
+
+    Raises:
+        ValueError: fewer than two dimensions, or see `check_orthogonalizer`.
+        TypeError: `x` is not floating point.
+    """
+    return polar_factor(x, method, steps, coefficients=coefficients, compute_dtype=compute_dtype, dtype=x.dtype)
+
+
+@opaque
+def polar_factor(
+    x: Tensor,
+    method: str,
+    steps: int = DEFAULT_STEPS,
+    *,
+    coefficients: Polynomials | None = None,
+    compute_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `orthogonalize` returns, in the dtype of the products unless `dtype` names another.
+
+    The other arguments and errors are those of `orthogonalize`.
+
+    Returns:
+        (..., m, n); never an alias of `x`.
+    """
+    _check_matrices(x)
+    form = resolve(
+        method,
+        x.shape[-2],
+        x.shape[-1],
+        steps=steps,
+        coefficients=coefficients,
+        compute_dtype=compute_dtype,
+        device_type=x.device.type,
+        dtype=x.dtype,
+    )
+    return apply_form(x, form, dtype=dtype)
+
+
+@opaque
+def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says.
+
+    Args:
+        x: as for `orthogonalize`.
+        form: from `resolve`.
+        kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; for dtypes and
+            sizes that Triton's kernels do not take, or are slower at, plain PyTorch is taken in any case.
+        dtype: of the result; None for that of the products.
+
+    Raises:
+        ValueError: `kernels="triton"` cannot be honoured for `x`.
+    """
+    _check_matrices(x)
+    if (x.is_cuda or kernels == "triton") and not (x.is_contiguous() or x.mT.is_contiguous()):
+        x = x.contiguous()  # kernels take no gaps, and strides must not decide which kernels run
+    on_device = choose_kernels(kernels, x) == "triton" and not x.requires_grad
+    if x.numel() == 0:
+        return torch.zeros(x.shape, dtype=dtype or form.compute_dtype, device=x.device)
+    with nothing_ambient(x.device.type, form.compute_dtype):
+        if form.method == "svd":
+            return _svd(_normalized(x, 1.0, form.compute_dtype)).to(dtype or form.compute_dtype)
+        matrices = x.reshape(-1, *x.shape[-2:])
+        has_graph = x.requires_grad and torch.is_grad_enabled()
+        if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
+            return iterate_on_cpu(matrices, form, _entry_norm(form) / _ENTRY_NORM, dtype).reshape(x.shape)
+        return _iterate_padded(matrices, form, on_device, dtype).reshape(x.shape)
+
+
+def _check_matrices(x: Tensor) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: orthogonalize needs matrices (..., m, n)")
+    if not x.is_floating_point():
+        raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
+
+
+def _normalized(
+    x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
+
+    Args:
+        x: (..., m, n) floating point, not empty; not modified.
+        norm: of every result but zero.
+        dtype: of the result. The arithmetic is float32, or float64 where `x` or the result is.
+        on_device: take Triton's kernel where it can do this.
+        out: where the result goes, in the memory order of `x`; None for a new tensor.
+
+    Returns:
+        (..., m, n); all NaN where a matrix has a NaN or an infinity.
+    """
+    if on_device:
+        from quintic.kernels.normalize import can_normalize, normalize_matrices
+
+        if can_normalize(x, dtype):
+            return normalize_matrices(x, norm, dtype, out)
+    work_dtype = torch.promote_types(x.dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    # Two divisions: squares of entries below 1e-19 or above 1e19 would leave float32's range.
+    peak = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).to(work_dtype)
+    work = x / peak.masked_fill(peak == 0, 1)
+    # Two sums, over each row and then over the rows, so that CPUs divide them in the same way in every batch.
+    total = norms(norms(work, -1), -2)
+    divisor = total.masked_fill(total == 0, 1) / norm
+    result: Tensor = work / divisor if work.requires_grad else work.div_(divisor)
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _iterate_padded(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return `_iterate` of `x` with sides as `padded_side` says: every product leaves the zeros around it zeros."""
+    m, n = x.shape[-2:]
+    rows, columns = (padded_side(side, form.compute_dtype, x.device) for side in (m, n))
+    if (rows, columns) == (m, n):
+        return _iterate(x, form, on_device, dtype)
+    padded = torch.nn.functional.pad(x, (0, columns - n, 0, rows - m))
+    return _iterate(padded, form, on_device, dtype)[:, :m, :n].contiguous()
+
+
+def _entry_norm(form: Form) -> float:
+    return _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
+
+
+def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
+    norm = _entry_norm(form)
+    # In the order of memory, so that products read and write rows. But libraries' products of wide dtypes come out
+    # otherwise then, in the last bit, and a matrix that travelled is in another order than one that did not.
+    transposed = form.compute_dtype.itemsize == 2 and not x.is_contiguous() and x.mT.is_contiguous()
+    x = x.mT if transposed else x.contiguous()
+    program = products_of(tuple(form.segments), form.coefficients, _ENTRY_NORM)
+    kernels = choose_products(x.shape, form.compute_dtype, x.device) if on_device else None
+    if kernels == "queue":
+        pair = x.new_empty((2, *x.shape), dtype=form.compute_dtype)
+        _normalized(x, norm, form.compute_dtype, on_device=True, out=pair[0])
+        result = run_queue(program, pair, dtype)
+    else:
+        # In a list, which the program empties: the normalised matrices are freed after the first segment.
+        result = run_products(
+            program, [_normalized(x, norm, form.compute_dtype, on_device=on_device)], multiplier(kernels), dtype
+        )
+    return result.mT if transposed else result
+
+
+def _svd(x: Tensor) -> Tensor:
+    """Return U V^T of each normalised matrix; singular directions of size zero stay zero."""
+    if x.device.type != "cpu":
+        return _svd_of_batch(x)
+    # The last bits of LAPACK and of MKL's products depend on where in memory a matrix begins, and so on its place in a
+    # batch. One at a time all begin alike; LAPACK computes them one after the other in any case.
+    factors = [_svd_of_batch(matrix) for matrix in x.reshape(-1, *x.shape[-2:])]
+    return torch.stack(factors).view(x.shape)
+
+
+def _svd_of_batch(x: Tensor) -> Tensor:
+    # LAPACK and cuSOLVER refuse a whole batch for one NaN; `_normalized` has spread it over its matrix.
+    bad = x[..., :1, :1].isnan()
+    u, s, vh = torch.linalg.svd(x.masked_fill(bad, 0), full_matrices=False)
+    cutoff = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
+    factor: Tensor = (u * (s > cutoff).to(u.dtype).unsqueeze(-2)) @ vh
+    return factor.masked_fill(bad, math.nan)

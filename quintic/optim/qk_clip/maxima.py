@@ -1,0 +1,184 @@
+"""QK-clip on several ranks: the largest logit of each head over all of them, for all layers in one all-reduce.
+
+Every rank looks at other tokens, and under tensor parallelism at some of the heads. It gives what it has seen; what it
+has not seen is -inf, which never is the maximum. NaN becomes +inf before the reduction, because what the maximum of NaN
+and a number is differs between libraries; for `LayerClip.factors` the two are the same.
+
+Ranks may give different layers, or none, but all must take part in the same collectives. So they agree, through the
+host, on the layers whose maxima every step reduces. Two more numbers of the all-reduce say whether any rank has a layer
+that is not among these, and whether any has none. A rank that has one waits for these numbers: if all ranks have one,
+they agree at once. Otherwise the ranks without a new layer have gone on, and read the numbers one step later, when that
+no longer makes them wait; then all agree, and the maxima that came too early count in that step. A step without logits
+sends these numbers, with the maxima of the layers known by then, and waits for nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_values, group_ranks, start_all_max
+from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
+
+__all__ = ["Layer", "Maxima", "Seen", "Slot"]
+
+Layer: TypeAlias = str | int
+
+
+class Slot(NamedTuple):
+    """What ranks must agree on about a layer."""
+
+    num_heads: int
+    names: tuple[str, ...]
+    """Of the parameters that are scaled."""
+
+
+class Seen(NamedTuple):
+    """What one rank has seen of a layer."""
+
+    slot: Slot
+    maxima: Tensor
+    """(num_heads,) float32, -inf for heads that this rank has not seen."""
+
+
+class Maxima:
+    """The largest logits of the layers that some ranks share, kept from step to step.
+
+    Args:
+        group: the ranks; None for this one alone.
+        device: on which they communicate.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.slots: dict[Layer, Slot] = {}
+        """The layers that are reduced; the same on all ranks."""
+        self._unseen: dict[Layer, Tensor] = {}
+        self._late: dict[Layer, Seen] = {}
+        self._news: HostCopy | None = None
+        """Whether a rank had a new layer in the last step."""
+        # Whether this rank has a new layer, and whether it has none.
+        self._flags = tuple(upload(torch.tensor(values, device="cpu"), device) for values in ([0.0, 1.0], [1.0, 0.0]))
+        self._pending: Pending | None = None
+        self._received: Tensor | None = None
+        self._alone: dict[Layer, Tensor] = {}
+
+    def start(self, seen: Mapping[Layer, Seen], problem: ValueError | None = None) -> ValueError | None:
+        """Begin to reduce. All ranks must call it in every step, whatever they have seen.
+
+        Waits for the device only if this rank has seen a layer that is not reduced yet.
+
+        Args:
+            seen: of this rank.
+            problem: what is wrong on this rank. The other ranks hear of it where all agree on layers.
+
+        Returns:
+            What is wrong on any rank, as far as this one knows; then nothing may be scaled. It is not raised here,
+            because other ranks may wait for this one elsewhere, too.
+
+        Raises:
+            RuntimeError: a layer is not reduced yet, and a CUDA graph is being captured.
+        """
+        if self._group is None:
+            self.slots = {layer: found.slot for layer, found in seen.items()}
+            self._alone = {layer: found.maxima for layer, found in seen.items()}
+            return problem
+        self._take()  # what is left of a step that raised before its end
+        seen = _together(self._late, seen)
+        is_news_old = self._news is not None and not is_capturing(self._device) and any(self._news.read())
+        if is_news_old:
+            problem = self._agree(seen, problem, self._group)
+            if problem is not None:
+                return problem
+        new = {layer: found for layer, found in seen.items() if layer not in self.slots}
+        has_news = bool(new) or problem is not None
+        if has_news and is_capturing(self._device):
+            raise RuntimeError(
+                f"qk_logits has layers that no step had before ({', '.join(map(repr, new))}): make a step with them "
+                f"before a CUDA graph is captured"
+            )
+        self._reduce(seen, has_news, self._group)
+        if has_news and self._have_all_news():
+            self._take()
+            problem = self._agree(seen, problem, self._group)
+            if problem is None:
+                new = {}
+                self._reduce(seen, False, self._group)
+        if problem is None:
+            self._late = new
+        return problem
+
+    def finish(self) -> dict[Layer, Tensor]:
+        """Return the maxima over all ranks, by layer; the host does not wait. All ranks must call it after `start`."""
+        if self._group is None:
+            return self._alone
+        values = self._take()
+        if values is None:
+            return {}
+        sizes = [slot.num_heads for slot in self.slots.values()]
+        return dict(zip(self.slots, values[:-2].split(sizes), strict=True))
+
+    def _reduce(self, seen: Mapping[Layer, Seen], has_news: bool, group: ProcessGroup) -> None:
+        parts = [seen[layer].maxima if layer in seen else self._unseen[layer] for layer in self.slots]
+        maxima = [part.to(self._device).nan_to_num(math.inf, math.inf, -math.inf) for part in parts]
+        self._pending = start_all_max(torch.cat([*maxima, self._flags[has_news]]), group)
+
+    def _take(self) -> Tensor | None:
+        """Return what was reduced, if there is something, and begin to bring to the host whether a layer is new."""
+        values, self._received = self._received, None
+        if self._pending is not None:
+            values, self._pending = self._pending.wait(), None
+        if values is not None and not is_capturing(values.device):  # a replay tells the host nothing
+            self._news = HostCopy(values[-2:-1])
+        return values
+
+    def _have_all_news(self) -> bool:
+        """Return whether every rank has a new layer; waits."""
+        assert self._pending is not None
+        self._received, self._pending = self._pending.wait(), None
+        return bool(self._received[-1] == 0)
+
+    def _agree(self, seen: Mapping[Layer, Seen], problem: ValueError | None, group: ProcessGroup) -> ValueError | None:
+        """Add the layers that any rank has seen to those that are reduced. All ranks must call it; waits.
+
+        Returns:
+            What is wrong on any rank, or that ranks differ in what they say of a layer: nothing was changed then.
+        """
+        new = {layer: found.slot for layer, found in seen.items() if layer not in self.slots}
+        text = None if problem is None else str(problem)
+        everyone = dict(zip(group_ranks(group), all_gather_values((text, new), group), strict=True))
+        for rank, (theirs, _) in everyone.items():
+            if theirs is not None:
+                return problem or ValueError(f"on rank {rank}: {theirs}")
+        found: dict[Layer, tuple[int, Slot]] = {}
+        for rank, (_, slots) in everyone.items():
+            for layer, slot in slots.items():
+                first, expected = found.setdefault(layer, (rank, slot))
+                if slot.num_heads != expected.num_heads:
+                    return ValueError(
+                        f"qk_logits[{layer!r}] has {expected.num_heads} maxima on rank {first} and {slot.num_heads} on "
+                        f"rank {rank}; every rank must give one for each query head of the layer, and those of some "
+                        f"heads as a DTensor"
+                    )
+                if slot.names != expected.names:
+                    return ValueError(
+                        f"qk_logits[{layer!r}] means {', '.join(expected.names)} on rank {first} and "
+                        f"{', '.join(slot.names)} on rank {rank}; name parameters alike on all ranks"
+                    )
+        # In one order on all ranks.
+        for layer in sorted(found, key=lambda layer: (isinstance(layer, int), str(layer))):
+            slot = found[layer][1]
+            self.slots[layer] = slot
+            self._unseen[layer] = upload(torch.full((slot.num_heads,), -math.inf, device="cpu"), self._device)
+        return None
+
+
+def _together(late: Mapping[Layer, Seen], seen: Mapping[Layer, Seen]) -> dict[Layer, Seen]:
+    """Return what was seen in either."""
+    found = {**late, **seen}
+    for layer in late.keys() & seen.keys():
+        maxima = torch.maximum(late[layer].maxima, seen[layer].maxima.to(late[layer].maxima.device))
+        found[layer] = seen[layer]._replace(maxima=maxima)
+    return found

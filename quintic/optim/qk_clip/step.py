@@ -1,0 +1,305 @@
+"""QK-clip as part of a step: from what `step` is given to the rows that this rank holds.
+
+`layers.py` finds a layer's parameters, `maxima.py` the largest logits over all ranks, `LayerClip.factors` what
+rows are multiplied with: the same numbers on all ranks. Each rank then scales what it holds, a box of a `DTensor`'s
+parameter or all of a plain one. Where a weight has a master that other ranks have (`comms="sharded"`), only its owner
+can scale it, and sends it again.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import group_ranks, has_process_group, start_broadcasts, this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.layout.layouts import Layout, local_tensor, mesh_layout, relative
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
+from quintic.optim.qk_clip.layers import is_projection
+from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
+from quintic.optim.rules.precision import full_precision, store_
+from quintic.optim.state.parts import shaped
+from quintic.optim.state.sharded_state import Divided, divided_parameters
+from quintic.optim.state.state import master_of
+
+__all__ = ["QKStep"]
+
+
+class _Held(NamedTuple):
+    """A parameter, and where its pieces are."""
+
+    param: Tensor
+    group: Mapping[str, Any]
+    layout: Layout | None
+    """None where this rank has all there is."""
+    divided: Divided | None
+    """Where its state is, if ranks divide it."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Return the ranks that share it."""
+        return frozenset((this_rank(),) if self.layout is None else self.layout.ranks)
+
+    @property
+    def is_private(self) -> bool:
+        """Return whether nothing says which other ranks have a copy."""
+        return self.group["comms"] == "none" and not hasattr(self.param, "device_mesh")
+
+
+class QKStep:
+    """QK-clip of one optimizer, from step to step; made anew when its groups change.
+
+    Args:
+        clip: the options.
+        groups: validated parameter groups.
+        state: of their parameters.
+        communicators: connected.
+    """
+
+    def __init__(
+        self,
+        clip: QKClip,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        communicators: Communicators,
+    ) -> None:
+        self.clip, self._state, self._communicators = clip, state, communicators
+        divided = divided_parameters(groups)
+        self._held: dict[str, _Held] = {}
+        for number, group in enumerate(groups):
+            rows = zip(group["param_names"], group["params"], layouts_of(number, group), strict=True)
+            self._held |= {name: _Held(param, group, found, divided.get(param)) for name, param, found in rows}
+        self._layers: dict[Layer, LayerClip] = {}
+        self._maxima = self._reductions()
+
+    def start(self, qk_logits: Mapping[Layer, Tensor]) -> None:
+        """Check what was given, and begin to bring it together. All ranks that share parameters must call it.
+
+        Args:
+            qk_logits: as `Muon.step` takes them.
+
+        Raises:
+            ValueError: it fits no attention layer, or not what other ranks give; nothing was changed.
+        """
+        seen: dict[tuple[int, ...], dict[Layer, Seen]] = {ranks: {} for ranks in self._maxima}
+        known = dict(self._layers)
+        problem = None
+        try:
+            for layer, maxima in qk_logits.items():
+                clip = self._resolved(layer, maxima.numel())
+                clip.check(maxima)
+                ranks = self._ranks_of(clip)
+                seen[ranks][layer] = Seen(Slot(clip.num_heads, clip.names), _own_maxima(layer, maxima, ranks))
+        except ValueError as error:
+            problem = error
+        problems = [found.start(seen[ranks], problem) for ranks, found in self._maxima.items()]
+        for problem in problems:
+            if problem is not None:
+                self._layers = known
+                raise problem
+        for found in self._maxima.values():
+            for layer, slot in found.slots.items():
+                if layer not in self._layers and not self._held.keys().isdisjoint(slot.names):
+                    self._resolved(layer, slot.num_heads)
+
+    @torch.no_grad()
+    def finish(self, go: Tensor | None) -> None:
+        """Scale what this rank holds. All ranks that share parameters must call it.
+
+        Args:
+            go: () int32 on a device; where it is zero nothing is scaled. None for always.
+        """
+        scaled: list[str] = []
+        for found in self._maxima.values():
+            for layer, maxima in found.finish().items():
+                if layer not in self._layers:
+                    continue  # other ranks of these have it, this one has not
+                for name, factors in self._layers[layer].factors(maxima).items():
+                    if go is not None:
+                        factor = factors.factor
+                        stays = go.to(factor.device) == 0
+                        factors = factors._replace(factor=factor.masked_fill(stays, 1.0))
+                    self._scale(self._held[name], factors)
+                    scaled.append(name)
+        self._send_again(scaled)
+
+    # -- which ranks
+
+    def _reductions(self) -> dict[tuple[int, ...], Maxima]:
+        """Return by the ranks that share attention layers what brings their maxima together, in one order on all."""
+        projections = [held for name, held in self._held.items() if is_projection(name, self.clip.names)]
+        devices = [held.param.device for held in (*projections, *self._held.values())]
+        alone: dict[tuple[int, ...], Maxima] = {(this_rank(),): Maxima(None, torch.device("cpu"))}
+        explicit = self.clip.process_group
+        if explicit is not None:
+            ranks = tuple(sorted(group_ranks(explicit)))
+            return {ranks: Maxima(explicit, devices[0])} if len(ranks) > 1 else alone
+        shared = {held.ranks for held in projections if this_rank() in held.ranks and held.layout is not None}
+        # Ranks that are all among others need no reduction of their own: the maximum over more ranks that have the
+        # same heads is the same. Whether one set is inside another is the same question on all of its ranks.
+        largest = [ranks for ranks in shared if not any(ranks < other for other in shared)]
+        groups = [tuple(sorted(ranks)) for ranks in largest]
+        # This rank alone comes last, so that others hear of its mistakes before it raises.
+        return {ranks: Maxima(self._communicators[ranks], devices[0]) for ranks in sorted(groups)} | alone
+
+    def _ranks_of(self, clip: LayerClip) -> tuple[int, ...]:
+        """Return over which ranks the maxima of a layer are taken.
+
+        Raises:
+            ValueError: it cannot be known.
+        """
+        where = f"qk_logits[{clip.layer!r}]"
+        parts = [self._held[name] for name in clip.names]
+        needed = frozenset().union(*(held.ranks for held in parts))
+        is_unsaid = self.clip.process_group is None and all(held.is_private for held in parts)
+        if is_unsaid and has_process_group() and len(group_ranks(None)) > 1:
+            raise ValueError(
+                f"{where}: its parameters are plain tensors with comms='none', so nothing says which of the "
+                f"{len(group_ranks(None))} ranks saw other tokens; give quintic.QKClip(process_group=...), "
+                f"torch.distributed.group.WORLD for all of them, or the optimizer comms='averaged' under DDP"
+            )
+        for ranks in self._maxima:
+            # A layer of this rank alone must not be mixed with layers of that name on other ranks.
+            is_own = needed == {this_rank()} and self.clip.process_group is None
+            if needed == set(ranks) or (needed <= set(ranks) and not is_own):
+                return ranks
+        raise ValueError(
+            f"{where}: its parameters lie on the ranks {sorted(needed)}, but its maxima can be taken over "
+            f"{' or '.join(str(list(ranks)) for ranks in self._maxima)}; give quintic.QKClip(process_group=...) with "
+            f"all ranks that have a part of the layer or see other tokens"
+        )
+
+    # -- layers
+
+    def _resolved(self, layer: Layer, num_heads: int) -> LayerClip:
+        if layer not in self._layers:
+            found = self.clip.resolve(
+                layer,
+                {name: held.param.shape for name, held in self._held.items()},
+                num_heads,
+                views={name: held.group["view"] for name, held in self._held.items()},
+            )
+            for other, clip in self._layers.items():
+                both = sorted(set(clip.names) & set(found.names))
+                if both:
+                    raise ValueError(
+                        f"qk_logits[{layer!r}] and qk_logits[{other!r}] both mean {both[0]}; call a layer by one name, "
+                        f"on all ranks and in all steps"
+                    )
+            self._layers[layer] = found
+        return self._layers[layer]
+
+    # -- what this rank holds
+
+    def _scale(self, held: _Held, factors: RowFactors) -> None:
+        state = self._state[held.param]
+        weight, master = local_tensor(held.param).detach(), master_of(state)
+        if not weight.numel():
+            return
+        if held.divided is None or master is None:
+            if held.layout is not None:
+                factors = factors.within(held.layout.box_of(this_rank()))
+            _multiply(weight, None if master is None else local_tensor(master), factors.over(weight))
+            return
+        for part in held.divided.own:
+            run = in_memory_order(weight)[part.start : part.stop]
+            run_of_master = master[part.offset : part.offset + part.numel]
+            if part.unit is None:
+                places = torch.arange(part.start, part.stop, device=weight.device)
+                _multiply(run, run_of_master, factors.at(places, weight))
+            else:
+                block = shaped(run, part, weight)
+                _multiply(block, shaped(run_of_master, part, weight), factors.within(part.unit.box).over(block))
+
+    def _send_again(self, names: Iterable[str]) -> None:
+        """Give all ranks the weights that their owners alone could scale. All ranks must call it, with equal names."""
+        together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[_Held]] = {}
+        for name in names:
+            held = self._held[name]
+            if held.divided is not None and master_of(self._state[held.param]) is not None:
+                key = held.divided.ranks, held.param.dtype, held.param.device
+                together.setdefault(key, []).append(held)
+        for (ranks, dtype, _), found in together.items():
+            limits = [held.group["max_workspace_bytes"] for held in found]
+            limit = min((value for value in limits if value is not None), default=2**62)
+            for some in _runs_within(found, limit // dtype.itemsize):
+                self._broadcast(some, ranks)
+
+    def _broadcast(self, found: Sequence[_Held], ranks: tuple[int, ...]) -> None:
+        position = ranks.index(this_rank())
+        parts = [(part.owner, held, part) for held in found if held.divided for part in held.divided.parts]
+        parts.sort(key=lambda row: row[0])
+        runs = [in_memory_order(held.param.detach())[part.start : part.stop] for _, held, part in parts]
+        rows = torch.cat(runs)
+        counts = [sum(part.numel for owner, _, part in parts if owner == rank) for rank in range(len(ranks))]
+        # As bytes: backends do not know every dtype.
+        sizes = [count * rows.itemsize for count in counts]
+        start_broadcasts(rows.view(torch.uint8), sizes, self._communicators[ranks]).wait()
+        received = rows.split([run.numel() for run in runs])
+        others = [number for number, (owner, _, _) in enumerate(parts) if owner != position]
+        if others:
+            torch._foreach_copy_([runs[number] for number in others], [received[number] for number in others])
+
+
+def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
+    """Return (heads,) float32: what this rank has seen of all heads, -inf for the others.
+
+    Args:
+        layer: for messages.
+        maxima: (heads,) tensor, or a `DTensor` of which each rank has the heads of its own.
+        ranks: over which the maximum is taken.
+
+    Raises:
+        ValueError: a `DTensor` that lies on other ranks, or in a way that says nothing of heads.
+    """
+    local = local_tensor(maxima).detach()
+    mesh = getattr(maxima, "device_mesh", None)
+    if mesh is None:
+        return local.float()
+    from torch.distributed.tensor import Partial, Replicate
+
+    # A maximum still to be taken over a dimension of the mesh is what is done here anyway.
+    placements = [
+        Replicate() if isinstance(found, Partial) and found.reduce_op == "max" else found for found in maxima.placements
+    ]
+    try:
+        layout = mesh_layout(maxima.shape, mesh.mesh, placements)
+    except ValueError as error:
+        raise ValueError(f"qk_logits[{layer!r}]: {error}; use Shard(0), Replicate() or Partial('max')") from error
+    if not set(layout.ranks) <= set(ranks):
+        raise ValueError(
+            f"qk_logits[{layer!r}] is a DTensor on the ranks {sorted(layout.ranks)}, but its maxima are taken over "
+            f"{sorted(ranks)}, which share the parameters; give quintic.QKClip(process_group=...) with all of them"
+        )
+    found = local.new_full(maxima.shape, -math.inf, dtype=torch.float32)
+    box = layout.box_of(this_rank())
+    found[relative(box, ((0, maxima.numel()),))] = local.float()
+    return found
+
+
+def _multiply(weight: Tensor, master: Tensor | None, factor: Tensor) -> None:
+    """Multiply a weight, or the value behind it, in place."""
+    if master is None:
+        weight.mul_(factor)
+        return
+    here = master.to(weight.device, non_blocking=True)
+    store_(weight, here, full_precision(weight, here) * factor)
+    if here is not master:  # it is kept in host memory
+        master.copy_(here, non_blocking=True)
+
+
+def _runs_within(found: Sequence[_Held], limit: int) -> list[list[_Held]]:
+    """Divide parameters into runs of at most `limit` entries together; a larger one is alone."""
+    runs: list[list[_Held]] = []
+    entries = 0
+    for held in found:
+        if not runs or entries + held.param.numel() > limit:
+            runs.append([])
+            entries = 0
+        runs[-1].append(held)
+        entries += held.param.numel()
+    return runs

@@ -1,0 +1,267 @@
+"""The update rules: pure functions on tensors, free of devices, names and ranks.
+
+Read top to bottom as the algorithm. Symbols: gradient g, momentum m, update u, weight w, learning rate lr,
+momentum coefficient mu. Muon's step for one batch of matrices is
+
+    m <- m + (1 - mu)(g - m)                          momentum_
+    u  = (1 - mu) g + mu m      (or m)                momentum_
+    u <- polar factor of u                            orthogonalize.py
+    f  = lr_scale(m, n)                               lr_scale_factor
+    f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
+    w <- w - lr wd w [u w >= 0] - lr f u              apply_
+
+and an element-wise tensor has `adamw_` instead. Functions that end in `_` change the tensors they document as changed;
+no function changes a gradient. On CUDA devices kernels compute the same in one pass over the memory
+(`kernels/matrix_update.py`, `kernels/adamw.py`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quintic.optim.rules.precision import full_precision, store_
+from quintic.optim.rules.sums import norms, sums
+
+__all__ = [
+    "DecayCoupling",
+    "LrScale",
+    "adamw_",
+    "apply_",
+    "lr_scale_factor",
+    "momentum_",
+    "neuron_factors_",
+    "second_moment_shape",
+]
+
+LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
+DecayCoupling = Literal["lr", "lr_squared"]
+
+# Entries of large tensors that go through all operations of a pass together: what is computed between stays in the
+# caches of a CPU, and in memory that it has used before.
+_PIECE = 2**17
+
+# Keeps 1 / sqrt(second moment) finite for neurons that never received a gradient.
+_NEURON_EPS = 1e-10
+
+
+def momentum_(
+    momenta: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *,
+    mu: float,
+    nesterov: bool,
+    out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """Advance exponential moving averages of gradients and return the update directions.
+
+    m <- m + (1 - mu)(g - m); u = (1 - mu) g + mu m with Nesterov's look-ahead, else u = m.
+
+    Args:
+        momenta: float32 tensors, changed in place.
+        gradients: tensors of the same shapes, any floating dtype; not modified.
+        mu: averaging coefficient in [0, 1).
+        nesterov: whether the direction looks one gradient ahead.
+        out: where the directions go, rounded to its dtype; None for new float32 tensors.
+
+    Returns:
+        `out`; never aliases of `momenta`.
+    """
+    if out is None:
+        out = [torch.empty_like(m) for m in momenta]
+    for momentum, gradient, direction in _pieces(momenta, gradients, out):
+        wide = gradient.to(momentum.dtype)
+        momentum.lerp_(wide, 1 - mu)
+        direction.copy_(torch.lerp(wide, momentum, mu) if nesterov else momentum)
+    return out
+
+
+def _pieces(*rows: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what stands at the same place of each sequence; of large tensors on CPUs one piece after the other.
+
+    Args:
+        rows: tensors, those of the first sequence as large as all that stand at their place, which may also be
+            numbers, None, or tensors to be broadcast.
+    """
+    for items in zip(*rows, strict=True):
+        like = items[0]
+        if like.device.type != "cpu" or like.numel() <= _PIECE:
+            yield items
+            continue
+        # The first dimension of whose slices one fits; if none does, the tensor has many dimensions.
+        dim = next((dim for dim, size in enumerate(like.shape) if like.numel() // size <= _PIECE), like.ndim - 1)
+        length = max(1, _PIECE * like.shape[dim] // like.numel())
+        parts = [item.expand(like.shape).split(length, dim) if isinstance(item, Tensor) else None for item in items]
+        for number in range(-(-like.shape[dim] // length)):
+            yield tuple(item if part is None else part[number] for item, part in zip(items, parts, strict=True))
+
+
+def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
+    """Return the factor on the learning rate of an (m outputs, n inputs) matrix.
+
+    Args:
+        scale: `"spectral"` sqrt(max(1, m / n)) (Muon post); `"match_rms_adamw"` 0.2 sqrt(max(m, n)), so that
+            learning rate and weight decay tuned for AdamW carry over (Moonlight, arXiv 2502.16982, eq. 4);
+            `"unit_rms"` sqrt(m / n) (spectral norm condition, arXiv 2310.17813); None for 1; or a function of (m, n).
+        m: output features, >= 1.
+        n: input features, >= 1.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if scale is None:
+        return 1.0
+    if callable(scale):
+        return float(scale(m, n))
+    if scale == "spectral":
+        return math.sqrt(max(1.0, m / n))
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    if scale == "unit_rms":
+        return math.sqrt(m / n)
+    raise ValueError(
+        f"lr_scale={scale!r}: choose 'spectral', 'match_rms_adamw', 'unit_rms', None or a function of (m, n)"
+    )
+
+
+def second_moment_shape(m: int, n: int) -> tuple[int, int]:
+    """Shape of NorMuon's second moment of one (m, n) matrix: (m, 1), a value per row; (1, n), per column, if m < n.
+
+    The paper's algorithm 1 takes rows for every shape; the modded-nanogpt speedrun, to which its authors contributed
+    NorMuon, chooses by shape, and so does this. The rows of a wide matrix' polar factor all have norm one, and so have
+    the columns of a tall one: only along the longer side are there sizes to even out.
+    """
+    return (m, 1) if m >= n else (1, n)
+
+
+def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Tensor:
+    """Return the factors that even out the neurons of an orthogonalised update, keeping each matrix' Frobenius norm.
+
+    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are
+    1 / sqrt(max(v, 1e-10)), rescaled so that the Frobenius norm of factors times update is that of the update.
+
+    Args:
+        update: (b, m, n) floating point; not modified.
+        second_moment: (b, m, 1) or (b, 1, n) float32, changed in place.
+        beta: averaging coefficient in [0, 1).
+
+    Returns:
+        In the shape and dtype of `second_moment`.
+
+    Source: NorMuon, arXiv 2510.05491, algorithm 1, except that wide matrices have a second moment per column, see
+    `second_moment_shape`; the norm-preserving rescale follows the modded-nanogpt speedrun.
+    """
+    reduced_dim = -1 if second_moment.shape[-1] == 1 else -2
+    wide = torch.promote_types(update.dtype, second_moment.dtype)
+    norm = norms(update, reduced_dim, wide).to(second_moment.dtype)
+    mean_square = norm.square() / update.shape[reduced_dim]
+    second_moment.lerp_(mean_square, 1 - beta)
+    inverse_root = second_moment.clamp_min(_NEURON_EPS).rsqrt()
+    # ||u||^2 and ||u inverse_root||^2 both follow from the reduced means: no second pass over the matrix.
+    kept_dim = -3 - reduced_dim
+    norm_before = sums(mean_square, kept_dim).sqrt()
+    norm_after = sums(mean_square * inverse_root.square(), kept_dim).sqrt()
+    factors: Tensor = inverse_root * (norm_before / norm_after.clamp_min(_NEURON_EPS))
+    return factors
+
+
+def apply_(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor | None],
+    updates: Sequence[Tensor],
+    factors: Sequence[Tensor | float],
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_coupling: DecayCoupling = "lr",
+    cautious: bool,
+) -> None:
+    """Decay the weights and step against the updates: w <- w - lr wd w - lr f u.
+
+    Args:
+        weights: floating-point tensors, changed in place; arithmetic in float32 or wider, rounded once to their dtype.
+        masters: what completes each low-precision weight to float32 (see `precision.py`), changed in place, or None.
+        updates: tensors of the same shapes; not modified.
+        factors: what multiplies each update besides lr, a number or broadcastable: the learning-rate scale, the
+            matrix' own multiplier, the neurons' factors.
+        lr: learning rate; the decay is coupled to it and not to `factors`.
+        weight_decay: decoupled decay, in units of 1 / lr per step (as in torch.optim.AdamW), or with
+            `decay_coupling="lr_squared"` of 1 / lr^2: w <- w - lr^2 wd w, so that a falling learning rate makes the
+            decay fall faster (the modded-nanogpt speedrun's schedule-tied decay).
+        decay_coupling: `"lr"` or `"lr_squared"`.
+        cautious: decay only entries where update and weight agree in sign (or one is zero), so that decay never
+            works against the update. Source: cautious weight decay, arXiv 2510.12402.
+    """
+    decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
+    for weight, master, update, factor in _pieces(weights, masters, updates, factors):
+        current = full_precision(weight, master)
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)
+        if decay_rate != 0.0 and cautious:
+            step += current.to(wide) * decay_rate * (update.to(wide) * current >= 0)
+        elif decay_rate != 0.0:
+            step.add_(current, alpha=decay_rate)
+        if master is None:
+            weight.add_(step, alpha=-lr)
+        else:
+            store_(weight, master, current.add(step, alpha=-lr))
+
+
+def adamw_(
+    weight: Tensor,
+    master: Tensor | None,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decay_coupling: DecayCoupling = "lr",
+    cautious: bool,
+) -> None:
+    """Advance one AdamW parameter with bias correction; state and arithmetic in the dtype of `exp_avg`.
+
+    The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state,
+    cautious decay, decay coupled to lr squared.
+
+    Args:
+        weight: floating point, changed in place.
+        master: as in `apply_`.
+        gradient: same shape; not modified.
+        exp_avg: first moment, changed in place.
+        exp_avg_sq: second moment, changed in place.
+        step: 0-D float32, changed in place: number of updates made, this one included after the call.
+        lr: learning rate.
+        betas: averaging coefficients of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: as in `apply_`.
+        decay_coupling: as in `apply_`.
+        cautious: as in `apply_`.
+
+    Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
+    """
+    beta1, beta2 = betas
+    g = gradient.to(exp_avg.dtype)
+    step += 1
+    exp_avg.lerp_(g, 1 - beta1)
+    exp_avg_sq.lerp_(g.square(), 1 - beta2)
+    # Double precision: 1 - beta^step loses digits; tensor arithmetic, so that a count on a GPU needs no host sync.
+    # Rounded here, because a parameter without dimensions would take their dtype.
+    correction1 = (1 - beta1 ** step.double()).to(exp_avg.dtype)
+    correction2 = (1 - beta2 ** step.double()).to(exp_avg.dtype)
+    update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps)
+    apply_(
+        [weight],
+        [master],
+        [update],
+        [1.0],
+        lr=lr,
+        weight_decay=weight_decay,
+        decay_coupling=decay_coupling,
+        cautious=cautious,
+    )

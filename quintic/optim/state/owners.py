@@ -1,0 +1,82 @@
+"""Who orthogonalises what: work divided among ranks so that the busiest has as little as possible."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from quintic.optim.polar.forms import orthogonalization_flops
+
+__all__ = ["assign_owners", "balance", "loads_of", "shape_cost"]
+
+
+@lru_cache(maxsize=4096)
+def shape_cost(m: int, n: int) -> int:
+    """Floating-point operations of one (m, n) matrix in the default form on GPUs, whatever form it really gets.
+
+    A cost that follows from the shape alone gives work the same owner whatever the options are. State that lies with
+    its owner needs that: it does not move when options change between steps or come out of a checkpoint.
+    """
+    return orthogonalization_flops(m, n, method="auto", device_type="cuda")
+
+
+def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Owner of each piece of work, such that the busiest rank has little.
+
+    Work that only one rank may take comes first, because the rest can fill up the other ranks; then the largest first,
+    each to the rank with the least so far. Where it is better to take all of it by size, that is done. Every rank
+    computes the same answer from the same arguments; equal costs and loads fall to the lower number.
+
+    Args:
+        costs: of each piece of work, in any unit.
+        holders: for each, the ranks that may take it: those that hold all of its data, where there are some, because
+            then nothing must be sent to them. Empty for any rank.
+        num_ranks: ranks are 0 to num_ranks - 1, positions in a process group.
+
+    Returns:
+        For each piece of work its owner.
+
+    Source: the rule of longest processing time, R. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
+    """
+    by_size = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
+    pinned_first = sorted(by_size, key=lambda item: len(holders[item]) != 1)
+    found = _assigned(pinned_first, costs, holders, num_ranks)
+    if pinned_first == by_size:
+        return found
+    other = _assigned(by_size, costs, holders, num_ranks)
+    return min(found, other, key=lambda owners: max(loads_of(costs, owners, num_ranks)))
+
+
+def _assigned(
+    order: Iterable[int], costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int
+) -> list[int]:
+    """Owner of each piece of work, given in the order in which ranks take it."""
+    loads = [0] * num_ranks
+    owners = [0] * len(costs)
+    # (load, rank); an entry whose load is out of date is dropped when it comes up.
+    lightest = [(0, rank) for rank in range(num_ranks)]
+    for item in order:
+        allowed = holders[item]
+        if allowed:
+            owner = min(allowed, key=lambda rank: (loads[rank], rank))
+        else:
+            while lightest[0][0] != loads[lightest[0][1]]:
+                heapq.heappop(lightest)
+            owner = lightest[0][1]
+        owners[item] = owner
+        loads[owner] += costs[item]
+        heapq.heappush(lightest, (loads[owner], owner))
+    return owners
+
+
+def loads_of(costs: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
+    """Total cost of each rank's work."""
+    loads = [0] * num_ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return loads
+
+
+def balance(loads: Sequence[int]) -> float:
+    """Work of the busiest rank over the mean of all ranks: 1 is perfect, the number of ranks is one rank alone."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0

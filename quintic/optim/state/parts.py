@@ -1,0 +1,186 @@
+"""Which run of a parameter's memory each rank owns, where ranks divide state.
+
+Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
+move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import Unit, View
+from quintic.optim.state.owners import assign_owners, shape_cost
+
+__all__ = ["CUT_KEYS", "Part", "divided_state", "parts_of", "shaped", "state_of_part"]
+
+CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
+"""State of a parameter's shape."""
+
+# AdamW parameters with fewer entries per rank than this have one owner: a message is not worth less.
+_LEAST_ENTRIES = 1024
+
+# Ranges begin at multiples of this many entries, which every kernel likes.
+_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of one parameter's entries, in the order of memory, which one rank updates."""
+
+    name: str
+    index: int
+    """Position of the parameter in its group."""
+    start: int
+    stop: int
+    owner: int
+    """Position of the owner among the ranks."""
+    offset: int = 0
+    """Where its entries stand in the owner's state of the parameter."""
+    unit: Unit | None = None
+    """What the entries are, for Muon."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of entries."""
+        return self.stop - self.start
+
+
+def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]:
+    """Return for each parameter of a group its parts, in the order of memory.
+
+    Args:
+        group: validated.
+        ranks: global ranks that divide the state.
+    """
+    num_ranks = len(ranks)
+    if group["algorithm"] == "muon":
+        return _parts_of_matrices(group, num_ranks)
+    loads = [0] * num_ranks
+    found: list[list[Part]] = []
+    for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+        numel = param.numel()
+        if numel < _LEAST_ENTRIES * num_ranks:
+            owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+            loads[owner] += numel
+            found.append([Part(name, index, 0, numel, owner)] if numel else [])
+            continue
+        size = _range_size(param, num_ranks)
+        ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
+        found.append([Part(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
+    return found
+
+
+def _range_size(param: Tensor, num_ranks: int) -> int:
+    """Return how many entries each rank has of a parameter, the last less: whole rows where it has enough of them."""
+    # Not the stride, which means nothing where there is one row, and may then differ between ranks.
+    row = math.prod(param.shape[1:]) if param.ndim and param.is_contiguous() else 1
+    # So many rows are a multiple of what kernels like.
+    step = _MULTIPLE // math.gcd(row, _MULTIPLE) * row
+    if step * num_ranks > param.numel():
+        step = _MULTIPLE
+    return -(-param.numel() // (num_ranks * step)) * step
+
+
+def _parts_of_matrices(group: Mapping[str, Any], num_ranks: int) -> list[list[Part]]:
+    shares: list[tuple[int, int, int, Unit]] = []
+    costs = []
+    for index, param in enumerate(group["params"]):
+        for unit in _runs(group["view"], param):
+            start, stop = _range_of(unit, tuple(param.shape))
+            if start < stop:
+                shares.append((index, start, stop, unit))
+                costs.append(_cost(unit))
+    found: list[list[Part]] = [[] for _ in group["params"]]
+    for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
+        offset = sum(part.numel for part in found[index] if part.owner == owner)
+        found[index].append(Part(group["param_names"][index], index, start, stop, owner, offset, unit))
+    return found
+
+
+def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit; banks that divide evenly are divided in the order of their memory."""
+    owners = [-1] * len(shares)
+    of_params: dict[int, list[int]] = {}
+    for number, (index, *_) in enumerate(shares):
+        of_params.setdefault(index, []).append(number)
+    for numbers in of_params.values():
+        if len(numbers) % num_ranks == 0 and len({costs[number] for number in numbers}) == 1:
+            for place, number in enumerate(numbers):
+                owners[number] = place * num_ranks // len(numbers)
+    rest = [number for number, owner in enumerate(owners) if owner < 0]
+    # What is divided evenly is the same load for everybody.
+    for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
+        owners[number] = owner
+    return owners
+
+
+def _runs(view: View, param: Tensor) -> tuple[Unit, ...]:
+    """Return the units of a tensor, or one of them all if some are no runs of its memory."""
+    shape = tuple(param.shape)
+    units = view.units(shape)
+    if param.is_contiguous() and all(_is_run(unit, shape) for unit in units):
+        return units
+    matrices = tuple((block, matrix) for block, (b, _, _) in enumerate(view.shapes(shape)) for matrix in range(b))
+    return (Unit(tuple((0, size) for size in shape), view, matrices),)
+
+
+def _is_run(unit: Unit, shape: tuple[int, ...]) -> bool:
+    start, stop = _range_of(unit, shape)
+    return stop - start == math.prod(b - a for a, b in unit.box)
+
+
+def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the places of the first entry of a box, and behind its last, in a contiguous tensor."""
+    first = last = 0
+    for (a, b), size in zip(unit.box, shape, strict=True):
+        if a == b:
+            return 0, 0
+        first, last = first * size + a, last * size + b - 1
+    return first, last + 1
+
+
+def _cost(unit: Unit) -> int:
+    """Cost of a unit's matrices, the same whatever the group's options are."""
+    return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes([b - a for a, b in unit.box]))
+
+
+def divided_state(state: Mapping[str, Tensor], parts: Sequence[Part], position: int) -> dict[str, Tensor]:
+    """Return what one rank keeps of a parameter's state: of tensors of the parameter's shape its own parts, flat.
+
+    Args:
+        state: whole, as `init_state` returns it.
+        parts: of the parameter.
+        position: of the rank.
+    """
+    return {key: _own(value, parts, position) if key in CUT_KEYS else value for key, value in state.items()}
+
+
+def _own(value: Tensor, parts: Sequence[Part], position: int) -> Tensor:
+    runs = [in_memory_order(value)[part.start : part.stop] for part in parts if part.owner == position]
+    return torch.cat(runs) if runs else value.new_empty(0)
+
+
+def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
+    """Return a run of memory as the part of a parameter that it is, sharing memory."""
+    if part.unit is None:
+        return run
+    if part.numel == param.numel():
+        return run.as_strided(param.shape, param.stride(), run.storage_offset())
+    return run.view([stop - start for start, stop in part.unit.box])
+
+
+def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
+    """Return a part's own state, shaped as the part: of the flat tensors, which hold all parts of this rank, its run.
+
+    Args:
+        state: of the parameter, as `divided_state` returns it.
+        part: of this rank.
+        param: the parameter.
+    """
+    run = slice(part.offset, part.offset + part.numel)
+    return {key: shaped(value[run], part, param) if key in CUT_KEYS else value for key, value in state.items()}

@@ -1,0 +1,179 @@
+"""Which state a parameter has, in which form, and where: one place for state that is made, moved, copied or loaded.
+
+State of a parameter's shape (`sharded.CUT_KEYS`: momentum, moments, masters) lies as the parameter does: a `DTensor` in
+its layout, with its strides, or, where ranks divide it, the parts of this rank as one flat tensor. With `offload=True`
+it is in host memory, pinned where there is CUDA, so that the host need not wait for copies; `offload.py` brings it to
+the device. Everything else is whole on every rank, on the parameter's device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import is_dense
+from quintic.optim.layout.layouts import is_dtensor, local_tensor
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.state.parts import CUT_KEYS, Part
+from quintic.optim.state.state import STATE_KEYS, num_second_moments
+
+__all__ = ["Needed", "fits", "init_state", "needed_state", "planned_state", "state_on_device"]
+
+
+class Needed(NamedTuple):
+    """One tensor of a parameter's state."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    """None for the parameter's own."""
+
+
+def needed_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Needed]:
+    """Return which state a parameter of a validated group has, by name.
+
+    Raises:
+        ValueError: the parameter does not have a shape that its view divides.
+    """
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    found: dict[str, Needed] = {}
+    if group["algorithm"] == "adamw":
+        found["step"] = Needed(torch.float32, ())
+        found |= dict.fromkeys(("exp_avg", "exp_avg_sq"), Needed(dtype, None))
+    else:
+        found["momentum_buffer"] = Needed(dtype, None)
+        if group["normalize"] == "neuron":
+            found["second_momentum_buffer"] = Needed(dtype, (num_second_moments(param.shape, group["view"]),))
+    if param.dtype.itemsize < 4 and group["master"] is not None:
+        if group["master"] == "fp32":
+            found["master"] = Needed(torch.float32, None)
+        else:
+            found["mantissa"] = Needed(torch.uint16, None)
+    return found
+
+
+def init_state(param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+    """Return the state of a parameter that no step has used, in its place: zeros, and masters of the weights.
+
+    Args:
+        param: the parameter, with the weights that count.
+        group: its validated group.
+        own: where ranks divide the state, the parts of this rank; nothing whole is allocated then.
+    """
+    state = {}
+    for key, needed in needed_state(param, group).items():
+        device, pinned = _place(key, param, group)
+        state[key] = value = _empty(needed, param, own, device, pinned)
+        if key == "master":
+            _copy_weights(value, param, own)
+        else:
+            local_tensor(value).zero_()
+    return state
+
+
+def planned_state(param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+    """Return tensors without memory in the form of what this rank has of a state; arguments as for `init_state`."""
+    local, meta = local_tensor(param), torch.device("meta")
+    return {key: _empty(needed, local, own, meta, False) for key, needed in needed_state(param, group).items()}
+
+
+def fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None) -> bool:
+    """Return whether a parameter's state has the form and the place that it would be made in.
+
+    Args:
+        state: what there is.
+        param: the parameter.
+        group: its validated group.
+        own: where ranks divide the state, the parts of this rank.
+    """
+    needed = needed_state(param, group)
+    if state.keys() & STATE_KEYS != needed.keys():
+        return False
+    for key, (dtype, shape) in needed.items():
+        value = state[key]
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            return False
+        device, pinned = _place(key, param, group)
+        local = local_tensor(value)
+        # Empty tensors are never pinned.
+        if local.device != device or (pinned and local.numel() and not local.is_pinned()):
+            return False
+        if shape is not None:
+            if is_dtensor(value) or tuple(value.shape) != shape or not value.is_contiguous():
+                return False
+        elif own is not None:
+            if is_dtensor(value) or tuple(value.shape) != (_numel(own),):
+                return False
+        elif not _lies_as(value, param):
+            return False
+    return True
+
+
+@contextmanager
+def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Give a parameter's state on its device, and write what was in host memory back at the end; waits for the device.
+
+    Args:
+        param: the parameter.
+        state: its own, as `optimizer.state` gives it.
+    """
+    device = local_tensor(param).device
+    here = {key: _on_device(value, device) for key, value in state.items()}
+    yield here
+    for key, value in here.items():
+        if value is not state[key]:
+            local_tensor(state[key]).copy_(local_tensor(value))
+
+
+def _place(key: str, param: Tensor, group: Mapping[str, Any]) -> tuple[torch.device, bool]:
+    """Return the device of a state, and whether its memory is pinned."""
+    device = local_tensor(param).device
+    if key in CUT_KEYS and group["offload"] and device.type != "meta":
+        return torch.device("cpu"), device.type == "cuda"
+    return device, False
+
+
+def _empty(needed: Needed, param: Tensor, own: Sequence[Part] | None, device: torch.device, pinned: bool) -> Tensor:
+    dtype, shape = needed
+    if shape is None and own is None:
+        form = torch.preserve_format
+        return torch.empty_like(param, dtype=dtype, device=device, pin_memory=pinned, memory_format=form)
+    size = (_numel(own),) if shape is None and own is not None else shape
+    assert size is not None
+    return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def _numel(own: Sequence[Part]) -> int:
+    return sum(part.numel for part in own)
+
+
+def _copy_weights(master: Tensor, param: Tensor, own: Sequence[Part] | None) -> None:
+    weights = local_tensor(param.detach())
+    if own is None:
+        local_tensor(master).copy_(weights)
+        return
+    flat = in_memory_order(weights)
+    for part in own:
+        master[part.offset : part.offset + part.numel].copy_(flat[part.start : part.stop])
+
+
+def _lies_as(value: Tensor, param: Tensor) -> bool:
+    """Return whether a state has the layout of its parameter, and its strides where these leave no gaps."""
+    if value.shape != param.shape or is_dtensor(value) != is_dtensor(param):
+        return False
+    if is_dtensor(value) and is_dtensor(param) and value.placements != param.placements:
+        return False
+    if is_dtensor(value) and is_dtensor(param) and value.device_mesh != param.device_mesh:
+        return False
+    local, weights = local_tensor(value), local_tensor(param)
+    return local.shape == weights.shape and (local.stride() == weights.stride() or not is_dense(weights))
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    local = local_tensor(value)
+    if local.device == device:
+        return value
+    found = torch.empty_like(value, device=device)
+    local_tensor(found).copy_(local, non_blocking=True)
+    return found

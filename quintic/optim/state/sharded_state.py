@@ -1,0 +1,131 @@
+"""State of `comms="sharded"`, which every rank has a part of: whole for saving, in parts after loading."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import merged_over_ranks, this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import dividing_ranks, layouts_of
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.state.parts import CUT_KEYS, Part, parts_of
+from quintic.optim.state.state import second_moments
+
+__all__ = ["Divided", "Division", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
+
+
+class Division(NamedTuple):
+    """Which entry of a parameter is where in whose state: state that was divided otherwise means something else."""
+
+    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
+    strides: tuple[int, ...]
+    """Of the parameter's dimensions that have several entries: what the order of memory is."""
+
+
+class Divided(NamedTuple):
+    """A parameter whose state is divided."""
+
+    name: str
+    group: Mapping[str, Any]
+    parts: Sequence[Part]
+    ranks: tuple[int, ...]
+
+    @property
+    def own(self) -> list[Part]:
+        """Return the parts of this rank."""
+        position = self.ranks.index(this_rank())
+        return [part for part in self.parts if part.owner == position]
+
+    def division(self, param: Tensor) -> Division:
+        """How its state is divided, whatever parts the entries of one owner come in."""
+        runs: list[tuple[int, int, int]] = []
+        for part in self.parts:
+            start = part.start
+            if runs and runs[-1][0] == part.owner and runs[-1][2] == start:
+                _, start, _ = runs.pop()
+            runs.append((part.owner, start, part.stop))
+        strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+        return Division(self.ranks, tuple(runs), strides)
+
+
+def divided_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, Divided]:
+    """Return the parameters whose state is divided among ranks."""
+    found: dict[Tensor, Divided] = {}
+    for number, group in enumerate(groups):
+        ranks = dividing_ranks(group, layouts_of(number, group))
+        if ranks:
+            rows = zip(group["params"], group["param_names"], parts_of(group, ranks), strict=True)
+            found |= {param: Divided(name, group, parts, ranks) for param, name, parts in rows}
+    return found
+
+
+def whole_states(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of parameters whose state is divided, whole. All ranks must call it.
+
+    Mantissas are int32. Temporary memory: that of one parameter's state, besides the result.
+
+    Args:
+        groups: parameter groups.
+        state: of their parameters.
+        communicators: of the optimizer.
+    """
+    divided = divided_parameters(groups)
+    if divided:
+        communicators.connect(groups, [layouts_of(number, group) for number, group in enumerate(groups)])
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    for param, this in divided.items():
+        group = communicators[this.ranks]
+        whole = dict(state[param])
+        for key in whole.keys() & set(CUT_KEYS):
+            dtype = torch.int32 if whole[key].dtype == torch.uint16 else whole[key].dtype
+            mine = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            for part in this.own:
+                run = whole[key][part.offset : part.offset + part.numel]
+                in_memory_order(mine)[part.start : part.stop] = run.to(dtype)
+            [merged] = merged_over_ranks([mine], group)
+            whole[key] = merged.to(whole[key].device)  # the host's memory, where the state is there
+        if "second_momentum_buffer" in whole:
+            kept = _owned_moments(whole["second_momentum_buffer"], param, this)
+            [whole["second_momentum_buffer"]] = merged_over_ranks([kept], group)
+        found[param] = whole
+    return found
+
+
+def _owned_moments(buffer: Tensor, param: Tensor, divided: Divided) -> Tensor:
+    kept = torch.zeros_like(buffer)
+    view = divided.group["view"]
+    sources, targets = second_moments(buffer, param.shape, view), second_moments(kept, param.shape, view)
+    for part in divided.own:
+        assert part.unit is not None
+        for block, matrix in part.unit.matrices:
+            targets[block][matrix] = sources[block][matrix]
+    return kept
+
+
+def part_of_saved(
+    what: str, param: Tensor, divided: Divided, target: Tensor, source: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of this rank's flat state becomes what of a saved whole tensor.
+
+    Raises:
+        ValueError: the saved tensor has not the parameter's shape.
+    """
+    if source.shape != param.shape:
+        raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
+    flat = in_order_of(param, source)
+    for part in divided.own:
+        yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
+
+
+def in_order_of(param: Tensor, value: Tensor) -> Tensor:
+    """Return the entries of a tensor of a parameter's shape in the order of the parameter's memory, (entries,)."""
+    ordered = value.contiguous()
+    if not param.is_contiguous():
+        ordered = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+    return in_memory_order(ordered)

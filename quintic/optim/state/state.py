@@ -1,0 +1,203 @@
+"""Optimizer state: names, shapes, dtypes, and how it is saved.
+
+| algorithm | name                     | shape                             | dtype                          |
+|-----------|--------------------------|-----------------------------------|--------------------------------|
+| muon      | `momentum_buffer`        | of the parameter                  | float32                        |
+| muon      | `second_momentum_buffer` | (rows or columns of all matrices) | float32, `normalize="neuron"`  |
+| adamw     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32                        |
+| adamw     | `step`                   | ()                                | float32                        |
+| both      | `master`                 | of the parameter                  | float32, `master="fp32"`       |
+| both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |
+
+Masters belong to parameters of less than float32 only, see `precision.py`; float64 parameters keep float64 state.
+As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
+State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
+whole on every rank (`placement.py`).
+How saved state comes back: `loading.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import has_process_group, merged_over_ranks, this_rank
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.layout.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
+from quintic.optim.layout.views import View
+from quintic.optim.rules.update import second_moment_shape
+
+__all__ = [
+    "CODE_KEYS",
+    "STATE_KEYS",
+    "as_saved",
+    "complete_second_moments",
+    "copy_",
+    "master_key",
+    "master_of",
+    "num_second_moments",
+    "piece_of",
+    "second_moments",
+]
+
+CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
+"""Options that may be functions, or are no plain values: saved as text for people, and not restored."""
+
+STATE_KEYS = frozenset(
+    {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master", "mantissa"}
+)
+"""Names of all state; other keys of a parameter's state are the user's."""
+
+# What completes a low-precision parameter to float32; a parameter has one of them, or none.
+_MASTER_KEYS = ("master", "mantissa")
+
+
+def master_key(state: Mapping[str, Tensor]) -> str | None:
+    """Return the name of what completes a parameter to float32 in its state: `master`, `mantissa`, or None."""
+    return next((key for key in _MASTER_KEYS if key in state), None)
+
+
+def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what completes a parameter to float32, or None."""
+    key = master_key(state)
+    return None if key is None else state[key]
+
+
+def num_second_moments(shape: Sequence[int], view: View) -> int:
+    """Return how many second moments NorMuon keeps of a parameter."""
+    return sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
+
+
+def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
+    """Return NorMuon's second moments as one (b, m, 1) or (b, 1, n) tensor per batch of the view, sharing memory.
+
+    Args:
+        buffer: the state.
+        shape: of the whole parameter.
+        view: of the parameter.
+    """
+    shapes = _second_moment_shapes(shape, view)
+    pieces = buffer.split([b * m * n for b, (m, n) in shapes])
+    return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
+
+
+def complete_second_moments(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
+) -> None:
+    """Give every rank NorMuon's second moments of matrices that are whole on one rank and nowhere else.
+
+    Such matrices (experts, heads) are stepped without any exchange, so that only the rank that holds one knows its
+    second moments. Those of all other matrices are known to all ranks after every step. Collective over the ranks that
+    share a parameter with such matrices; without one, nothing is communicated.
+
+    Args:
+        groups: parameter groups.
+        state: of their parameters.
+        communicators: of the optimizer.
+    """
+    shared: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    layouts: list[list[Layout | None]] = []
+    for number, group in enumerate(groups):
+        layouts.append([None] * len(group["params"]))
+        if group["algorithm"] != "muon" or group["normalize"] is None:
+            continue
+        of_group = layouts_of(number, group)
+        for index, (param, layout) in enumerate(zip(group["params"], of_group, strict=True)):
+            if layout is None or this_rank() not in layout.ranks:
+                continue
+            holders = _sole_holders(layout, group["view"])
+            if bool((holders >= 0).any()):
+                buffer = state[param]["second_momentum_buffer"]
+                shared.setdefault(tuple(sorted(layout.ranks)), []).append((buffer, holders.to(buffer.device)))
+                layouts[-1][index] = layout
+    if not shared:
+        return
+    communicators.connect(groups, layouts)
+    for ranks, found in sorted(shared.items()):
+        mine = [torch.where(holders == this_rank(), buffer, 0) for buffer, holders in found]
+        everything = merged_over_ranks(mine, communicators[ranks])
+        for (buffer, holders), whole in zip(found, everything, strict=True):
+            buffer.copy_(torch.where(holders >= 0, whole, buffer))
+
+
+def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return PyTorch's state dict of an optimizer with views and callables as text.
+
+    Tensors share memory with the state, except that mantissas become int32 where there are process groups: whoever
+    gathers or distributes a state dict needs collectives, and these do not know uint16.
+    """
+    state: dict[Any, dict[str, Any]] = {}
+    for key, tensors in state_dict["state"].items():
+        state[key] = dict(tensors)
+        if "mantissa" in tensors and has_process_group():
+            state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
+    groups = [
+        {**group, **{key: _as_text(group[key]) for key in ("view", *CODE_KEYS)}} for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _as_text(option: object) -> str | None:
+    return None if option is None else str(option)
+
+
+@lru_cache(maxsize=1024)
+def _sole_holders(layout: Layout, view: View) -> Tensor:
+    """Return for each second moment the rank that alone holds any of its matrix, -1 where several do; int64, CPU."""
+    shape = layout.shape
+    length = num_second_moments(shape, view)
+    # On the CPU, whatever the default device is.
+    result = torch.full((length,), -1, dtype=torch.int64, device="cpu")
+    blocks = second_moments(result, shape, view)
+    for unit in view.units(shape):
+        holders = [
+            rank
+            for rank, box in zip(layout.ranks, layout.boxes, strict=True)
+            if intersection(box, unit.box) is not None
+        ]
+        if len(holders) == 1:
+            for block, matrix in unit.matrices:
+                blocks[block][matrix] = holders[0]
+    return result
+
+
+def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
+    """Return the part of a saved tensor that this rank holds of a state of the same shape; None if it holds nothing.
+
+    Raises:
+        ValueError: the saved tensor is a `DTensor` of which some rank does not hold what it needs.
+    """
+    layout, saved_layout = layout_of(what, target), layout_of(what, source)
+    whole = tuple((0, size) for size in target.shape)
+    rank = this_rank()
+    if saved_layout is not None and saved_layout != layout:
+        # The same answer on all ranks, so that none of them loads what another one refuses.
+        for other in (*saved_layout.ranks, rank) if layout is None else layout.ranks:
+            needed = whole if layout is None else layout.box_of(other)
+            held = saved_layout.box_of(other) if other in saved_layout.ranks else None
+            if numel_of(needed) and (held is None or intersection(needed, held) != needed):
+                raise ValueError(
+                    f"{what} is a DTensor of which rank {other} does not hold the part that it needs; save with "
+                    f"torch.distributed.checkpoint.save and load into the state dict of this optimizer, or save with "
+                    f"full_state_dict=True"
+                )
+    if layout is not None and rank not in layout.ranks:
+        return None
+    box = whole if layout is None else layout.box_of(rank)
+    if not numel_of(box):
+        return None
+    return local_tensor(source)[relative(box, whole if saved_layout is None else saved_layout.box_of(rank))]
+
+
+def copy_(target: Tensor, source: Tensor) -> None:
+    """Copy state in place, from whatever device and dtype; mantissas come as any integers."""
+    if target.dtype == torch.uint16 and source.dtype != torch.uint16:
+        target = target.view(torch.int16)  # the cast keeps the low 16 bits
+    target.copy_(source)
+
+
+def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:
+    return [(b, second_moment_shape(m, n)) for b, m, n in view.shapes(shape)]

@@ -1,0 +1,318 @@
+"""Keeps an optimizer's state in step with its parameters: makes it when it is first needed, and moves it along.
+
+Between two needs of state (a step, a save, a load) parameters may have been moved, converted or sharded, or other
+tensors may stand for them in `group["params"]`. State follows its parameter object; where another tensor stands for one
+that no group has any more, it follows the position in the group. If it does not fit there as it is,
+
+- zeros, and masters without a bit that the weight lacks, are made anew;
+- state that says something is copied into new state, as if it were loaded: to another device, into other strides, or a
+  rank's piece of a whole tensor;
+- it is an error if this rank lacks what it needs, the shape is another one, or ranks would divide state otherwise than
+  when it was used last: they do not have what is theirs then.
+
+Nothing is communicated. A master belongs to weights of low precision: after `model.float()` there is none, and after
+`model.bfloat16()` it is made of the weights that are there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.state.parts import CUT_KEYS, Part
+from quintic.optim.state.placement import fits, init_state, needed_state
+from quintic.optim.state.sharded_state import Division, divided_parameters, in_order_of
+from quintic.optim.state.state import STATE_KEYS, copy_, piece_of
+from quintic.optim.state.watching import Change, WatchedParameters
+
+__all__ = ["Upkeep"]
+
+_Groups = Sequence[Mapping[str, Any]]
+_States = dict[Tensor, dict[str, Any]]
+_Place = tuple[int, int]
+"""Position of a parameter's group, and its own in it."""
+_Divisions = dict[tuple[int, str], list[Division | None]]
+"""By the position of the group and the name, which several parameters might have."""
+
+
+class _Entry(NamedTuple):
+    """A parameter, and what its state is made for."""
+
+    name: str
+    param: Tensor
+    group: Mapping[str, Any]
+    dtype: torch.dtype
+    """Of the weights."""
+    own: list[Part] | None
+    """The parts of this rank, where ranks divide the state."""
+    division: Division | None
+    """Those of all ranks."""
+
+
+class _Source(NamedTuple):
+    """State that there is for a parameter: its own, or that of one which it stands for."""
+
+    was: _Entry
+    """What the state was made for."""
+    state: dict[str, Any]
+
+
+class _Change(NamedTuple):
+    """What becomes of a parameter's state."""
+
+    entry: _Entry
+    kind: Literal["make", "take", "move"]
+    """Made anew, the source's tensors, or made anew with the source's values."""
+    source: _Source | None
+
+
+class Upkeep:
+    """What one optimizer's state, and its plan, were made for. Keeps references to the parameters."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Tensor, _Entry] = {}
+        self._places: dict[_Place, Tensor] = {}
+        self._divisions: _Divisions = {}
+        """How state is divided, also that of parameters that are in no group any more."""
+        self._used: _Divisions = {}
+        """How it was when it was used last: all ranks know, also those that have none of it."""
+        self._tensors: list[object] = []
+        self._watched: WatchedParameters | None = None
+        self._is_current = False
+        """Whether state has not been outdated since it was brought up to date."""
+        self._is_given = False
+        """Whether somebody may have changed it since."""
+
+    def watch(self, groups: _Groups) -> None:
+        """Remember parameters that something was made for."""
+        if self._watched is None:
+            self._watched = WatchedParameters(groups)
+
+    def look(self, groups: _Groups) -> Change:
+        """Return what has become of the parameters since the last look, if anything was made for them."""
+        change = Change.NONE if self._watched is None else self._watched.look(groups)
+        if change is Change.PARAMETERS:
+            self._is_current = False
+        return change
+
+    def outdate(self) -> None:
+        """Have state looked at closely when it is needed next."""
+        self._is_current = False
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether there may be no state, or not what is needed."""
+        return not self._is_current
+
+    def use(self) -> None:
+        """Note that the state has been stepped or loaded: from now on it says something, on this rank or another."""
+        self._used = self._divisions
+
+    def give(self) -> None:
+        """Note that somebody gets the state, who may put other tensors there."""
+        self._is_given = True
+
+    def is_current(self, groups: _Groups, states: _States) -> bool:
+        """Return whether the state is what the parameters of the last look need."""
+        if self._is_given:
+            found = _tensors_of(groups, states)
+            self._is_current &= len(found) == len(self._tensors) and all(map(is_, found, self._tensors))
+            self._is_given = False
+        return self._is_current
+
+    @torch.no_grad()
+    def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
+        """Let every parameter have the state that it needs, where it needs it. Nothing changes if that is impossible.
+
+        Waits for the device where state moves. Temporary memory: that of one parameter's state.
+
+        Args:
+            groups: validated parameter groups.
+            states: of their parameters; changed.
+
+        Raises:
+            ValueError: state that says something cannot move to the parameter that is there now; the message names it.
+        """
+        places = _entries_of(groups)
+        divisions: _Divisions = {}
+        for (number, _), entry in places.items():
+            divisions.setdefault((number, entry.name), []).append(entry.division)
+        for (number, name), found in divisions.items():
+            used = self._used.get((number, name), ())
+            if any(used) and used != found:
+                raise _divided_otherwise(name)
+        entries = {entry.param: entry for entry in places.values()}
+        sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
+        changes = [change for param, entry in entries.items() for change in _changes(entry, sources[param])]
+        for change in changes:
+            _make(change, states)
+        for param in states.keys() - entries.keys():
+            # What says something stays, as in PyTorch: the parameter may come back.
+            if _says_nothing(states[param], param.dtype):
+                del states[param]
+        self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
+        self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
+        self._is_current, self._is_given = True, False
+        self.watch(groups)
+
+    def drop_unused(self, states: _States, *, is_planned: bool) -> None:
+        """Forget state that says nothing, and its parameters: it is made again when it is needed.
+
+        Args:
+            states: of all parameters; changed.
+            is_planned: whether there is a plan, too, that was made for them.
+        """
+        for param in list(states):
+            if _says_nothing(states[param], param.dtype):
+                del states[param]
+        self._entries = {param: entry for param, entry in self._entries.items() if param in states}
+        self._places = {place: param for place, param in self._places.items() if param in states}
+        self._tensors, self._is_current = [], False
+        if not states and not is_planned:
+            self._watched = None
+
+    def _source(
+        self, place: _Place, entry: _Entry, entries: Mapping[Tensor, _Entry], states: _States
+    ) -> _Source | None:
+        """Return the state that there is for a parameter: its own, or that of one which it stands for."""
+        if states.get(entry.param):
+            # Of a copy nothing is remembered, and nothing has changed since it was made.
+            return _Source(self._entries.get(entry.param, entry), states[entry.param])
+        before = self._places.get(place)
+        if before is None or before in entries or not states.get(before):
+            return None
+        was = self._entries[before]
+        return _Source(was, states[before]) if was.name == entry.name else None
+
+
+def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
+    """Return the parameters that are there now, by their places."""
+    divided = divided_parameters(groups)
+    found: dict[_Place, _Entry] = {}
+    for number, group in enumerate(groups):
+        for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            this = divided.get(param)
+            own, division = (None, None) if this is None else (this.own, this.division(param))
+            found[number, index] = _Entry(name, param, group, param.dtype, own, division)
+    return found
+
+
+def _tensors_of(groups: _Groups, states: _States) -> list[object]:
+    found: list[object] = []
+    for group in groups:
+        for param in group["params"]:
+            found += states.get(param, {}).values()
+    return found
+
+
+def _changes(entry: _Entry, source: _Source | None) -> Iterator[_Change]:
+    """Yield what becomes of a parameter's state, if anything.
+
+    Raises:
+        ValueError: it says something and cannot move.
+    """
+    if source is None:
+        yield _Change(entry, "make", None)
+        return
+    is_divided_alike = source.was.division == entry.division
+    if is_divided_alike and fits(source.state, entry.param, entry.group, entry.own):
+        if source.was.param is not entry.param:
+            yield _Change(entry, "take", source)
+        return
+    if _says_nothing(source.state, source.was.dtype):
+        yield _Change(entry, "make", source)
+        return
+    _check_move(entry, source)
+    yield _Change(entry, "move", source)
+
+
+def _make(change: _Change, states: _States) -> None:
+    """Give a parameter its state."""
+    entry, kind, source = change
+    if source is None:
+        states[entry.param] = init_state(entry.param, entry.group, entry.own)
+        return
+    was, values = source
+    if kind == "take":
+        states[entry.param] = states.pop(was.param)
+        return
+    # Other keys are the user's.
+    others = {key: value for key, value in values.items() if key not in STATE_KEYS}
+    if kind == "make":
+        values = {}
+        states[was.param].clear()  # before there is new state
+    state = init_state(entry.param, entry.group, entry.own)
+    for key in state.keys() & values.keys():
+        for target, piece in _copies(key, entry, state[key], values[key], was.own):
+            copy_(target, piece)
+    del states[was.param]
+    states[entry.param] = {**state, **others}
+
+
+def _check_move(entry: _Entry, source: _Source) -> None:
+    """Reject state that cannot move to a parameter.
+
+    Raises:
+        ValueError: the message names the parameter.
+    """
+    name, param, group, own = entry.name, entry.param, entry.group, entry.own
+    for key, (_, other_shape) in needed_state(param, group).items():
+        if key not in source.state:
+            continue
+        what, value = f"{name}: its {key}", torch.as_tensor(source.state[key])
+        if key in CUT_KEYS and source.was.own is not None:
+            if entry.division != source.was.division:
+                raise _divided_otherwise(name)
+            continue
+        shape = tuple(param.shape) if other_shape is None else other_shape
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"{what} has shape {tuple(value.shape)}, and the parameter that is there now needs {shape}: state that "
+                f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
+            )
+        if key in CUT_KEYS and own is None:
+            piece_of(what, param, value)
+
+
+def _copies(
+    key: str, entry: _Entry, target: Tensor, value: Any, was_own: list[Part] | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of this rank's new state becomes what of the state that there was, which was checked."""
+    value, own = torch.as_tensor(value), entry.own
+    if key not in CUT_KEYS or was_own is not None:
+        yield target, value
+    elif own is None:
+        piece = piece_of(f"{entry.name}: its {key}", entry.param, value)
+        if piece is not None:
+            yield local_tensor(target), piece
+    else:
+        flat = in_order_of(entry.param, value)
+        for part in own:
+            yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
+
+
+def _divided_otherwise(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: its state was divided among ranks for another comms, process_group or view, other parameters in its "
+        f"group, or another order of its memory, and is not where the next step needs it; call state_dict() on all "
+        f"ranks before such a change, and load it into an optimizer made after it"
+    )
+
+
+def _says_nothing(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether state is as if it were new: of a master whatever the weight of `dtype` does not show, zeros."""
+    return all(_is_new(key, local_tensor(torch.as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
+
+
+def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
+    if value.is_meta or not value.numel():
+        return True
+    if key == "master":
+        return dtype.itemsize >= 4 or bool((value.to(dtype) == value).all())
+    if value.dtype == torch.uint16:
+        value = value.view(torch.int16)
+    # A look at the first entries often settles it.
+    return not (value.ndim and bool(value[:1].any())) and not bool(value.any())

@@ -1,0 +1,322 @@
+"""Runs a bucket with the Triton kernels of `quintic/kernels`: tables of addresses, launches, no arithmetic.
+
+The kernels find their tensors by address. Addresses of weights and state hardly ever change, those of gradients do
+when the allocator hands out other memory, so every step compares them and uploads a new table only when one differs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.layout.tables import AddressTable, upload_programs
+from quintic.optim.layout.views import View
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import block_of, direction_dtype
+from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, upload
+from quintic.optim.state.state import master_of
+from quintic.optim.step.operands import BucketMemory, Operands
+
+if TYPE_CHECKING:  # needs Triton
+    from quintic.kernels.matrix_update import MatrixLayout
+    from quintic.kernels.programs import TilePrograms
+
+__all__ = [
+    "DeviceMemory",
+    "DevicePasses",
+    "step_adamw_on_device",
+    "with_one_gradient_dtype",
+]
+
+_LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS))
+
+
+class DeviceMemory(BucketMemory):
+    """What one bucket keeps on its device for the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.steps_table = AddressTable(), AddressTable()
+        self.runs: list[tuple[MatrixLayout, int]] | None = None
+        """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
+        self._programs_key: object = None
+        self._programs: tuple[Tensor, TilePrograms] | None = None
+        self._neuron_tables: dict[int, AddressTable] = {}
+        self._checked: object = None
+        self._matrix_places_key: object = None
+        self._matrix_places = torch.empty(0), torch.empty(0)
+
+    def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
+        """Reject state that the kernels would misread, where it is not the state that was checked before.
+
+        Args:
+            active: with the state.
+            dtypes: of the state by name.
+            addresses: of state and weights.
+
+        Raises:
+            ValueError: state of a parameter is on another device, or has another dtype or memory order than it should.
+        """
+        if self._checked != (active.members, addresses):
+            _check_state(active, dtypes)
+            self._checked = active.members, addresses
+
+    def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
+        """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+        if self._matrix_places_key != active.members:
+            self._matrix_places, self._matrix_places_key = _matrix_places(view, active), active.members
+        return self._matrix_places
+
+    def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
+        """Return on the device the entries of each tensor, and how programs are divided among them."""
+        from quintic.kernels.adamw import adamw_programs
+
+        if self._programs is None or active.members != self._programs_key:
+            numels = [param.numel() for param in active.params]
+            self._programs = upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
+            self._programs_key = active.members
+        return self._programs
+
+    def neuron_table(
+        self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
+    ) -> Tensor | None:
+        """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
+
+        Args:
+            bucket: of the plan.
+            moments: (matrices, m, 1) or (matrices, 1, n), of whole members.
+            names: of the parameters that they belong to.
+            kind: which of the bucket's kinds of matrices.
+
+        Raises:
+            ValueError: the kernel would misread the second moments of a parameter.
+        """
+        if bucket.kernels == "torch":
+            return None
+        bases = tuple(map(Tensor.data_ptr, moments))
+
+        def addresses() -> Tensor:
+            _check_moments(names, moments, bucket.device)
+            rows = zip(bases, moments, strict=True)
+            each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
+            return host_tensor(each, torch.int64)
+
+        counts = tuple(map(len, moments))
+        return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
+
+
+class DevicePasses:
+    """The passes over a bucket's matrices with the kernels, see `pipeline.Passes`.
+
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        active: the members that have a gradient, at least one.
+        memory: the bucket's own.
+        hyperparameters: up to date.
+        go: () or (matrices,) int32 on the device; where it is zero nothing changes. None for always.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Mapping[str, Any],
+        active: Operands,
+        memory: DeviceMemory,
+        hyperparameters: DeviceHyperparameters,
+        go: Tensor | None,
+    ) -> None:
+        self._bucket, self._group, self._go = bucket, group, go
+        self._active = active = with_one_gradient_dtype(active)
+        self._hyperparameters = hyperparameters.values
+        if memory.runs is None:
+            memory.runs = _runs(group["view"], memory.everything or active)
+        self._memory = memory
+        master = master_of(active.states[0])
+        self._master_dtype = None if master is None else master.dtype
+        sizes = [active.gradients[0].dtype.itemsize, 4, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
+        bases = _addresses(active, "momentum_buffer")
+
+        def addresses() -> Tensor:
+            memory.check_state(active, {"momentum_buffer": torch.float32}, bases[len(active.params) :])
+            owners, offsets = memory.matrix_places(group["view"], active)
+            return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
+
+        self._table = memory.table.get((bases, active.members), addresses, bucket.device)
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the directions (b, m, n)."""
+        from quintic.kernels.matrix_update import momentum_directions_
+
+        found = []
+        for layout, part in self._parts():
+            rows, columns = layout.physical()[:2]
+            directions = torch.empty(
+                (part.stop - part.start, rows, columns),
+                dtype=direction_dtype(self._bucket.form, self._bucket.dtype),
+                device=self._bucket.device,
+            )
+            momentum_directions_(
+                self._table[:2, part],
+                directions,
+                self._hyperparameters,
+                layout,
+                gradient_dtype=self._active.gradients[0].dtype,
+                mu_index=_MOMENTUM,
+                nesterov=self._group["nesterov"],
+                go=self._go_of(part),
+                aligned=self._memory.table.aligned,
+            )
+            found.append(directions.mT if layout.transposed else directions)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights."""
+        from quintic.kernels.matrix_update import apply_updates_
+
+        for layout, part in self._parts():
+            apply_updates_(
+                self._table[2:, part],
+                update[part],
+                factors[part],
+                self._hyperparameters,
+                layout,
+                weight_dtype=self._bucket.dtype,
+                master_dtype=self._master_dtype,
+                lr_index=_LR,
+                weight_decay_index=_WEIGHT_DECAY,
+                cautious=self._group["cautious"],
+                squared_lr_decay=self._group["decay_coupling"] == "lr_squared",
+                go=self._go_of(part),
+                aligned=self._memory.table.aligned,
+            )
+
+    def _parts(self) -> "list[tuple[MatrixLayout, slice]]":
+        """Return the layouts, and which matrices have each."""
+        assert self._memory.runs is not None
+        if len(self._memory.runs) == 1:  # whatever members are left out for want of a gradient
+            return [(self._memory.runs[0][0], slice(0, self._table.shape[1]))]
+        parts, start = [], 0
+        for layout, count in self._memory.runs:
+            parts.append((layout, slice(start, start + count)))
+            start += count
+        return parts
+
+    def _go_of(self, part: slice) -> Tensor | None:
+        return self._go if self._go is None or self._go.ndim == 0 else self._go[part]
+
+
+def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
+    from quintic.kernels.matrix_update import MatrixLayout
+
+    blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
+    layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]
+    return [(layout, sum(count for _, count in run)) for layout, run in groupby(layouts, key=lambda pair: pair[0])]
+
+
+def step_adamw_on_device(
+    bucket: Bucket,
+    group: Mapping[str, Any],
+    active: Operands,
+    memory: DeviceMemory,
+    hyperparameters: DeviceHyperparameters,
+    go: Tensor | None,
+) -> None:
+    """Step a bucket of AdamW parameters with the kernel; arguments as those of `DevicePasses`."""
+    from quintic.kernels.adamw import adamw_tensors_
+
+    active = with_one_gradient_dtype(active)
+    master = master_of(active.states[0])
+    bases = _addresses(active, "exp_avg")
+
+    def addresses() -> Tensor:
+        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        memory.check_state(active, dtypes, bases[len(active.params) :])
+        return host_tensor(bases).view(5, -1)
+
+    table = memory.table.get(bases, addresses, bucket.device)
+    counts = tuple(state["step"].data_ptr() for state in active.states)
+    steps = memory.steps_table.get(counts, lambda: host_tensor(counts), bucket.device)
+    numels, programs = memory.programs(active, bucket.device)
+    adamw_tensors_(
+        table,
+        steps,
+        numels,
+        programs,
+        hyperparameters.values,
+        weight_dtype=bucket.dtype,
+        gradient_dtype=active.gradients[0].dtype,
+        master_dtype=None if master is None else master.dtype,
+        indices=(_LR, _WEIGHT_DECAY, _BETA1, _BETA2, _EPS),
+        cautious=group["cautious"],
+        squared_lr_decay=group["decay_coupling"] == "lr_squared",
+        go=go,
+        aligned=memory.table.aligned,
+    )
+
+
+def _addresses(active: Operands, first_state: str) -> tuple[int, ...]:
+    """Return the addresses of all gradients, then of all state, weights and masters, in the kernels' order."""
+    tensors = [*active.gradients, *(state[first_state] for state in active.states)]
+    if first_state == "exp_avg":
+        tensors += [state["exp_avg_sq"] for state in active.states]
+    tensors += active.params
+    masters = active.masters()
+    tensors += masters or []
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    return addresses if masters else addresses + (0,) * len(active.params)
+
+
+def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Reject state that the kernels would misread: they see addresses alone.
+
+    Raises:
+        ValueError: state is on another device, or has another dtype or memory order than the optimizer gave it.
+    """
+    wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+    for member, param, state in zip(active.members, active.params, active.states, strict=True):
+        for key in wanted.keys() & state.keys():
+            found = state[key]
+            if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
+                raise ValueError(
+                    f"{member.name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and "
+                    f"must be {wanted[key]} on {param.device} with strides {param.stride()}; make the optimizer after "
+                    f"moving the model, or move its state along"
+                )
+
+
+def _check_moments(names: Iterable[str], moments: Sequence[Tensor], device: torch.device) -> None:
+    """Reject second moments that the kernel would misread.
+
+    Raises:
+        ValueError: they are on another device, or have another dtype or memory order than the optimizer gave them.
+    """
+    for name, found in zip(names, moments, strict=True):
+        if (found.device, found.dtype) != (device, torch.float32) or not found.is_contiguous():
+            raise ValueError(
+                f"{name}: its second_momentum_buffer is {found.dtype} on {found.device} with strides {found.stride()}, "
+                f"and must be torch.float32 on {device} without gaps; make the optimizer after moving the model, or "
+                f"move its state along"
+            )
+
+
+def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
+    """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+    owners: list[Tensor] = []
+    offsets: list[Tensor] = []
+    for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
+        block = block_of(param, member, view)
+        start = int(block.storage_offset()) - int(param.storage_offset())
+        offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
+        owners.append(torch.full_like(offsets[-1], number))
+    return torch.cat(owners), torch.cat(offsets)
+
+
+def with_one_gradient_dtype(active: Operands) -> Operands:
+    """Return operands whose gradients have one dtype that the kernels know."""
+    dtypes = {gradient.dtype for gradient in active.gradients}
+    if len(dtypes) == 1 and torch.float64 not in dtypes:
+        return active
+    return active._replace(gradients=[gradient.float() for gradient in active.gradients])

@@ -1,0 +1,195 @@
+"""Gradients that are sums still to be made over ranks: `Partial` placements, as tensor parallelism leaves some.
+
+To add them up is a collective, which a rank without a gradient must join with zeros. So it has to know that others have
+such a gradient, and all ranks have to know the same. They tell each other before the first step, with what they
+compare anyway, and remember it: from then on all ranks of the mesh add up these parameters' gradients in every step,
+whoever has one. Without such gradients nothing is sent, and nobody waits.
+
+A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
+others cannot know of it, and to ask them would make every step wait.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
+from quintic.optim.layout.layouts import mesh_layout, size_of
+
+if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Cut", "PartialGradients", "cut_of", "zeros"]
+
+
+class Cut(NamedTuple):
+    """How a gradient that is a sum still to be made lies on the mesh of its parameter."""
+
+    placements: "tuple[Placement, ...]"
+    """At least one is `Partial`."""
+    dtype: torch.dtype
+
+    def has_copies(self, param: Any) -> bool:
+        """Return whether ranks have copies of an addend, which differ if one of them counts as zeros."""
+        sizes = param.device_mesh.shape
+        return any(found.is_replicate() and size > 1 for found, size in zip(self.placements, sizes, strict=True))
+
+
+def cut_of(param: Any) -> Cut | None:
+    """Return how the gradient of a `DTensor` is cut; None where it is no sum still to be made, or not there."""
+    gradient = param.grad
+    placements = getattr(gradient, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return None
+    return Cut(tuple(placements), gradient.dtype)
+
+
+def zeros(param: Any, cut: Cut) -> "DTensor":
+    """Return a gradient of zeros for a `DTensor`, cut so: what a rank adds that has none. Nothing is communicated."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    pieces = [Replicate() if placement.is_partial() else placement for placement in cut.placements]
+    shape = size_of(mesh_layout(param.shape, mesh.mesh, pieces).box_of(this_rank()))
+    local = torch.zeros(shape, dtype=cut.dtype, device=param.device)
+    return DTensor.from_local(local, mesh, cut.placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+class PartialGradients:
+    """Which of the `DTensor`s that ranks share have such gradients: the same on all ranks of each parameter's mesh."""
+
+    def __init__(self) -> None:
+        self._names: dict[Tensor, str] = {}
+        self._known: dict[Tensor, Cut] = {}
+        self._stand_ins: dict[Tensor, Tensor] = {}
+        """Sums in the place of gradients that this rank does not have."""
+
+    def watch(self, names: Iterable[str], params: Iterable[Tensor]) -> None:
+        """Look after parameters that several ranks share; plain tensors are left out."""
+        self._names |= {param: name for name, param in zip(names, params, strict=True) if hasattr(param, "device_mesh")}
+
+    def is_watched(self, param: Tensor) -> bool:
+        """Return whether it is one of those parameters."""
+        return param in self._names
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether `replace` has put sums where this rank had no gradient, since the last step."""
+        return bool(self._stand_ins)
+
+    def is_stand_in(self, param: Tensor) -> bool:
+        """Return whether `param.grad` was put there by `replace`, where this rank had none."""
+        return param.grad is not None and self._stand_ins.get(param) is param.grad
+
+    def may_lack_addends(self, param: Tensor) -> bool:
+        """Return whether a sum is right although ranks have no addend."""
+        return param in self._known and not self._known[param].has_copies(param)
+
+    def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> None:
+        """Tell all ranks what sums were found, and remember theirs. All ranks of the group must call it; waits.
+
+        Args:
+            params: the same ones on all ranks.
+            group: of their ranks.
+
+        Raises:
+            RuntimeError: ranks have different sums of one parameter.
+        """
+        own = {number: cut for number, param in enumerate(params) if (cut := cut_of(param)) is not None}
+        found: dict[Tensor, Cut] = {}
+        for theirs in all_gather_values(own, group):
+            for number, cut in theirs.items():
+                first = found.setdefault(params[number], cut)
+                if cut != first:
+                    raise RuntimeError(
+                        self._disagreement(params[number], "on one rank it is", first, "on another one", cut)
+                    )
+        self._known |= found
+
+    def check(self, params: Iterable[Any]) -> None:
+        """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
+
+        Args:
+            params: `DTensor`s that are watched.
+
+        Raises:
+            RuntimeError: one is; on the ranks that have such a gradient, and on no others.
+        """
+        for param in params:
+            gradient = param.grad
+            # Hundreds of gradients in every step, nearly all cut as their parameters, and most by the very same object.
+            if gradient is None or getattr(gradient, "_spec", None) is param._spec:
+                continue
+            cut, known = cut_of(param), self._known.get(param)
+            if cut is None or cut == known:
+                continue
+            if known is not None:
+                raise RuntimeError(self._disagreement(param, "in the steps before it was", known, "now it is", cut))
+            raise RuntimeError(
+                f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial), and was none on "
+                f"any rank in the first step, before which ranks tell each other; make it Partial in the first step "
+                f"on some rank, or redistribute it to the parameter's placements before the step, on all ranks that "
+                f"have it"
+            )
+
+    def replace(self, params: Iterable[Tensor]) -> None:
+        """Put the sums in the place of gradients, also where this rank has none. All ranks of the meshes must call it.
+
+        Args:
+            params: those that are no sums, as far as ranks know, are left alone.
+        """
+        for param in params:
+            if param not in self._known:
+                continue
+            is_missing = param.grad is None
+            total = self._sum(param)
+            if total is not None:
+                param.grad = total
+                if is_missing:
+                    self._stand_ins[param] = total
+
+    @contextmanager
+    def summed(self, params: Iterable[Tensor]) -> Iterator[None]:
+        """Put the sums in the place of gradients meanwhile. All ranks of the meshes must call it.
+
+        Args:
+            params: those that are no sums, as far as ranks know, are left alone.
+        """
+        kept: list[tuple[Tensor, Tensor | None]] = []
+        try:
+            if self._known:
+                for param in params:
+                    total = self._sum(param) if param in self._known else None
+                    if total is not None:
+                        kept.append((param, param.grad))
+                        param.grad = total
+            yield
+        finally:
+            for param, gradient in kept:
+                param.grad = gradient
+            self._stand_ins.clear()
+
+    def _sum(self, param: Any) -> Tensor | None:
+        """Return the sum of all ranks' addends; None if it has been made."""
+        gradient = param.grad
+        if gradient is None:
+            gradient = zeros(param, self._known[param])
+        elif gradient.placements == param.placements:
+            return None
+        total: Tensor = gradient.redistribute(param.device_mesh, param.placements)
+        return total
+
+    def _disagreement(self, param: Tensor, first: str, known: Cut, second: str, cut: Cut) -> str:
+        return (
+            f"{self._names[param]}: its gradient is a sum still to be made over ranks, and not always the same one: "
+            f"{first} {_text(known)}, {second} {_text(cut)}; redistribute it to the parameter's placements before "
+            f"the step, on all ranks"
+        )
+
+
+def _text(cut: Cut) -> str:
+    return f"({', '.join(map(repr, cut.placements))}) of {cut.dtype}"

@@ -1,0 +1,398 @@
+"""`comms="sharded_sparse"`: of a table's gradient only the rows that some token touched travel to their owners.
+
+What happens when:
+
+    announce_rows   marks of this rank's rows -> their owners, counts -> everybody and on to the host, all of it while
+                    the backward pass runs
+    step            what was not announced is read off the gradient, and sent likewise; the host waits for counts, which
+                    tell all ranks alike whether touched rows travel or all rows
+                    touched rows -> owners, while every rank looks whether the rest of an announced gradient is zeros
+                    mean, AdamW, and weights to everybody, as with `comms="sharded"`
+
+Marks travel in a process group of their own: ranks announce when they please, or not at all, and may use their other
+process groups in between. In it, tables come in the order of the parameter groups, once a step. The arithmetic is in
+`row_division.py`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import (
+    Pending,
+    ProcessGroup,
+    start_all_gather,
+    start_all_max,
+    start_all_to_all,
+)
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.groups.names import known_as
+from quintic.optim.plan.bucket import Bucket, Sharding
+from quintic.optim.plan.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
+from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
+from quintic.optim.step.operands import dense_gradient
+
+__all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
+
+_Group = Mapping[str, Any]
+
+
+class Table:
+    """A parameter whose touched rows travel, and what ranks know of them during one step.
+
+    Args:
+        name: of the parameter.
+        param: the parameter.
+        group: position of its group.
+        sharding: of its bucket.
+    """
+
+    def __init__(self, name: str, param: Tensor, group: int, sharding: Sharding) -> None:
+        assert sharding.rows is not None
+        self.name, self.param, self.group = name, param, group
+        self.device = param.device
+        self.ranks, self.position = sharding.ranks, sharding.position
+        self.division: RowDivision = sharding.rows
+        self.is_complete = False
+        """Whether everything has been announced that will be."""
+        self.is_sent = False
+        """Whether the marks of this step are on their way."""
+        # Of this rank. What is sent is kept until the step is over, also for the stream that copies counts to the host.
+        self._marks = self._counts = torch.empty(0)
+        self._is_announced = False
+        self._held: Tensor | None = None
+        self._is_held = False
+        # Of all ranks.
+        self._pending_marks: Pending | None = None
+        self._pending_counts: Pending | None = None
+        self._host_counts: HostCopy | None = None
+        self._known_counts: list[list[int]] | None = None
+        self._stream: Any = None
+        # The number of a rank whose announcement was not right, counted from 1.
+        self._pending_offender: Pending | None = None
+        self._offender: HostCopy | None = None
+
+    def announce(self, rows: Tensor, *, is_complete: bool) -> None:
+        """Mark rows, see `Muon.announce_rows`.
+
+        Args:
+            rows: (n,) int64 on the device.
+            is_complete: whether these are the last ones before the parameter is stepped.
+        """
+        if self.is_sent:
+            raise RuntimeError(
+                f"{self.name}: announce_rows was called again after the rows of this step were sent; give more=True to "
+                f"all calls of a step but the last, and call withdraw_rows() where a step is left out"
+            )
+        if not self._is_announced:
+            self._marks, self._is_announced = self._no_marks(), True
+        self._marks[: self.division.num_rows].index_fill_(0, rows, 1)
+        self.is_complete = is_complete
+
+    def send(self, process_group: ProcessGroup) -> None:
+        """Start to send marks to the owners of the rows, and counts to everybody.
+
+        They are those of what was announced, or else of what the gradient has. All ranks must call it once a step.
+
+        Args:
+            process_group: of marks.
+
+        Raises:
+            ValueError: the gradient is sparse.
+        """
+        if not self._is_announced:
+            self._marks = self._no_marks()
+            gradient = self.gradient()
+            if gradient is not None:
+                self._marks[: self.division.num_rows] = touched_rows(gradient)
+        num_ranks, each = self.division.num_ranks, self.division.rows_per_rank
+        self._counts = torch.empty(1, num_ranks + 1, dtype=torch.int64, device=self.param.device)
+        self._counts[0, :num_ranks] = self._marks.view(num_ranks, each).sum(1)
+        self._counts[0, num_ranks] = self._is_announced
+        pending = start_all_gather(self._counts, num_ranks, process_group)
+        self._pending_marks = start_all_to_all(self._marks, [each] * num_ranks, [each] * num_ranks, process_group)
+        if self.param.is_cuda:
+            # Beside the computation, which must not wait until the other ranks have come so far.
+            self._stream = self._stream or torch.cuda.Stream(self.param.device)
+            with torch.cuda.stream(self._stream):
+                self._host_counts = HostCopy(pending.wait())
+        else:
+            self._pending_counts = pending
+        self.is_sent = True
+
+    def hold(self, gradient: Tensor | None) -> None:
+        """Keep this rank's gradient of a step that begins, contiguous, or that it has none; until `release`."""
+        self._held, self._is_held = gradient, True
+
+    def release(self) -> None:
+        """Forget what `hold` was given: gradients may be other ones now."""
+        self._held, self._is_held = None, False
+
+    def gradient(self) -> Tensor | None:
+        """Return this rank's gradient, contiguous.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        found = self._held if self._is_held else self.param.grad
+        # What is held has the parameter's strides.
+        return None if found is None else dense_gradient(self.param, found, self.name).detach()
+
+    def is_sparse(self) -> bool:
+        """Return whether touched rows travel in this step, the same on all ranks; waits until all have sent counts."""
+        return self.division.is_sparse([counts[:-1] for counts in self._all_counts()])
+
+    def sends(self) -> list[int]:
+        """Return how many rows this rank sends to each owner."""
+        return self._all_counts()[self.position][:-1]
+
+    def receives(self) -> list[int]:
+        """Return how many rows each rank sends to this one."""
+        return [counts[self.position] for counts in self._all_counts()]
+
+    def rows(self) -> Tensor:
+        """Return (n,) int64: the rows that this rank sends."""
+        return rows_to_send(self._marks, sum(self.sends()))
+
+    def places(self) -> Tensor:
+        """Return where this rank's rows stand among those it receives, see `places_of`."""
+        assert self._pending_marks is not None
+        marks, self._pending_marks = self._pending_marks.wait(), None
+        return places_of(marks.view(self.division.num_ranks, -1)[:, : self.division.rows_of(self.position)])
+
+    def start_check(self, gradient: Tensor | None, process_group: ProcessGroup) -> None:
+        """Start to find out whether some rank's gradient has rows that its announcement left out."""
+        if not any(counts[-1] for counts in self._all_counts()):
+            return
+        offender = torch.zeros(1, dtype=torch.int32, device=self.param.device)
+        if gradient is not None:
+            left_out = touched_rows(gradient) & (self._marks[: self.division.num_rows] == 0)
+            offender += left_out.any() * (self.position + 1)
+        self._pending_offender = start_all_max(offender, process_group)
+
+    def guarded(self, go: Tensor) -> Tensor:
+        """Return flags on the device, int32, with zeros instead if some rank's announcement left rows out."""
+        if self._pending_offender is None:
+            return go
+        offender, self._pending_offender = self._pending_offender.wait(), None
+        self._offender = HostCopy(offender)
+        return go * (offender == 0)
+
+    def check(self, wait: bool) -> None:
+        """Raise if the last step found rows that an announcement had left out, as far as that is known.
+
+        Args:
+            wait: for the device.
+
+        Raises:
+            RuntimeError: the same on all ranks.
+        """
+        if self._offender is None or not (wait or self._offender.is_there):
+            return
+        [offender] = self._offender.read()
+        self._offender = None
+        if offender:
+            raise RuntimeError(
+                f"{self.name}: rank {self.ranks[offender - 1]} has a gradient in rows that it had not announced, so "
+                f"that the last step left this parameter as it was; announce all rows that a backward pass touches, or "
+                f"none"
+            )
+
+    def reset(self) -> None:
+        """Forget everything about the step, once nothing of it is under way."""
+        if self.is_sent:
+            self._all_counts()
+        for pending in (self._pending_marks, self._pending_offender):
+            if pending is not None:
+                pending.wait()
+        self._pending_marks = self._pending_offender = self._host_counts = self._known_counts = None
+        self._marks = self._counts = torch.empty(0)
+        self.is_complete = self.is_sent = self._is_announced = False
+
+    def _no_marks(self) -> Tensor:
+        return torch.zeros(self.division.padded_rows, dtype=torch.uint8, device=self.param.device)
+
+    def _all_counts(self) -> list[list[int]]:
+        """Return for each rank how many rows it sends to each owner, and whether they were announced."""
+        if self._known_counts is None:
+            if self._pending_counts is not None:
+                self._host_counts, self._pending_counts = HostCopy(self._pending_counts.wait()), None
+            assert self._host_counts is not None
+            self._known_counts = self._host_counts.read()
+        return self._known_counts
+
+
+def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[], Tensor]:
+    """Send touched rows to their owners; the function returned waits for the mean of this rank's entries.
+
+    Args:
+        bucket: of the table alone.
+        table: whose marks were sent.
+        process_group: of the ranks.
+    """
+    row_size, gradient = table.division.row_size, table.gradient()
+    sends, receives = ([count * row_size for count in counts] for counts in (table.sends(), table.receives()))
+    if gradient is None:
+        send = torch.zeros(sum(sends), dtype=bucket.dtype, device=bucket.device)
+    else:
+        send = gradient.view(-1, row_size).index_select(0, table.rows()).to(bucket.dtype)
+    pending = start_all_to_all(send, sends, receives, process_group)
+    places = table.places()
+    table.start_check(gradient, process_group)
+    return lambda: mean_of_rows(pending.wait().view(-1, row_size), places, bucket.kernels).view(-1)
+
+
+class AnnouncedRows:
+    """The tables of one optimizer whose touched rows travel; they outlive its plans.
+
+    Args:
+        communicators: of the optimizer.
+    """
+
+    def __init__(self, communicators: Communicators) -> None:
+        self._communicators = communicators
+        self._tables: dict[Tensor, Table] = {}
+        """In the order in which ranks send marks."""
+        self._due: list[Table] = []
+
+    def adopt(self, buckets: Iterable[Bucket], groups: Sequence[_Group]) -> None:
+        """Find the tables of a new plan; those known before keep what was announced."""
+        found: dict[tuple[int, int], Table] = {}
+        for bucket in buckets:
+            if bucket.sharding is not None and bucket.sharding.rows is not None:
+                part = bucket.sharding.parts[0]
+                param = groups[bucket.group]["params"][part.index]
+                table = self._tables.get(param)
+                known = (bucket.sharding.rows, bucket.sharding.ranks, bucket.device)
+                if table is None or (table.division, table.ranks, table.device) != known:
+                    table = Table(part.name, param, bucket.group, bucket.sharding)
+                found[bucket.group, part.index] = table
+        self._tables = {table.param: table for _, table in sorted(found.items())}
+
+    def table_of(self, param: Tensor) -> Table | None:
+        """Return what is known of a parameter's rows; None if it always travels whole."""
+        return self._tables.get(param)
+
+    def announce(
+        self, groups: Sequence[_Group], param: Tensor | str, rows: Tensor, *, more: bool, may_send: bool
+    ) -> None:
+        """See `Muon.announce_rows`.
+
+        Args:
+            groups: of the optimizer.
+            param: or its name.
+            rows: numbers of rows.
+            more: whether further calls follow before the next step.
+            may_send: whether ranks have compared their plans.
+        """
+        self.check(wait=False)
+        found = _found(groups, param)
+        if not isinstance(rows, Tensor) or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+            what = f"a {type(rows).__name__}" if not isinstance(rows, Tensor) else f"of dtype {rows.dtype}"
+            raise TypeError(f"rows announced are {what}: they must be a tensor of integers, the numbers of rows")
+        table = self._tables.get(found)
+        if table is None:
+            return
+        if is_capturing(found.device):
+            raise RuntimeError(_no_capture(table.name))
+        table.announce(_numbers(rows, table), is_complete=not more and _is_due(groups[table.group]))
+        if may_send:
+            self._send_complete(groups)
+
+    def withdraw(self, groups: Sequence[_Group], *, may_have_sent: bool) -> None:
+        """See `Muon.withdraw_rows`; arguments as in `announce`."""
+        for table in self._tables.values():
+            if not table.is_sent and may_have_sent and _is_due(groups[table.group]):
+                # Other ranks may wait for it.
+                table.send(self._communicators.of_marks(table.ranks))
+            table.reset()
+
+    def begin_step(self, groups: Sequence[_Group]) -> None:
+        """Send the marks of all tables that are stepped now. All ranks that share them must call it.
+
+        Raises:
+            RuntimeError: the step before found rows that had not been announced, or a CUDA graph is being captured.
+            ValueError: a gradient is sparse.
+        """
+        for table in self._tables.values():
+            if is_capturing(table.param.device):
+                raise RuntimeError(_no_capture(table.name))
+        self.check(wait=True)
+        self._due = [table for table in self._tables.values() if _is_due(groups[table.group])]
+        for table in self._due:
+            if not table.is_sent:
+                table.send(self._communicators.of_marks(table.ranks))
+
+    def end_step(self) -> None:
+        """Forget what was announced for the step."""
+        for table in self._due:
+            table.reset()
+        for table in self._tables.values():
+            table.release()
+        self._due = []
+
+    def check(self, wait: bool) -> None:
+        """Raise if the last step found rows that had not been announced, see `Table.check`."""
+        for table in self._tables.values():
+            table.check(wait)
+
+    def _send_complete(self, groups: Sequence[_Group]) -> None:
+        """Send the marks of tables that are announced, and none after one that is not: all ranks keep the order."""
+        for table in self._tables.values():
+            if table.is_sent or not _is_due(groups[table.group]):
+                continue
+            if not table.is_complete:
+                return
+            table.send(self._communicators.of_marks(table.ranks))
+
+
+def _numbers(rows: Tensor, table: Table) -> Tensor:
+    """Return (n,) int64 on the table's device."""
+    rows = rows.reshape(-1).long()
+    if rows.device.type != "cpu":
+        return rows.to(table.param.device)
+    if rows.numel():
+        low, high = (int(bound) for bound in rows.aminmax())
+        if low < 0 or high >= table.division.num_rows:
+            raise IndexError(
+                f"{table.name}: rows from {low} to {high} were announced, the parameter has {table.division.num_rows}"
+            )
+    return upload(rows, table.param.device)
+
+
+def _is_due(group: _Group) -> bool:
+    """Return whether the next step steps a group."""
+    return bool((group["pending_steps"] + 1) % group["step_every"] == 0)
+
+
+def _found(groups: Sequence[_Group], param: Tensor | str) -> Tensor:
+    """Return the parameter that is meant.
+
+    Raises:
+        ValueError: there is none, or it is in a group with another `comms`.
+    """
+    for group in groups:
+        candidate: Tensor
+        for name, candidate in zip(group["param_names"], group["params"], strict=True):
+            is_meant = name == param if isinstance(param, str) else candidate is param
+            if is_meant and group["comms"] == "sharded_sparse":
+                return candidate
+            if is_meant:
+                raise ValueError(
+                    f"{name}: rows are announced for comms='sharded_sparse', its group has comms={group['comms']!r}"
+                )
+    if isinstance(param, str):
+        meant = known_as(param, {name for group in groups for name in group["param_names"]})
+        if meant != param:
+            return _found(groups, meant)
+    what = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
+    raise ValueError(f"rows were announced for {what}, which is no parameter of the optimizer")
+
+
+def _no_capture(name: str) -> str:
+    return (
+        f"{name}: with comms='sharded_sparse' messages have another size in every step, which a CUDA graph cannot "
+        f"have; use comms='sharded' to capture steps"
+    )

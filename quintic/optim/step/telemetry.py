@@ -1,0 +1,132 @@
+"""What a step did, and how well: counts of the last step, and sampled measurements of every matrix.
+
+The measurements come from Gram matrices alone (traces of G and G^2), so that they cost two small products per matrix
+on the steps that are sampled and wait for nothing; numbers reach the host when the user asks for them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.plan.members import Member
+
+__all__ = ["MatrixTelemetry", "Measured", "StepReport", "collected", "measure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What the last call of `step()` did."""
+
+    matrices: Mapping[str, int] = field(default_factory=dict)
+    """How many matrices this rank orthogonalised, by method."""
+    adamw_parameters: int = 0
+    """How many parameters AdamW updated."""
+    without_gradient: int = 0
+    """Parameters whose gradient was None: left as they were."""
+    waiting: int = 0
+    """Parameters whose group steps every k-th time, and not this time."""
+    clipped_layers: int = 0
+    """Attention layers whose logits were given to QK-clip."""
+    skipped: bool = False
+    """Whether non-finite gradients made the step leave everything as it was."""
+    skipped_steps: int = 0
+    """How many steps were skipped since construction."""
+
+    @property
+    def num_matrices(self) -> int:
+        """Return how many matrices were orthogonalised."""
+        return sum(self.matrices.values())
+
+    def __str__(self) -> str:
+        """Return one line."""
+        methods = ", ".join(f"{count} by {method}" for method, count in self.matrices.items())
+        parts = [f"{self.num_matrices} matrices orthogonalised" + (f" ({methods})" if methods else "")]
+        parts.append(f"{self.adamw_parameters} parameters by AdamW")
+        for number, what in (
+            (self.without_gradient, "without gradient"),
+            (self.waiting, "waiting for their turn"),
+            (self.clipped_layers, "layers clipped"),
+        ):
+            if number:
+                parts.append(f"{number} {what}")
+        parts.append(f"{self.skipped_steps} steps skipped" + (", this one too" if self.skipped else ""))
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixTelemetry:
+    """Measurements of one matrix on the last sampled step."""
+
+    update_rms: float
+    """Root mean square of the applied update over the learning rate: scale, multiplier and neuron factors included."""
+    mean_squared_sigma: float
+    """Mean of the squared singular values after orthogonalisation: 1 for an exact polar factor of full rank."""
+    sigma_spread: float
+    """Standard deviation of these squared singular values: 0 for an exact polar factor."""
+    effective_rank: float
+    """(tr G)^2 / tr(G^2) of the direction's Gram matrix G before orthogonalisation: between 1 and the short side."""
+
+
+class Measured(NamedTuple):
+    """Measurements of the matrices of one shape in a bucket, on their device."""
+
+    members: Sequence[Member]
+    values: Tensor
+    """What `measure` returned for the matrices of these members."""
+    stepped: Tensor | None
+    """() or (matrices,) int32: 0 for those that the step left as they were; None for none."""
+
+
+def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
+    """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
+    found: dict[str, dict[int, MatrixTelemetry]] = {}
+    for members, values, stepped in chain.from_iterable(kinds.values() for kinds in measured.values()):
+        flags = repeat(1) if stepped is None else iter(stepped.expand(len(values)).tolist())
+        rows = iter(values.tolist())
+        for member in members:
+            for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
+                rms, mean, spread, rank = next(rows)
+                if next(flags):
+                    found.setdefault(member.name, {})[number] = MatrixTelemetry(
+                        update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
+                    )
+    return {name: [matrices[number] for number in sorted(matrices)] for name, matrices in found.items()}
+
+
+def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
+    """Return the fields of `MatrixTelemetry` for each matrix of a bucket.
+
+    Args:
+        directions: (b, m, n) before orthogonalisation, any scale; not modified.
+        updates: (b, m, n) after it; not modified.
+        factors: (b, m or 1, n or 1): what multiplies the updates besides the learning rate.
+
+    Returns:
+        (b, 4) float32 on the device.
+    """
+    rows = []
+    # One matrix at a time: sampling must not need more memory than the step itself.
+    for direction, update, factor in zip(directions, updates, factors, strict=True):
+        wide = update.float()
+        rms = torch.linalg.vector_norm(wide * factor.float()) / wide.numel() ** 0.5
+        first, second = _moments(wide)
+        peak = direction.abs().amax().float()
+        scaled = direction.float() / torch.where(peak > 0, peak, torch.ones_like(peak))
+        trace, square = _moments(scaled)
+        short = min(wide.shape)
+        rank = short * trace.square() / torch.where(square > 0, square, torch.ones_like(square))
+        spread = (second - first.square()).clamp_min(0).sqrt()
+        rows.append(torch.stack([rms, first, spread, rank]))
+    return torch.stack(rows)
+
+
+def _moments(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tr(G) / s and tr(G^2) / s of the Gram matrix on the short side s: means of sigma^2 and sigma^4."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    gram = wide @ wide.mT
+    short = gram.shape[0]
+    return gram.diagonal().sum() / short, gram.square().sum() / short

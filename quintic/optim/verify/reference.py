@@ -1,0 +1,495 @@
+"""The step again, slow and obviously right: what `Muon.step` is compared with, see `verify.py`.
+
+One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
+`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of. Nothing of the pipeline
+is used: neither buckets nor exchanges nor kernels. What both share is the update rule itself, the layouts, which part
+of divided state is whose (`comms="sharded"`), and where directions and averages are rounded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import (
+    ProcessGroup,
+    all_agree_,
+    all_gather_uneven,
+    all_gather_values,
+    group_ranks,
+    num_ranks,
+    this_rank,
+)
+from quintic.optim.comms.sharing import AVERAGING, layouts_of
+from quintic.optim.layout.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import View
+from quintic.optim.muon import Muon
+from quintic.optim.plan.members import direction_dtype, form_of
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.rules.rates import learning_rate
+from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+from quintic.optim.state.parts import CUT_KEYS, divided_state
+from quintic.optim.state.placement import state_on_device
+from quintic.optim.state.sharded_state import Divided, divided_parameters
+from quintic.optim.state.state import second_moments
+from quintic.optim.step.early_averages import OfGroup
+from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
+
+__all__ = ["Observer", "Parameter", "Rounding", "parameters_of", "reference_step", "run_reference"]
+
+# State that is not cut as the parameter is.
+_UNCUT = ("step", "second_momentum_buffer")
+
+# What is taken for the rounding of a user's function, relative to its result: nobody knows how it computes.
+_FUNCTION_ROUNDING = 2.0**-8
+
+# In how many ways directions are moved to see what comes of it.
+_PATTERNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding did to one matrix: how far the same polynomial in a wider dtype, and of a nearby direction, is."""
+
+    update: float
+    """Largest of the change of a weight."""
+    second_moment: float
+    """Largest of NorMuon's second moments; 0 without them."""
+
+
+Observer = Callable[[Tensor, int, Rounding], None]
+"""Called with a parameter, the number of a matrix of it and its rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an optimizer, and where its pieces are."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout | None
+    """None where this rank has all there is."""
+    process_group: ProcessGroup | None
+    """Of the layout's ranks."""
+    divided: Divided | None = None
+    """Which parts of the state are whose; None where state lies as the parameter does."""
+    early: OfGroup | None = None
+    """The average of its gradients, where it was made before the step."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that hold pieces or copies, in the order of the process group."""
+        return (this_rank(),) if self.layout is None else tuple(sorted(self.layout.ranks))
+
+    @property
+    def own_copy(self) -> tuple[int, ...]:
+        """Return the ranks that hold the pieces of the same copy as this rank, in order."""
+        if self.layout is None or self.layout.is_replicated:
+            return (this_rank(),)
+        copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
+        return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole of what this rank holds a piece of, a new tensor. All of `ranks` must call it."""
+        layout = self.layout
+        if layout is None or self.process_group is None or layout.is_replicated:
+            return local.clone()
+        boxes = [layout.box_of(rank) for rank in self.ranks]
+        parts = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
+        whole = local.new_empty(layout.shape)
+        for rank, box, part in zip(self.ranks, boxes, parts, strict=True):
+            if rank in self.own_copy and part.numel():
+                self.piece(whole, rank).copy_(part.view(size_of(box)))
+        return whole
+
+    def whole_of(self, key: str, local: Tensor) -> Tensor:
+        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it.
+
+        Args:
+            key: name of the state.
+            local: what this rank has.
+        """
+        if self.divided is None or key not in CUT_KEYS:
+            return self.whole(local)
+        return self._of_parts(local)
+
+    def whole_average(self) -> Tensor | None:
+        """Return the average of the gradients if it was made before. All of `ranks` must call it."""
+        if self.early is None:
+            return None
+        if self.early.own is not None:
+            return self._of_parts(self.early.own[self.param])
+        return self.early.lent[self.param] if self.param.grad is None else self.param.grad
+
+    def _of_parts(self, local: Tensor) -> Tensor:
+        """Return the whole of what each rank has some parts of."""
+        assert self.divided is not None
+        assert self.process_group is not None
+        positions = range(len(self.divided.ranks))
+        sizes = [sum(part.numel for part in self.divided.parts if part.owner == owner) for owner in positions]
+        found = all_gather_uneven(local, sizes, self.process_group)
+        whole = torch.empty_like(self.param, dtype=local.dtype)
+        for part in self.divided.parts:
+            run = found[part.owner][part.offset : part.offset + part.numel]
+            in_memory_order(whole)[part.start : part.stop].copy_(run)
+        return whole
+
+    def local_of(self, key: str, whole: Tensor) -> Tensor:
+        """Return what this rank has of a whole weight or state."""
+        if self.divided is None:
+            return self.piece(whole, this_rank())
+        return divided_state({key: whole}, self.divided.parts, self.divided.ranks.index(this_rank()))[key]
+
+    def piece(self, whole: Tensor, rank: int) -> Tensor:
+        """Return what a rank holds of a whole tensor, sharing memory."""
+        if self.layout is None:
+            return whole
+        return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
+
+    def sole_holders(self) -> dict[tuple[int, int], int]:
+        """Return the matrices whose state one of several ranks alone has, as (block of the view, number in it)."""
+        found: dict[tuple[int, int], int] = {}
+        if self.layout is None:
+            return found
+        if self.divided is not None:
+            for part in self.divided.parts:
+                found |= dict.fromkeys(part.unit.matrices if part.unit else (), self.divided.ranks[part.owner])
+            return found
+        for unit in self.group["view"].units(self.layout.shape):
+            holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
+            if len(holders) == 1:
+                found |= dict.fromkeys(unit.matrices, holders[0])
+        return found
+
+
+def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
+    """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
+    divided = divided_parameters(optimizer.param_groups)
+    early = optimizer._current.early.fresh()
+    layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
+    optimizer._current.communicators.connect(optimizer.param_groups, layouts)
+    for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
+        for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
+            if layout is None:
+                yield Parameter(name, param, group, None, None)
+            elif this_rank() in layout.ranks:
+                process_group = optimizer._current.communicators[tuple(sorted(layout.ranks))]
+                yield Parameter(name, param, group, layout, process_group, divided.get(param), early.get(number))
+
+
+def reference_step(optimizer: Muon) -> None:
+    """Do what `optimizer.step()` does, slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
+
+    For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
+    `step_every`; counts of steps, telemetry and hooks of the optimizer are left alone, and QK-clip takes no part. A
+    parameter that several ranks hold (a `DTensor`, or `comms="averaged"`) is stepped if all of them have a gradient;
+    with `comms="replicated"` and `"sharded"`, and where a `DTensor`'s gradient is a sum still to be made (`Partial`),
+    if any has, and the others count as zeros.
+
+    Needs the memory of one whole Muon parameter with its gradient and state, several times (with `comms="sharded"` of
+    any parameter, and the gradients of all ranks). All ranks that share parameters must call it, and wait for the
+    device and for each other.
+
+    Args:
+        optimizer: with gradients in `p.grad`, which are not modified.
+
+    Raises:
+        TypeError: it is not a `quintic.Muon`.
+        ValueError: a gradient is sparse.
+        FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+        RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
+    """
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
+    run_reference(optimizer, None)
+    optimizer._current.early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
+
+
+@torch.no_grad()
+def run_reference(optimizer: Muon, observer: Observer | None) -> None:
+    """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
+    groups = optimizer.param_groups
+    pending_steps = [(group["pending_steps"] + 1) % group["step_every"] for group in groups]
+    optimizer._planned().agreements.check_sums(pending_steps)
+    everything = list(parameters_of(optimizer))
+    due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
+    # Ranks of one process group meet the same parameters in the same order.
+    parameters = [found for found in everything if id(found.group) in due]
+    is_finite = _all_finite(optimizer, everything, parameters)
+    states = optimizer.state
+    for found in parameters:
+        # All ranks must ask, whatever they know themselves.
+        cut = _partial_cut(found)
+        is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
+        if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
+            with state_on_device(found.param, states[found.param]) as state:
+                _step_parameter(found, cut, state, observer)
+    for group, pending in zip(groups, pending_steps, strict=True):
+        group["pending_steps"] = pending
+
+
+def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:
+    """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
+
+    All of these ranks must call it.
+
+    Args:
+        optimizer: of all parameters.
+        everything: this rank's parameters.
+        due: those that are stepped now.
+
+    Raises:
+        FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
+    """
+    asking = [found for found in due if found.group["on_nonfinite"] != "propagate"]
+    bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
+    is_raised = any(found.group["on_nonfinite"] == "raise" for found in asking)
+    groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
+    for group in optimizer.param_groups:
+        # Ranks that need not share anything, where the user names them.
+        if group["comms"] == "none" and group["process_group"] is not None and group["params"]:
+            ranks = tuple(sorted(group_ranks(group["process_group"])))
+            if this_rank() in ranks:
+                groups[ranks] = group["process_group"], group["params"][0]
+    flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
+    if flags == [0, 0]:
+        where = bad[0].name if bad else "on another rank"
+        raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
+    return bool(flags[0])
+
+
+def _least_of_connected(
+    flags: list[int], groups: Mapping[tuple[int, ...], tuple[ProcessGroup | None, Tensor]]
+) -> list[int]:
+    """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
+
+    Each process group takes its minimum, one after the other, until a flag can have gone from any rank to any other.
+
+    Args:
+        flags: of this rank.
+        groups: ranks -> their process group, and a tensor on the device on which they communicate.
+    """
+    # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
+    num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
+    for _ in range(num_rounds):
+        for _, (process_group, param) in sorted(groups.items(), key=lambda item: item[0]):
+            on_device = torch.tensor(flags, dtype=torch.int32, device=param.device)
+            all_agree_(on_device, process_group)
+            flags = on_device.tolist()
+    return flags
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(torch.isfinite(local_tensor(gradient)).all())
+
+
+def _partial_cut(found: Parameter) -> Cut | None:
+    """Return how a `DTensor`'s gradient is cut on the ranks that have one, if it is a sum still to be made."""
+    if found.process_group is None or not hasattr(found.param, "device_mesh"):
+        return None
+    return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
+
+
+def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
+    """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
+    one_is_enough: bool = may_lack_addends or found.group["comms"] in AVERAGING
+    flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
+    if found.process_group is not None:
+        all_agree_(flag, found.process_group)
+    return bool(flag) is not one_is_enough
+
+
+def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
+    """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part."""
+    if cut is not None and found.param.grad is None:
+        param: Any = found.param
+        return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
+    gradient = local_gradient(found.param)
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
+    if found.group["comms"] not in AVERAGING or found.process_group is None:
+        assert gradient is not None
+        return gradient
+    early = found.whole_average()
+    if early is not None:
+        return early
+    if gradient is None:
+        gradient = torch.zeros_like(found.param)
+    if found.divided is not None:
+        gradient = gradient.to(found.param.dtype)  # as it travels
+    everyone = all_gather_uneven(gradient.reshape(-1), [gradient.numel()] * len(found.ranks), found.process_group)
+    total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
+    for one in everyone:
+        total += one
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    count = torch.full((), len(everyone), dtype=total.dtype, device=total.device)
+    return (total / count).to(gradient.dtype).view(gradient.shape)
+
+
+def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], observer: Observer | None) -> None:
+    gradient = _gradient_of(found, cut)
+    local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
+    is_adamw = found.group["algorithm"] == "adamw"
+    if is_adamw and found.divided is None:
+        _step_adamw(local, gradient, found.group)
+        return
+    whole = {key: found.whole_of(key, value) for key, value in local.items() if key not in _UNCUT}
+    # The gradient may lie otherwise in memory than the weight.
+    whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(found.whole(gradient))
+    buffer = local.get("second_momentum_buffer")
+    second = None if buffer is None else _whole_second_moments(found, buffer)
+    if is_adamw:
+        _step_adamw({"step": local["step"], **whole}, whole["gradient"], found.group)
+    else:
+        _step_matrices(found, whole, second, observer)
+    for key, value in local.items():
+        if key not in _UNCUT and value.numel():
+            value.copy_(found.local_of(key, whole[key]))
+    if buffer is not None and second is not None:
+        buffer.copy_(second)
+
+
+def _whole_second_moments(found: Parameter, buffer: Tensor) -> Tensor:
+    """Return NorMuon's second moments of all matrices: those of a matrix that one rank alone holds are there alone."""
+    if found.layout is None or found.process_group is None:
+        return buffer.clone()
+    everyone = all_gather_uneven(buffer, [buffer.numel()] * len(found.ranks), found.process_group)
+    shape, view = found.layout.shape, found.group["view"]
+    by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(found.ranks, everyone, strict=True)}
+    result = buffer.clone()
+    for (block, matrix), holder in found.sole_holders().items():
+        second_moments(result, shape, view)[block][matrix].copy_(by_rank[holder][block][matrix])
+    return result
+
+
+def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> None:
+    """Step a parameter entry by entry: where its pieces are makes no difference."""
+    adamw_(
+        local["weight"],
+        local.get("master", local.get("mantissa")),
+        gradient,
+        local["exp_avg"],
+        local["exp_avg_sq"],
+        local["step"],
+        lr=learning_rate(group),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decay_coupling=group["decay_coupling"],
+        cautious=group["cautious"],
+    )
+
+
+def _step_matrices(
+    found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, observer: Observer | None
+) -> None:
+    """Step the whole weight, momentum and master, one matrix after the other."""
+    view: View = found.group["view"]
+    # Copies, whether or not a view's matrices share memory with the tensor.
+    batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
+    moments = None if second is None else second_moments(second, whole["weight"].shape, view)
+    number = 0
+    for block, weights in enumerate(batches["weight"]):
+        for index in range(weights.shape[0]):
+            matrix = {key: batch[block][index : index + 1] for key, batch in batches.items()}
+            if moments is not None:
+                matrix["second_moment"] = moments[block][index : index + 1]
+            if matrix["weight"].numel():
+                rounding = _step_matrix(matrix, number, found.group, measure=observer is not None)
+                if observer is not None and rounding is not None:
+                    observer(found.param, number, rounding)
+            number += 1
+    for key, batch in batches.items():
+        view.write_(whole[key], batch)
+
+
+def _step_matrix(
+    matrix: Mapping[str, Tensor], number: int, group: Mapping[str, Any], *, measure: bool
+) -> Rounding | None:
+    """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    weight, momentum = matrix["weight"], matrix["momentum_buffer"]
+    m, n = weight.shape[1:]
+    form = form_of(group, m, n, weight.dtype, weight.device)
+    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group["momentum"]), nesterov=group["nesterov"])
+    direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
+    if form is None:
+        update = group["orthogonalizer"](direction).to(direction.dtype)
+    else:
+        update = apply_form(direction, form, "torch")
+    # In the dtype of the step, so that on CPUs not even the last bit differs.
+    factor = torch.full((1, 1, 1), lr_scale_factor(group["lr_scale"], m, n), dtype=momentum.dtype, device=weight.device)
+    if group["lr_multipliers"] is not None:
+        factor = factor * torch.tensor(group["lr_multipliers"][number], dtype=factor.dtype, device=factor.device)
+    before = matrix["second_moment"].clone() if "second_moment" in matrix else None
+    scale = factor
+    if before is not None:
+        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group["normalize_beta"]))
+    apply_(
+        [weight],
+        [matrix.get("master", matrix.get("mantissa"))],
+        [update],
+        [factor],
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        decay_coupling=group["decay_coupling"],
+        cautious=group["cautious"],
+    )
+    if not measure:
+        return None
+    change = factor * update * float(group["lr"])
+    if form is None:
+        second = 0.0 if before is None else _largest(matrix["second_moment"])
+        return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
+    wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
+    forms = [(direction, wide)]
+    if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
+        terms = matrix["gradient"].abs().to(momentum.dtype) + momentum.abs()
+        moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
+        # Rounded as well: of a small matrix a single product may be nearly exact by chance.
+        forms += [(found, precision) for found in moved for precision in (wide, form)]
+    changes, moments = [], []
+    for found, precision in forms:
+        result = apply_form(found, precision, "torch")
+        result_factor = scale
+        if before is not None:
+            moments.append(before.clone())
+            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group["normalize_beta"]))
+        changes.append(result_factor * result * float(group["lr"]))
+    if moments:
+        moments.append(matrix["second_moment"])
+    return Rounding(_spread([*changes, change]), _spread(moments))
+
+
+def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
+    """Return a direction as it may come out where sums are rounded in another order.
+
+    Of 16-bit entries one in 31 is another neighbour of the exact value. Wider ones all move, by a rounding of what was
+    added: where that cancels, it is more than a rounding of the sum.
+
+    Args:
+        direction: any shape.
+        terms: sums of the absolute values that were added, of the same shape.
+        pattern: which of many ways to move the entries.
+    """
+    eps = torch.finfo(direction.dtype).eps
+    numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)
+    # Without a regularity: all entries of a row or a matrix times one number would be the same direction.
+    signs = 1 - 2 * (((numbers + 1000003 * pattern) * 2654435761 >> 13) & 1)
+    if direction.itemsize == 2:
+        neighbours = (direction.double() * (1 + eps * signs)).to(direction.dtype)
+        return torch.where(numbers % 31 == pattern, neighbours, direction)
+    return (direction.double() + eps * signs * terms.double()).to(direction.dtype)
+
+
+def _spread(tensors: Sequence[Tensor]) -> float:
+    """Return how far tensors are from the first of them, at most; 0 for none."""
+    return max((_largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest finite absolute entry, 0 if there is none."""
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max())

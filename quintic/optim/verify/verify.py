@@ -1,0 +1,356 @@
+"""`verify`: is one step on this mesh, with these kernels, the step that the reference makes?
+
+keep      weights, state and counts, in host memory
+step      the optimizer's own, with the gradients that are there; its results go to host memory too
+restore
+reference one parameter at a time, see `reference.py`; measures how much rounding each matrix suffers
+compare   matrix by matrix, and AdamW's parameters piece by piece
+restore   bit for bit
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
+from quintic.optim.comms.sharing import AVERAGING
+from quintic.optim.groups.names import model_parameters
+from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.muon import Muon
+from quintic.optim.rules.opaque import without_hooks
+from quintic.optim.rules.precision import full_precision
+from quintic.optim.rules.rates import learning_rate
+from quintic.optim.state.state import master_key, second_moments
+from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
+from quintic.optim.verify.reference import Parameter, Rounding, parameters_of, run_reference
+from quintic.optim.verify.report import Answer, Difference, Verification, badness, merged
+
+__all__ = ["verify"]
+
+# Two computations of one matrix may each be this far from exact, in units of the rounding that was measured, and one of
+# them may have been luckier when it was.
+_ROUNDINGS = 4.0
+
+# What element-wise arithmetic in another order may change: of the largest change of a matrix, of values in units of
+# their dtype's eps, and AdamW's update in units of its learning rate.
+_CHANGE = 2.0**-18
+_EPS = 8
+_ADAMW = 1e-4
+
+# Differences that a rank reports to the others.
+_MOST_REPORTED = 1000
+
+# Keys of a group that are no options, or may differ from rank to rank.
+_NO_OPTIONS = ("params", "param_names", "process_group")
+
+
+def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | None = None) -> Verification:
+    """Make one step on this mesh, compare it with `reference_step`, and undo both.
+
+    Call it where `optimizer.step()` would be called, after `backward()`; training then goes on as if nothing had
+    happened: weights, state, counts, telemetry and random number generators are bit for bit what they were. Hooks of
+    the optimizer do not run, QK-clip takes no part, and groups with `step_every` step whatever their place in it.
+    Without any gradient on any rank, random ones stand in, which are removed again.
+
+    A difference counts as wrong where rounding does not explain it. How much that is, is measured for each matrix: what
+    changes when the reference multiplies in a wider dtype. Weights and all state are compared.
+
+    Every rank orthogonalises every matrix it holds a part of twice, without kernels, once in the wider dtype. Host
+    memory: twice the weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its
+    gradient and state, several times; random gradients, if there are to be any.
+
+    All ranks must call it.
+
+    Args:
+        model: its parameters; those the optimizer has must be among them.
+        optimizer: made for the model.
+        process_group: the ranks that call, and that get the report; None for all.
+
+    Returns:
+        The same report on all of them; `report.ok` says it in one word, `print(report)` in a few. Nothing is raised for
+        a step that is wrong.
+
+    Raises:
+        TypeError: the optimizer is not a `quintic.Muon`.
+        ValueError, FloatingPointError: as `optimizer.step()`, and `reference_step`; everything is restored before.
+    """
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
+    names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
+    problems = [
+        f"{name}: this parameter of the optimizer is none of the model's; make the optimizer after the model is moved, "
+        f"wrapped (fully_shard, parallelize_module) or compiled"
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+        if param not in names
+    ]
+    kept = Kept(optimizer)
+    given: list[Tensor] = []
+    roundings: dict[tuple[Tensor, int], Rounding] = {}
+
+    def observe(param: Tensor, number: int, rounding: Rounding) -> None:
+        roundings[param, number] = rounding
+
+    try:
+        given = _give_gradients(optimizer, process_group)
+        kept.keep_gradients()
+        kept.make_due()
+        # Without PyTorch's layer that calls hooks, and without what a scheduler wraps around the method.
+        without_hooks(type(optimizer).step)(optimizer)
+        taken = snapshot(optimizer)
+        kept.restore()
+        kept.make_due()
+        run_reference(optimizer, observe)
+        found, stepped = _compare(optimizer, kept.values, taken, roundings)
+    finally:
+        kept.restore()
+        for param in given:
+            param.grad = None
+    renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
+    found = [replace(difference, name=renamed[difference.name]) for difference in found]
+    stepped = {renamed[name]: count for name, count in stepped.items()}
+    answer = Answer(found, stepped, problems, _options(optimizer, names))
+    return merged(all_gather_values(answer, process_group))
+
+
+def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
+    """Return the options, as text, of each parameter that several ranks share."""
+    of_group = {
+        id(group): {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        for group in optimizer.param_groups
+    }
+    return {
+        (names.get(found.param, found.name), found.ranks): of_group[id(found.group)]
+        for found in parameters_of(optimizer)
+        if found.layout is not None
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    # Where a function is in memory differs from rank to rank.
+    return str(getattr(value, "__qualname__", "a function")) if callable(value) else repr(value)
+
+
+@torch.no_grad()
+def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
+    """Set random gradients if no rank has any, the same wherever a piece is held, unless they are to be averaged.
+
+    Returns:
+        The parameters that got one.
+    """
+    has_gradients = any(param.grad is not None for _, param in named_parameters(optimizer))
+    if any(all_gather_values(has_gradients, process_group)):
+        return []
+    given = []
+    for number, found in enumerate(parameters_of(optimizer)):
+        box = None if found.layout is None else found.layout.box_of(this_rank())
+        # Of its own, so that the user's generators do not notice.
+        of_rank = this_rank() if found.group["comms"] in AVERAGING else None
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
+        found.param.grad = torch.zeros_like(found.param)
+        local = local_tensor(found.param.grad)
+        local.copy_(torch.randn(local.shape, generator=generator, device="cpu"))
+        given.append(found.param)
+    return given
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+@torch.no_grad()
+def _compare(
+    optimizer: Muon, before: Values, taken: Values, roundings: Mapping[tuple[Tensor, int], Rounding]
+) -> tuple[list[Difference], dict[str, int]]:
+    """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
+    differences: list[Difference] = []
+    stepped: dict[str, int] = {}
+    states = optimizer.state
+    for found in parameters_of(optimizer):
+        # State may be in host memory.
+        expected, first, second = (
+            {key: value.to(found.param.device) for key, value in values.items()}
+            for values in (local_values(states, found.param), before[found.param], taken[found.param])
+        )
+        if found.group["algorithm"] == "muon":
+            differences += _compare_matrices(found, expected, second, first, roundings)
+        elif found.param.grad is not None or found.divided is not None:
+            differences += _compare_adamw(found, expected, second, first)
+        if found.param.grad is not None:
+            shapes = found.group["view"].shapes(found.param.shape) if found.group["algorithm"] == "muon" else ()
+            stepped[found.name] = sum(count for count, _, _ in shapes)
+    return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
+
+
+def _compare_adamw(
+    found: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    """Yield the differences of what this rank holds. All ranks that share the parameter must call it."""
+    for key in ("weight", "exp_avg", "exp_avg_sq", "step"):
+        old, right, mine = (_value(found, values, key) for values in (before, expected, taken))
+        if right.numel() == 0:
+            continue
+        if key == "weight":
+            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * learning_rate(found.group))
+            scale = _largest(right - old)
+        else:
+            allowed = torch.full_like(right, 0.0 if key == "step" else _allowed_state(right, old))
+            scale = _largest(right)
+        absolute, ratio = _distance(right, mine, allowed)
+        yield Difference(
+            name=found.name,
+            tensor=key,
+            matrix=None,
+            num_matrices=0,
+            ranks=(this_rank(),),
+            absolute=absolute,
+            relative=_relative(absolute, scale),
+            ratio=ratio,
+        )
+
+
+def _compare_matrices(
+    found: Parameter,
+    expected: Mapping[str, Tensor],
+    taken: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    roundings: Mapping[tuple[Tensor, int], Rounding],
+) -> Iterator[Difference]:
+    """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
+    view, shape = found.group["view"], found.param.shape
+    numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
+    holders = found.sole_holders() if found.divided is not None else {}
+    for key in ("weight", "momentum_buffer"):
+        wholes = [_whole_value(found, values, key) for values in (before, expected, taken)]
+        batches = [view.batches(whole) for whole in wholes]
+        for number, (block, index) in enumerate(numbers):
+            old, right, mine = (batch[block][index] for batch in batches)
+            is_elsewhere = key != "weight" and holders.get((block, index), this_rank()) != this_rank()
+            if right.numel() == 0 or is_elsewhere:
+                continue
+            change = _largest(right - old)
+            if key == "weight":
+                # A parameter that was not stepped has not changed.
+                rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+                slack = _ROUNDINGS * rounding.update + _CHANGE * change
+                allowed = _allowed_change(found.group, expected, old, right, slack)
+            else:
+                allowed = torch.full_like(right, _allowed_state(right, old))
+            absolute, ratio = _distance(right, mine, allowed)
+            yield Difference(
+                name=found.name,
+                tensor=key,
+                matrix=number,
+                num_matrices=len(numbers),
+                ranks=_ranks(found, wholes[1], block, index, (right - mine).abs() > allowed if ratio > 1 else None),
+                absolute=absolute,
+                relative=_relative(absolute, change if key == "weight" else _largest(right)),
+                ratio=ratio,
+            )
+    if "second_momentum_buffer" in expected:
+        yield from _compare_second_moments(found, numbers, expected, taken, roundings)
+
+
+def _compare_second_moments(
+    found: Parameter,
+    numbers: Sequence[tuple[int, int]],
+    expected: Mapping[str, Tensor],
+    taken: Mapping[str, Tensor],
+    roundings: Mapping[tuple[Tensor, int], Rounding],
+) -> Iterator[Difference]:
+    """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
+    view, shape = found.group["view"], found.param.shape
+    holders = found.sole_holders()
+    key = "second_momentum_buffer"
+    all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
+    for number, (block, index) in enumerate(numbers):
+        right, mine = all_right[block][index], all_mine[block][index]
+        if right.numel() == 0 or holders.get((block, index), this_rank()) != this_rank():
+            continue
+        rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+        slack = _ROUNDINGS * rounding.second_moment + _allowed_state(right, right)
+        absolute, ratio = _distance(right, mine, torch.full_like(right, slack))
+        yield Difference(
+            name=found.name,
+            tensor=key,
+            matrix=number,
+            num_matrices=len(numbers),
+            ranks=(this_rank(),),
+            absolute=absolute,
+            relative=_relative(absolute, _largest(right)),
+            ratio=ratio,
+        )
+
+
+def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
+    """Return the ranks that hold wrong entries of a matrix; None for any entries."""
+    if len(found.own_copy) == 1:
+        return found.own_copy
+    marks = torch.zeros_like(whole, dtype=torch.bool)
+    batches = [batch.clone() for batch in found.group["view"].batches(marks)]
+    batches[block][index] = True if wrong is None else wrong
+    found.group["view"].write_(marks, batches)
+    return tuple(rank for rank in found.own_copy if bool(found.piece(marks, rank).any()))
+
+
+def _value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return a state, or the value behind a weight: what this rank has. All ranks that share it must call it."""
+    if key != "weight":
+        return values[key]
+    of_master = master_key(values)
+    if of_master is None or found.divided is None:
+        return full_precision(values[key], None if of_master is None else values[of_master])
+    # Of this rank's weight, whose master others have.
+    return full_precision(values[key], found.whole_of(of_master, values[of_master]))
+
+
+def _whole_value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return the whole of the same. All ranks that share the parameter must call it."""
+    value = _value(found, values, key)
+    return found.whole(value) if key == "weight" else found.whole_of(key, value)
+
+
+def _allowed_change(
+    group: Mapping[str, Any], state: Mapping[str, Tensor], old: Tensor, right: Tensor, slack: float
+) -> Tensor:
+    """Return for each weight the difference that rounding explains, given that of updates."""
+    relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
+    if right.itemsize < 4:  # both are rounded to one of few numbers
+        relative += torch.finfo(right.dtype).eps
+    wide = torch.promote_types(right.dtype, torch.float32)
+    old, right = old.to(wide), right.to(wide)
+    allowed = right.abs().mul(relative).add(slack)
+    lr = learning_rate(group)
+    rate = lr * float(group["weight_decay"])
+    if group["cautious"] and rate:
+        # Where the update is so small that its sign may go either way, decay may come or not.
+        decay = old.abs() * (rate * lr if group["decay_coupling"] == "lr_squared" else rate)
+        allowed += decay * ((right - old).abs() <= decay + allowed)
+    return allowed
+
+
+def _allowed_state(right: Tensor, old: Tensor) -> float:
+    return _EPS * torch.finfo(right.dtype).eps * (_largest(right) + _largest(old))
+
+
+def _distance(right: Tensor, mine: Tensor, allowed: Tensor) -> tuple[float, float]:
+    """Return the largest absolute difference, and the largest over what is allowed; NaN agrees with NaN."""
+    wide = torch.promote_types(right.dtype, torch.float32)
+    same = (right == mine) | (right.isnan() & mine.isnan())
+    apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)
+    ratio = (apart / allowed).nan_to_num(math.inf).masked_fill(same, 0.0)
+    return float(apart.max()), float(ratio.max())
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max())
+
+
+def _relative(absolute: float, scale: float) -> float:
+    return absolute / scale if scale else (math.inf if absolute else 0.0)

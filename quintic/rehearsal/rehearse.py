@@ -1,0 +1,312 @@
+"""A step on many ranks, planned on one machine without them: who computes, sends and keeps how much.
+
+The plans are those that the ranks would make (`travel.shared_buckets`, `planning.local_buckets`), from parameters that
+have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for all
+ranks at a time. Nothing is allocated and nothing is communicated.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.sharing import travelling
+from quintic.optim.layout.layouts import Layout, numel_of, size_of
+from quintic.optim.muon import Muon
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.plan.order import arranged
+from quintic.optim.plan.plan import small_bytes
+from quintic.optim.plan.planning import local_buckets
+from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
+from quintic.optim.plan.travel import SharedBucket, shared_buckets, travelling_buckets
+from quintic.optim.rules.update import second_moment_shape
+from quintic.optim.state.owners import balance
+from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.rehearsal.traffic import Cargo, per_key, traffic_of
+
+__all__ = ["Load", "Rehearsal", "rehearse"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Load:
+    """What one bucket asks of every rank; tensors are (ranks,) int64, and bool for `present`."""
+
+    group: int
+    method: str
+    shapes: tuple[tuple[int, int], ...]
+    """(m, n) of the matrices of one unit; empty for AdamW."""
+    num_matrices: int
+    """Of the whole model; 0 for AdamW."""
+    dtype: torch.dtype
+    present: Tensor
+    """Whether the bucket is in a rank's plan."""
+    flops: Tensor
+    workspace_bytes: Tensor
+    bytes_sent: Tensor
+    bytes_received: Tensor
+    cargo: Cargo | None = None
+    """What is sent; None where nothing is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal:
+    """What one step on `num_ranks` ranks does."""
+
+    mesh: tuple[int, ...]
+    names: tuple[str, ...]
+    loads: tuple[Load, ...]
+    """In the order of the plans. A bucket that only some ranks have, because it depends on what they keep, is one."""
+    state_bytes: Tensor
+    """Of the optimizer's state on each rank, (ranks,) int64."""
+    workspace_bytes: Tensor
+    """The most temporary memory on each rank, as its plan has it, (ranks,) int64."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks there are."""
+        return math.prod(self.mesh)
+
+    @property
+    def flops(self) -> Tensor:
+        """Return the floating-point operations of orthogonalisation on each rank, (ranks,) int64."""
+        return _sum([load.flops for load in self.loads], self.num_ranks)
+
+    @property
+    def bytes_sent(self) -> Tensor:
+        """Return the bytes that leave each rank for others, (ranks,) int64."""
+        return _sum([load.bytes_sent for load in self.loads], self.num_ranks)
+
+    @property
+    def bytes_received(self) -> Tensor:
+        """Return the bytes that each rank gets from others, (ranks,) int64."""
+        return _sum([load.bytes_received for load in self.loads], self.num_ranks)
+
+    @property
+    def balance(self) -> float:
+        """Return the operations of the busiest rank over the mean; 1 is perfect."""
+        return balance(self.flops.tolist())  # in integers that do not overflow
+
+
+def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda") -> Rehearsal:
+    """Return what one step of an optimizer does on a mesh of ranks.
+
+    Args:
+        optimizer: of the whole model's parameters, which may be on the meta device. Its `comms` and `process_group` do
+            not count: `names` say how the model is laid out.
+        mesh: ranks along each dimension, such as (8, 4).
+        names: for each dimension what it does, see `parallelism.PARALLELISMS`.
+        device: the ranks' type of device; the choice of methods and kernels depends on it. Kernels are those that
+            would be chosen here: Triton's need an installed Triton.
+
+    Raises:
+        ConfigError: the mesh or a name does not fit; the message begins with `mesh=` or `layout=`.
+    """
+    shadows = _Shadows(device)
+    groups = [
+        {
+            **group,
+            "comms": "averaged" if "dp" in names else "none",
+            "params": [shadows.of(param, param.shape) for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    num_ranks = math.prod(mesh)
+    everywhere = layouts_by_name(groups, mesh, names)
+    layouts: list[list[Layout | None]] = [
+        travelling(group, found) if num_ranks > 1 else [None] * len(found)
+        for group, found in zip(groups, everywhere, strict=True)
+    ]
+    shared, _ = shared_buckets(groups, layouts)
+    loads: list[Load] = []
+    moving: list[_Moving] = []
+    for number, (group, found, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
+        for one in shared:
+            if one.key.group != number:
+                continue
+            stages = _stages_of_ranks(one)
+            loads.append(_travelling_load(one, group, stages))
+            if not one.exchange.is_local:
+                moving += [_Moving(bucket, stages) for bucket in travelling_buckets(one, found, one.key.ranks[0])]
+        still = [index for index, layout in enumerate(found) if layout is None]
+        loads += _local_loads(number, group, still, whole, num_ranks, shadows)
+    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer._current.orders.resolved(groups))
+    of_bucket = {id(one.bucket): one.stages for one in moving}
+    workspaces = _workspaces([of_bucket[id(bucket)] for bucket in in_order], schedule, loads, num_ranks)
+    workspaces += small_bytes(param.device for group in groups for param in group["params"])
+    state = _state_bytes(optimizer, everywhere, num_ranks)
+    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces)
+
+
+class _Moving(NamedTuple):
+    """A bucket with collectives, as the first rank has it, and the memory that each rank needs for it."""
+
+    bucket: Bucket
+    stages: list[Stages]
+
+
+class _Shadow(Tensor):
+    """A tensor on the meta device that says it is on another one, which need not exist here."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # views are plain tensors
+    claimed: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the device of the rehearsed ranks."""
+        return self.claimed
+
+
+class _Shadows:
+    """Tensors with shape, dtype and the ranks' device, but without memory; equal ones are the same."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._made: dict[Any, _Shadow] = {}
+
+    def of(self, param: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the shadow of a part of a parameter that has `shape`, in the parameter's order of dimensions."""
+        strides = param.stride()
+        order = sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim))
+        key = (tuple(shape), tuple(order), param.dtype)
+        if key not in self._made:
+            made = torch.empty_permuted(tuple(shape), order, dtype=param.dtype, device="meta").as_subclass(_Shadow)
+            made.claimed = self._device
+            self._made[key] = made
+        return self._made[key]
+
+
+def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Sequence[Stages]) -> Load:
+    exchange, kinds = shared.exchange, shared.kinds
+    counts = torch.tensor(exchange.counts)
+    present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
+    cargo = None
+    if not exchange.is_local:
+        direction = max(direction_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
+        update = max(update_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
+        factors = 0
+        if group["normalize"] is not None:
+            neurons = sum(math.prod(second_moment_shape(*kind.shape)) for kind in kinds)
+            factors = 2 * neurons * max(4, shared.key.dtype.itemsize)
+        cargo = Cargo(exchange, direction, update, factors)
+    traffic = None if cargo is None else traffic_of(cargo)
+    zeros = torch.zeros_like(counts)
+    return Load(
+        group=shared.key.group,
+        method=_method(kinds[0]),
+        shapes=tuple(kind.shape for kind in kinds),
+        num_matrices=len(kinds) * len(shared.units),
+        dtype=shared.key.dtype,
+        present=present,
+        flops=counts * shared.unit_flops,
+        workspace_bytes=torch.tensor([stage.most for stage in stages]) * present,
+        bytes_sent=zeros if traffic is None else traffic.gather_sent + traffic.scatter_sent,
+        bytes_received=zeros if traffic is None else traffic.gather_received + traffic.scatter_received,
+        cargo=cargo,
+    )
+
+
+def _method(kind: Kind) -> str:
+    return "function" if kind.form is None else str(kind.form)
+
+
+def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
+    """Return the temporary bytes on each rank: computed once for ranks that have and do the same."""
+    exchange = shared.exchange
+    of_copy = per_key(torch.tensor(exchange.counts), torch.tensor(exchange.copies)).tolist()
+    alike: dict[Any, Stages] = {}
+    found = []
+    for position, (piece, *counts) in enumerate(zip(exchange.pieces, exchange.counts, of_copy, strict=True)):
+        key = (None if piece is None else size_of(piece), *counts)
+        if key not in alike:
+            alike[key] = shared.stages(replace(exchange, position=position))
+        found.append(alike[key])
+    return found
+
+
+def _workspaces(
+    stages: Sequence[Sequence[Stages]], schedule: Schedule, loads: Sequence[Load], num_ranks: int
+) -> Tensor:
+    """Return the most temporary bytes on each rank: computed once for ranks that need the same.
+
+    Args:
+        stages: of the buckets with collectives, in the order in which they are worked on, and of each rank.
+        schedule: in which order their parts are run.
+        loads: all.
+        num_ranks: how many there are.
+    """
+    alone = [load.workspace_bytes.tolist() for load in loads if load.cargo is None]
+    alike: dict[Any, int] = {}
+    found = []
+    for rank in range(num_ranks):
+        key = tuple(of_bucket[rank] for of_bucket in stages), max((sizes[rank] for sizes in alone), default=0)
+        if key not in alike:
+            alike[key] = overlapping_bytes(key[0], schedule, key[1])
+        found.append(alike[key])
+    return torch.tensor(found)
+
+
+def _local_loads(
+    number: int,
+    group: Mapping[str, Any],
+    indices: Sequence[int],
+    layouts: Sequence[Layout],
+    num_ranks: int,
+    shadows: _Shadows,
+) -> Iterator[Load]:
+    """Yield what ranks step by themselves, once for all ranks that keep parts of the same shapes."""
+    distinct = list(dict.fromkeys(layouts[index] for index in indices))
+    sizes = [[size_of(layout.box_of(rank)) for rank in range(num_ranks)] for layout in distinct]
+    alike: dict[Any, list[int]] = {}
+    for rank, shapes in enumerate(zip(*sizes, strict=True)):
+        alike.setdefault(shapes, []).append(rank)
+    for shapes, ranks in alike.items():
+        shape_of = dict(zip(distinct, shapes, strict=True))
+        params = list(group["params"])
+        for index in indices:
+            params[index] = shadows.of(params[index], shape_of[layouts[index]])
+        present = torch.zeros(num_ranks, dtype=torch.bool)
+        present[ranks] = True
+        for bucket in local_buckets(number, {**group, "params": params}, indices):
+            yield _local_load(bucket, present)
+
+
+def _local_load(bucket: Bucket, present: Tensor) -> Load:
+    zeros = torch.zeros(len(present), dtype=torch.int64)
+    is_muon = bucket.shape is not None
+    return Load(
+        group=bucket.group,
+        method=bucket.method,
+        shapes=() if bucket.shape is None else (bucket.shape,),
+        num_matrices=bucket.num_matrices if is_muon else 0,
+        dtype=bucket.dtype,
+        present=present,
+        flops=bucket.flops * present,
+        workspace_bytes=bucket.workspace_bytes * present,
+        bytes_sent=zeros,
+        bytes_received=zeros,
+    )
+
+
+def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
+    """Return the bytes of state on each rank: what is like the parameter is cut like it, the rest is whole."""
+    per_entry: dict[Layout, int] = {}
+    whole, states = 0, optimizer.state
+    for group, found in zip(optimizer.param_groups, layouts, strict=True):
+        for param, layout in zip(group["params"], found, strict=True):
+            for value in states[param].values():
+                if value.shape == param.shape:
+                    per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize
+                else:
+                    whole += value.numel() * value.dtype.itemsize
+    total = torch.full((num_ranks,), whole)
+    for layout, size in per_entry.items():
+        total += size * torch.tensor([numel_of(layout.box_of(rank)) for rank in range(num_ranks)])
+    return total
+
+
+def _sum(values: Sequence[Tensor], num_ranks: int) -> Tensor:
+    return sum(values, torch.zeros(num_ranks, dtype=torch.int64))
