@@ -366,6 +366,15 @@ def test_circles_are_found():
     assert circles(edges_of(modules[:2])) == []
 
 
+def test_no_two_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module.path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def test_folders_have_few_files():
     folders: dict[Path, int] = {}
     for path in PACKAGE.rglob("*.py"):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "Split", "SplitName", "checksum"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "DocumentSplit", "SplitName", "checksum"]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -32,7 +32,7 @@ SplitName = Literal["train", "val"]
 _READ_BYTES = 1 << 24
 
 
-class Split:
+class DocumentSplit:
     """The documents of one side, numbered from 0 through all its shards."""
 
     def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
@@ -129,11 +129,11 @@ class Dataset:
         """Take a folder and its manifest as read; use `Dataset.open`."""
         self.path = path
         self.manifest = manifest
-        self._splits: dict[str, Split] = {}
+        self._splits: dict[str, DocumentSplit] = {}
         try:
             for name in ("train", "val"):
                 fields = manifest["splits"][name]
-                self._splits[name] = Split(name, path, fields, manifest["dtype"], manifest["command"])
+                self._splits[name] = DocumentSplit(name, path, fields, manifest["dtype"], manifest["command"])
             self._bos_id = int(manifest["bos_id"])
             self._vocab_size = int(manifest["vocab_size"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -197,7 +197,7 @@ class Dataset:
             raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
         return tokenizer
 
-    def split(self, name: SplitName) -> Split:
+    def split(self, name: SplitName) -> DocumentSplit:
         """Return the `train` or the `val` split.
 
         Raises:

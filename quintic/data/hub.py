@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.documents import read_documents
-from quintic.data.source import Part, Source, slug
+from quintic.data.source import Source, SourceFile, slug
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 
@@ -45,7 +45,7 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_fil
     sizes: dict[str, int] = listing["files"]
     names = _select(sorted(sizes), config, listing["configs"], spec)[:max_files]
 
-    def part(name: str) -> Part:
+    def part(name: str) -> SourceFile:
         def read() -> Iterator[str]:
             path = download(
                 repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
@@ -53,7 +53,7 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_fil
             yield from read_documents(path)
 
         # The revision, which is part of the source's identity, already stands for the content of every file.
-        return Part(name=name, size_bytes=sizes[name], identity=str, read=read)
+        return SourceFile(name=name, size_bytes=sizes[name], identity=str, read=read)
 
     return Source(
         name=slug("-".join(filter(None, [repo.split("/")[1], config]))),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintic.data.packing import BestFitPacker
-from quintic.data.shards import Split
+from quintic.data.shards import DocumentSplit
 from quintic.errors import DataError
 
 __all__ = ["PieceTable", "RowPosition", "RowStream"]
@@ -29,7 +29,7 @@ class PieceTable:
     of a document holds its text tokens from `k * (row_tokens - 1)` on.
     """
 
-    def __init__(self, split: Split, bos_id: int, row_tokens: int, *, split_long: bool) -> None:
+    def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int, *, split_long: bool) -> None:
         """Count the pieces.
 
         Args:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, Split, SplitName
+from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
 from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.source import Source
@@ -36,7 +36,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.durable import flush, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
-__all__ = ["Dataset", "Progress", "Split", "SplitName", "prepare"]
+__all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare"]
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the stage, the text bytes done and the text bytes in all (None when unknown)."""

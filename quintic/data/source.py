@@ -5,11 +5,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Part", "Source", "slug"]
+__all__ = ["Source", "SourceFile", "slug"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class SourceFile:
     """One file of a source.
 
     Attributes:
@@ -40,7 +40,7 @@ class Source:
 
     name: str
     spec: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourceFile, ...]
     identity: str = ""
     text_bytes: int | None = None
     is_remote: bool = False

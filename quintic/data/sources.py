@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintic.data.documents import SUPPORTED_ENDINGS, is_supported, read_documents, stored_as_text
-from quintic.data.source import Part, Source, slug
+from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
 
 __all__ = [
@@ -85,7 +85,7 @@ def _visible_files(root: Path, left_out: frozenset[str] = frozenset()) -> Iterat
                 yield path
 
 
-def _file_part(path: Path, name: str) -> Part:
+def _file_part(path: Path, name: str) -> SourceFile:
     stat = path.stat()
 
     def identity() -> str:
@@ -97,7 +97,7 @@ def _file_part(path: Path, name: str) -> Part:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
-    return Part(name=name, size_bytes=stat.st_size, identity=identity, read=lambda: read_documents(path))
+    return SourceFile(name=name, size_bytes=stat.st_size, identity=identity, read=lambda: read_documents(path))
 
 
 def _python_source(root: Path) -> Source:
@@ -120,10 +120,10 @@ def _python_source(root: Path) -> Source:
     return Source(name="python", spec="python", parts=parts, identity=f"python {platform.python_version()}")
 
 
-def _module_part(path: Path, name: str) -> Part:
+def _module_part(path: Path, name: str) -> SourceFile:
     read = _read_topics if name == "pydoc_data/topics.py" else _read_module
     # The version and the sizes identify an installation; reading every module to hash it would add nothing.
-    return Part(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
+    return SourceFile(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
 
 
 def _read_module(path: Path) -> Iterator[str]:

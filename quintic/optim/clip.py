@@ -117,7 +117,7 @@ def clip_grad_norm_(
     return norm.float()
 
 
-class _Counted(NamedTuple):
+class _Gradients(NamedTuple):
     """Everything that the scope counts."""
 
     names: list[str]
@@ -130,8 +130,8 @@ class _Counted(NamedTuple):
     """By the ranks that divide them: names of other parameters, and this rank's parts of their gradients."""
 
 
-def _gradients_in(optimizer: Muon, scope: str) -> _Counted:
-    found = _Counted([], [], [], {})
+def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
+    found = _Gradients([], [], [], {})
     groups = optimizer.param_groups
     numbers = [
         number

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.checkpoint.saved_formats import PER_RANK, READERS, STATE_KEYS, Algorithm, Member, SavedState, Source
+from quintic.optim.checkpoint.saved_formats import (
+    PER_RANK,
+    READERS,
+    STATE_KEYS,
+    Algorithm,
+    SavedParameter,
+    SavedState,
+    Source,
+)
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
@@ -241,11 +249,11 @@ def _names(
 
 def _member(
     key: Any, name: str | None, source: Source, states: Mapping[Any, Mapping[str, Any]], owned: Mapping[str, _Owned]
-) -> Member:
+) -> SavedParameter:
     if name is None or name in owned:
-        return Member(key, name, None if name is None else owned[name].param.shape)
+        return SavedParameter(key, name, None if name is None else owned[name].param.shape)
     if source not in PER_RANK and not states.get(key):
-        return Member(key, None, None)  # it was never stepped, as a frozen parameter
+        return SavedParameter(key, None, None)  # it was never stepped, as a frozen parameter
     example = next(iter(owned), "none")
     raise ValueError(
         f"{name}: has saved state, but is not a parameter of this optimizer, whose names are like {example}; "

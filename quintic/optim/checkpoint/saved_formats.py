@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PER_RANK", "READERS", "STATE_KEYS", "Algorithm", "Member", "SavedState", "Source"]
+__all__ = ["PER_RANK", "READERS", "STATE_KEYS", "Algorithm", "SavedParameter", "SavedState", "Source"]
 
 Algorithm = Literal["muon", "adamw"]
 Source = Literal["torch", "keller_jordan", "keller_jordan_2024", "dion", "nanochat"]
@@ -40,7 +40,7 @@ _LABELS = ("use_muon", "algorithm")
 _SYNONYMS = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
-class Member(NamedTuple):
+class SavedParameter(NamedTuple):
     """One parameter of a saved group."""
 
     key: object
@@ -62,7 +62,9 @@ class SavedState(NamedTuple):
     """What turns the saved momentum into a moving average."""
 
 
-def _read_torch(group: State, members: Sequence[Member], ranks: Sequence[Mapping[Any, State]]) -> Iterator[SavedState]:
+def _read_torch(
+    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
+) -> Iterator[SavedState]:
     for member in members:
         state = _plain(ranks[0].get(member.key))
         if member.name is not None and state:
@@ -70,7 +72,7 @@ def _read_torch(group: State, members: Sequence[Member], ranks: Sequence[Mapping
 
 
 def _read_keller_jordan(
-    group: State, members: Sequence[Member], ranks: Sequence[Mapping[Any, State]]
+    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
 ) -> Iterator[SavedState]:
     for member in members:
         if member.name is not None:
@@ -79,7 +81,7 @@ def _read_keller_jordan(
 
 
 def _read_keller_jordan_2024(
-    group: State, members: Sequence[Member], ranks: Sequence[Mapping[Any, State]]
+    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
 ) -> Iterator[SavedState]:
     for saved in _read_keller_jordan(group, members, ranks):
         if saved.algorithm == "muon":
@@ -87,7 +89,9 @@ def _read_keller_jordan_2024(
         yield saved
 
 
-def _read_dion(group: State, members: Sequence[Member], ranks: Sequence[Mapping[Any, State]]) -> Iterator[SavedState]:
+def _read_dion(
+    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
+) -> Iterator[SavedState]:
     algorithm = group.get("algorithm")
     for member in members:
         name, state = member.name, ranks[0].get(member.key)
@@ -114,7 +118,7 @@ def _read_dion(group: State, members: Sequence[Member], ranks: Sequence[Mapping[
 
 
 def _read_nanochat(
-    group: State, members: Sequence[Member], ranks: Sequence[Mapping[Any, State]]
+    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
 ) -> Iterator[SavedState]:
     ndim = next((len(member.shape) for member in members if member.shape is not None), None)
     if ndim is None:
@@ -136,7 +140,9 @@ def _read_nanochat(
         yield SavedState(member.name, _algorithm(member.name, state), state)
 
 
-READERS: dict[Source, Callable[[State, Sequence[Member], Sequence[Mapping[Any, State]]], Iterator[SavedState]]] = {
+READERS: dict[
+    Source, Callable[[State, Sequence[SavedParameter], Sequence[Mapping[Any, State]]], Iterator[SavedState]]
+] = {
     "torch": _read_torch,
     "keller_jordan": _read_keller_jordan,
     "keller_jordan_2024": _read_keller_jordan_2024,
@@ -157,7 +163,7 @@ def _plain(state: State | None) -> dict[str, Any]:
     return {_SYNONYMS.get(key, key): value for key, value in (state or {}).items() if key not in _LABELS}
 
 
-def _of_some_rank(member: Member, ranks: Sequence[Mapping[Any, State]]) -> dict[str, Any]:
+def _of_some_rank(member: SavedParameter, ranks: Sequence[Mapping[Any, State]]) -> dict[str, Any]:
     """Return the state of a parameter that at least one rank must have."""
     for rank in ranks:
         state = _plain(rank.get(member.key))
@@ -213,7 +219,7 @@ def _without_split_scales(second_moment: Tensor, shape: torch.Size | None, group
     return second_moment / scale.repeat_interleave(torch.tensor(sizes, device=scale.device)).unsqueeze(-1)
 
 
-def _unstacked(members: Sequence[Member], states: Sequence[State]) -> Iterator[SavedState]:
+def _unstacked(members: Sequence[SavedParameter], states: Sequence[State]) -> Iterator[SavedState]:
     """Yield the matrices of a group whose state is one stack, a chunk of it on each rank, the last ones padded."""
     first = next(member.name for member in members if member.name is not None)
     keys = _nanochat_keys(first, states[0])

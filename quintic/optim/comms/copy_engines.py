@@ -70,7 +70,7 @@ class Slots:
         self.renew()
 
 
-class _Message(NamedTuple):
+class _Delivery(NamedTuple):
     """Bytes for a rank, by its position: where they go in its memory, where they are in what is sent, and how many."""
 
     rank: int
@@ -175,12 +175,12 @@ class CopyEngines(Channel):
             return super().all_to_all(send, route).released_by(self._release(place))
         received = memory.tensor(place, sum(route.receives), send.dtype)
         first = 0
-        messages: list[_Message] = []
+        messages: list[_Delivery] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for rank, (count, start) in enumerate(zip(route.sends, route.places, strict=True)):
             if rank != self.position:
                 width = send.itemsize
-                messages.append(_Message(rank, place + start * width, first * width, count * width))
+                messages.append(_Delivery(rank, place + start * width, first * width, count * width))
             elif own and count:
                 copies.append((received[start : start + count], send.view(-1)[first : first + count]))
             first += count
@@ -217,7 +217,7 @@ class CopyEngines(Channel):
         """Send this rank's rows to all others; what arrives goes on to `out`, which has them already."""
         start = place + sum(counts[: self.position]) * received[:1].nbytes
         ranks = [rank for rank in range(self.num_ranks) if rank != self.position]
-        messages = [_Message(rank, start, 0, send.nbytes) for rank in ranks]
+        messages = [_Delivery(rank, start, 0, send.nbytes) for rank in ranks]
         parts = received.split(list(counts))
         if out is None:
             copies = [(parts[self.position], send)] if own else []
@@ -230,7 +230,7 @@ class CopyEngines(Channel):
         memory: PeerMemory,
         place: int,
         send: Tensor,
-        messages: Sequence[_Message],
+        messages: Sequence[_Delivery],
         received: Tensor,
         copies: Sequence[tuple[Tensor, Tensor]],
         own: bool = True,

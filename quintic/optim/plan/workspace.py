@@ -30,8 +30,8 @@ from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
 from quintic.optim.polar.program import Product, Program, products_of
 
 __all__ = [
+    "Footprint",
     "Matrices",
-    "Work",
     "applied_bytes",
     "directions_bytes",
     "factor_bytes",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class Work(NamedTuple):
+class Footprint(NamedTuple):
     """Bytes of a computation besides its operands."""
 
     peak: int
@@ -76,34 +76,34 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=4096)
-def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Work:
+def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Footprint:
     """Return what the polar factors of (batch, m, n) contiguous directions need; None stands for a user's function."""
     size = batch * m * n
     if form is None:
         width = direction_dtype(form, of.dtype).itemsize
-        return Work(3 * width * size, width * size)
+        return Footprint(3 * width * size, width * size)
     item = form.compute_dtype.itemsize
     if form.method == "svd":
         work = torch.promote_types(direction_dtype(form, of.dtype), form.compute_dtype).itemsize
-        return Work((work + 8 * item) * size, item * size)
+        return Footprint((work + 8 * item) * size, item * size)
     if of.device.type == "cpu" and of.kernels == "torch" and iterates_on_cpu(form, m, n):
-        return Work(iteration_bytes(form, batch, m, n, direction_dtype(form, of.dtype)), item * size)
+        return Footprint(iteration_bytes(form, batch, m, n, direction_dtype(form, of.dtype)), item * size)
     rows, columns = (padded_side(side, form.compute_dtype, of.device) for side in (m, n))
     if (rows, columns) != (m, n):
         # Beside the padded matrices stand the padded directions, and then the result without its padding.
         padded = polar_work(form, batch, rows, columns, of)
         directions = direction_dtype(form, of.dtype).itemsize * batch * rows * columns
-        return Work(directions + max(padded.peak, padded.kept + item * size), item * size)
+        return Footprint(directions + max(padded.peak, padded.kept + item * size), item * size)
     alone = max(_normalisation(form, batch, m, n, of), _one_by_one(form, batch, m, n, of))
     queued = 0 if of.kernels == "torch" else queued_matrices(m, n, form.compute_dtype, of.device, anywhere=of.anywhere)
     if batch > queued and not (of.anywhere and queued):
-        return Work(alone, item * size)
+        return Footprint(alone, item * size)
     count = min(batch, queued)
     pair, square = 2 * item * count * m * n, item * count * min(m, n) ** 2
     counters = 4 * count * -(-min(m, n) // 128)
     squares = _program(form).num_squares * square + counters
     queue = pair + max(squares, _scratch(form, count, m, n, of))
-    return Work(max(alone, queue), max(item * size, pair))
+    return Footprint(max(alone, queue), max(item * size, pair))
 
 
 def _program(form: Form) -> Program:
@@ -189,7 +189,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 # --------------------------------------------------------------------------------------------------------------- units
 
 
-def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Work:
+def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Footprint:
     """Return what `travel_step.orthogonalized_units` needs for so many units, besides their directions.
 
     Args:
@@ -200,7 +200,7 @@ def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], c
         of: their weights, device and kernels.
     """
     if count == 0:
-        return Work(0, 0)
+        return Footprint(0, 0)
     numel = math.prod(unit_shape)
     peak = kept = factors = copied = 0
     for ((m, n), form), order in zip(kinds, _orders(view, unit_shape), strict=True):
@@ -220,7 +220,7 @@ def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], c
         # The updates of all kinds as units.
         units = count * numel * max(update_dtype(kind.form, of.dtype).itemsize for kind in kinds)
         peak, kept = max(peak, kept + factors + copied + units), units
-    return Work(peak, kept)
+    return Footprint(peak, kept)
 
 
 def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:

@@ -78,7 +78,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
     together = 1
     if batch > 1 and min(m, n) < _ALONE_SIDE and _is_the_same_alone(batch, m, n, form, torch.get_num_threads()):
         together = batch
-    memory = _Memory.of(together, m, n, form.compute_dtype)
+    memory = _Buffers.of(together, m, n, form.compute_dtype)
     for part, target in zip(x.split(together), result.split(together), strict=True):
         _iterate(part, form, norm, memory, target)
     return result
@@ -120,8 +120,8 @@ def _is_the_same_alone(batch: int, m: int, n: int, form: Form, threads: int) -> 
     together = torch.empty((batch, m, n), dtype=form.compute_dtype, device="cpu")
     for number, matrix in enumerate(together):
         matrix.normal_(generator=generator.manual_seed(number))
-    _iterate(together, form, 1.0, _Memory.of(batch, m, n, form.compute_dtype), together)
-    memory, alone = _Memory.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
+    _iterate(together, form, 1.0, _Buffers.of(batch, m, n, form.compute_dtype), together)
+    memory, alone = _Buffers.of(1, m, n, form.compute_dtype), torch.empty_like(together[:1])
     for number, expected in enumerate(together.split(1)):
         _iterate(alone.normal_(generator=generator.manual_seed(number)), form, 1.0, memory, alone)
         if not torch.equal(alone, expected):
@@ -138,7 +138,7 @@ class _Kept(threading.local):
 _KEPT = _Kept()
 
 
-class _Memory(NamedTuple):
+class _Buffers(NamedTuple):
     """What is written to, by one matrix or batch after the other: two whole ones, (batch, m, n), and small ones.
 
     There is one at a time: the next has the same memory.
@@ -148,7 +148,7 @@ class _Memory(NamedTuple):
     small: list[Tensor]
 
     @classmethod
-    def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Memory":
+    def of(cls, batch: int, m: int, n: int, dtype: torch.dtype) -> "_Buffers":
         side = min(m, n)
         shapes = [(batch, m, n)] * 2 + [(batch, side, side)] * _NUM_SMALL
         sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes]
@@ -166,7 +166,7 @@ class _Memory(NamedTuple):
         return cls(tensors[:2], tensors[2:])
 
 
-def _iterate(x: Tensor, form: Form, norm: float, memory: _Memory, out: Tensor) -> None:
+def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) -> None:
     """Write the polynomials of `x` to `out`, which may be `x`, all at once."""
     current, other = memory.whole
     g, h, s, q, spare = memory.small

@@ -35,7 +35,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.views import Matrix, Split, View
-from quintic.optim.qk_clip.layers import PROJECTIONS, Role, Rows, Scaled, find_heads
+from quintic.optim.qk_clip.layers import PROJECTIONS, Features, Role, Scaled, find_heads
 
 __all__ = ["LayerClip", "QKClip", "RowFactors"]
 
@@ -134,7 +134,7 @@ class LayerClip:
             row_factors.scale_(params[name])
 
 
-def _expand(rows: Rows, by_role: Mapping[Role, Tensor]) -> Tensor:
+def _expand(rows: Features, by_role: Mapping[Role, Tensor]) -> Tensor:
     """Return one factor per output feature, (features,): each head's, as often as the head has features."""
     pieces = []
     for role, size in rows.segments:

@@ -17,7 +17,7 @@ import torch
 from quintic.optim.groups.names import spellings, without_holders, without_wrappers
 from quintic.optim.layout.views import Matrix, Split, View
 
-__all__ = ["PROJECTIONS", "Role", "Rows", "Scaled", "find_heads", "is_projection"]
+__all__ = ["PROJECTIONS", "Features", "Role", "Scaled", "find_heads", "is_projection"]
 
 Role = Literal["query", "key", "rotary", "none"]
 """Whose factor a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
@@ -47,7 +47,7 @@ _QK_NORM = re.compile(
 )
 
 
-class Rows(NamedTuple):
+class Features(NamedTuple):
     """The output features of a parameter: `groups` times the same sequence of (role, number of features)."""
 
     groups: int
@@ -63,7 +63,7 @@ class Scaled(NamedTuple):
 
     name: str
     dim: int
-    rows: Rows
+    rows: Features
 
 
 def find_heads(
@@ -191,12 +191,14 @@ class _Search:
                 f"{value + nope} per head, which do not fit each other; check that there are {self.num_heads} query "
                 f"heads, and give the rotary channels as quintic.QKClip(rope_dim=...)"
             )
-        query_rows = Rows(self.num_heads, (("query", nope), ("rotary", rope)))
+        query_rows = Features(self.num_heads, (("query", nope), ("rotary", rope)))
         return self._with_biases(
-            self.num_heads, (query, query_rows), (latent_up, Rows(self.num_heads, (("key", nope), ("none", value))))
+            self.num_heads,
+            (query, query_rows),
+            (latent_up, Features(self.num_heads, (("key", nope), ("none", value)))),
         )
 
-    def _built(self, *weights: tuple[_Projection, Rows]) -> tuple[int, tuple[Scaled, ...]]:
+    def _built(self, *weights: tuple[_Projection, Features]) -> tuple[int, tuple[Scaled, ...]]:
         """Find the key heads from the numbers of query and key features, and check that all divides."""
         (query, query_rows), (key, key_rows) = weights[0], weights[-1]
         num_features, key_features = query_rows.count("query"), key_rows.count("key")
@@ -218,7 +220,7 @@ class _Search:
                     )
         return self._with_biases(num_kv_heads, *weights)
 
-    def _with_biases(self, num_kv_heads: int, *weights: tuple[_Projection, Rows]) -> tuple[int, tuple[Scaled, ...]]:
+    def _with_biases(self, num_kv_heads: int, *weights: tuple[_Projection, Features]) -> tuple[int, tuple[Scaled, ...]]:
         """Add what is scaled along with a weight: logits are products of W x + b."""
         scaled = []
         for weight, rows in weights:
@@ -228,7 +230,7 @@ class _Search:
                     scaled.append(Scaled(other.name, 0, rows))
         return num_kv_heads, (*scaled, *self._biases_of_torch(*weights))
 
-    def _biases_of_torch(self, *weights: tuple[_Projection, Rows]) -> Iterator[Scaled]:
+    def _biases_of_torch(self, *weights: tuple[_Projection, Features]) -> Iterator[Scaled]:
         """Yield what belongs to no projection's name in `nn.MultiheadAttention`."""
         (query, query_rows), (key, key_rows) = weights[0], weights[-1]
         num_features, key_features = query_rows.count("query"), key_rows.count("key")
@@ -237,11 +239,13 @@ class _Search:
             if other.module != key.module:
                 continue
             if other.projection == "bias_k":  # (1, 1, features): one more key, with add_bias_kv=True
-                yield Scaled(other.name, 2, Rows(1, (("key", size),)))
+                yield Scaled(other.name, 2, Features(1, (("key", size),)))
             elif other.is_bias and other.projection == "in_proj" and query.projection == "q_proj":
                 # With kdim or vdim the weights are separate and the bias still is one.
                 values = size - num_features - key_features
-                yield Scaled(other.name, 0, Rows(1, (("query", num_features), ("key", key_features), ("none", values))))
+                yield Scaled(
+                    other.name, 0, Features(1, (("query", num_features), ("key", key_features), ("none", values)))
+                )
 
     # -- names
 
@@ -317,13 +321,13 @@ class _Search:
         dim = self._dim(projection)
         return shape[dim], shape[1 - dim]
 
-    def _rows_of_one(self, projection: _Projection, role: Role) -> Rows:
+    def _rows_of_one(self, projection: _Projection, role: Role) -> Features:
         # Muon's own view does not count here: a Split of a single projection may be one into heads.
         if isinstance(self._explicit(projection), Split):
             return self._split_rows(projection, (role,))
-        return Rows(1, ((role, self._features(projection)[0]),))
+        return Features(1, ((role, self._features(projection)[0]),))
 
-    def _split_rows(self, projection: _Projection, roles: tuple[Role, ...]) -> Rows:
+    def _split_rows(self, projection: _Projection, roles: tuple[Role, ...]) -> Features:
         """Return the rows of a weight whose `Split` begins with parts of these roles."""
         layout, features = self._layout(projection), self._features(projection)[0]
         if not isinstance(layout, Split):
@@ -344,7 +348,7 @@ class _Search:
                 f"is the queries and which one the keys, or describe the weight with quintic.QKClip(layouts=...)"
             )
         rest: list[Role] = ["none"] * (num_parts - len(roles))
-        return Rows(layout.groups, tuple(zip((*roles, *rest), layout.sizes, strict=True)))
+        return Features(layout.groups, tuple(zip((*roles, *rest), layout.sizes, strict=True)))
 
     def _per_head(self, projection: _Projection, features: int) -> int:
         if self.num_heads < 1 or features < 1 or features % self.num_heads:

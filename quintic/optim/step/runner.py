@@ -28,7 +28,7 @@ from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.step.early_averages import EarlyAverages, OfGroup
 from quintic.optim.step.gradient_averages import GradientAverages
-from quintic.optim.step.offload.offload import Offload, Part
+from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import Operands, State
 from quintic.optim.step.pipeline import Observer, Passes, PlainPasses, step_adamw, step_matrices
 from quintic.optim.step.sharded_step import ShardedMemory, step_sharded
@@ -265,7 +265,7 @@ class Runner:
     def _step_vectors(self, work: Work, stepped: Tensor | None) -> None:
         """Step AdamW parameters; `stepped` is () or (members,) int32, see `_stepped`."""
         number, bucket, group, active = work
-        parts: Iterable[Part] = [Part(active, self._memories[number], slice(None))]
+        parts: Iterable[OffloadedPart] = [OffloadedPart(active, self._memories[number], slice(None))]
         if self._offload is not None and self._offload.is_offloaded(number):
             parts = self._offload.parts(number, active)
         for part in parts:

@@ -35,7 +35,7 @@ from quintic.optim.step.offload.transfers import Copies, Loan, Ring, copies_for
 from quintic.optim.step.operands import Operands, State
 from quintic.optim.step.pipeline import Passes
 
-__all__ = ["Offload", "Part", "Visit"]
+__all__ = ["Offload", "OffloadedPart", "Visit"]
 
 # AdamW's parts begin at multiples of this many entries, which every kernel likes.
 _MULTIPLE = 64
@@ -53,7 +53,7 @@ class Visit(NamedTuple):
     """Which of the three parts of a bucket with collectives; None for a bucket without."""
 
 
-class Part(NamedTuple):
+class OffloadedPart(NamedTuple):
     """Some entries of AdamW's parameters that are stepped together."""
 
     active: Operands
@@ -141,14 +141,14 @@ class Offload:
         passes = make(hosted.operands(active, twins), {**group, "view": _BLOCKS}, hosted.memory)
         return _BorrowingPasses(passes, list(zip(rings, hosted.loans, strict=True)))
 
-    def parts(self, number: int, active: Operands) -> Iterator[Part]:
+    def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
         """Yield the parts of a bucket of AdamW parameters, each with its state borrowed until the next is asked for."""
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, _Vectors)
         ring = self._rings[device, 0]
         for piece in hosted.pieces:
             with ring.use(piece.loan):
-                yield Part(piece.operands(active, ring.twins(piece.loan)), piece.memory, piece.members)
+                yield OffloadedPart(piece.operands(active, ring.twins(piece.loan)), piece.memory, piece.members)
 
     def is_offloaded(self, number: int) -> bool:
         """Return whether a bucket's state is in host memory."""
