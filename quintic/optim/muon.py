@@ -125,7 +125,7 @@ class Muon(Optimizer):
         kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
         telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
-            the same on all ranks. None for those of the largest buckets.
+            the same on all ranks. None for the largest bucket, then AdamW's.
         work_order: names of parameters that are stepped first once they have arrived, likewise.
 
     Raises:

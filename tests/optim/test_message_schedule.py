@@ -136,17 +136,26 @@ def test_names_of_an_order_are_checked():
     assert len(quintic.Muon(params, work_order=["a"]).plan().buckets) == 1
 
 
-def test_the_largest_bucket_of_a_process_group_comes_first():
-    def bucket(name, ranks, numel, dtype=torch.float32):
+def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
+    def bucket(name, ranks, numel, dtype=torch.float32, shape=(2, 2)):
         stages = Stages(0, 0, 0, 0)
         return SimpleNamespace(
-            names=(name,), ranks=ranks, numel=numel, dtype=dtype, group=0, sharding=None, shared_stages=stages
+            names=(name,),
+            ranks=ranks,
+            numel=numel,
+            dtype=dtype,
+            shape=shape,
+            group=0,
+            sharding=None,
+            shared_stages=stages,
         )
 
     buckets = [
         bucket("a", (2, 3), 9),
         bucket("b", (0, 1), 3),
         bucket("c", (0, 1), 5, torch.bfloat16),
+        bucket("s", (0, 1), 1, shape=None),
+        bucket("t", (0, 1), 99, shape=None),
         bucket("d", (0, 1), 4),
         bucket("e", (0, 1), 3),
     ]
@@ -155,5 +164,5 @@ def test_the_largest_bucket_of_a_process_group_comes_first():
     def names(**orders):
         return "".join(found.names[0] for found in arranged(buckets, groups, Orders(**orders))[0])
 
-    assert names() == "dbeca"
-    assert names(work=("e", "a")) == "edbca"
+    assert names() == "dtsbeca"
+    assert names(work=("e", "a")) == "edtsbca"

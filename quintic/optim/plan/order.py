@@ -12,7 +12,7 @@ __all__ = ["Orders", "arranged", "orders_of"]
 
 
 class Orders(NamedTuple):
-    """What a user wants to come first, as names of parameters; None for the largest buckets."""
+    """What a user wants to come first, as names of parameters; None for the order of `arranged`."""
 
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None
@@ -56,7 +56,7 @@ def arranged(
 ) -> tuple[list[Bucket], Schedule]:
     """Return the buckets with collectives in the order in which they are worked on, and when each starts.
 
-    Buckets of one process group stay together, the largest first: its messages overlap with the work on all others.
+    Buckets of one process group stay together, in the order of `_largest_first` where the user wants no other.
 
     Args:
         buckets: of one rank's plan.
@@ -66,9 +66,7 @@ def arranged(
     in_order: list[Bucket] = []
     schedule: list[int | None] = []
     for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
-        found = list(of_ranks)
-        found.sort(key=lambda bucket: -bucket.numel * bucket.dtype.itemsize)
-        found = _by_names(found, orders.work)
+        found = _by_names(_largest_first(list(of_ranks)), orders.work)
         first = len(in_order)
         in_order += found
         numbered = [None if step is None else first + step for step in _overlapping(found, groups, orders.launch)]
@@ -79,6 +77,16 @@ def arranged(
         else:
             schedule = numbered
     return in_order, schedule or [None]
+
+
+def _largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the largest bucket of matrices, AdamW's buckets and the other matrices, each by descending size.
+
+    A table takes long to send and hardly any time to step: its messages overlap with the work on matrices around it.
+    """
+    by_size = sorted(buckets, key=lambda bucket: -bucket.numel * bucket.dtype.itemsize)
+    first = next((bucket for bucket in by_size if bucket.shape is not None), None)
+    return sorted(by_size, key=lambda bucket: (bucket is not first, bucket.shape is not None))
 
 
 def _overlapping(
