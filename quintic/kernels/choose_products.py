@@ -27,7 +27,7 @@ def _gluon_is_known() -> bool:
 
 
 def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, anywhere: bool = False) -> int:
-    """Return of how many (m, n) matrices at most `choose_products` says "queue"; 0 where it never does.
+    """Return the largest batch of (m, n) matrices that runs as one queued launch; 0 if none does.
 
     Args:
         m: rows.

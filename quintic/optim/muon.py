@@ -110,9 +110,10 @@ class Muon(Optimizer):
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
             addition to temporary memory, see `docs/distributed.md`.
-        master: what stands behind bfloat16 and float16 weights. None: updates are applied in the weight's own dtype;
-            `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16 low bits, bit for bit
-            the trajectory of the copy at half its memory. Parameters of float32 and wider need none and have none.
+        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
+            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
+            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
+            none and have none.
         qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
             by bucket; the same bits, for less memory and more time (`docs/offload.md`). May be changed at any time: on

@@ -45,7 +45,7 @@ def offloaded_bytes(group: Mapping[str, Any], dtype: torch.dtype) -> int:
 
 
 def offloaded_entries(group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Return of how many entries a bucket may have the state in host memory; None for any number."""
+    """Return the largest number of entries whose state a bucket may keep in host memory; None for any."""
     per_entry = offloaded_bytes(group, dtype)
     if not per_entry:
         return None

@@ -89,7 +89,7 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
     largest = max((one.scattering for one in memory), default=0)
 
     def held_at_work(number: int) -> int:
-        """Return what will be held while a step is worked on."""
+        """Return the bytes held while this bucket computes."""
         return held + memory[number].working - (0 if number in waiting else memory[number].gathering)
 
     def finish() -> None:

@@ -279,7 +279,7 @@ def _at_a_time(
     counts: Sequence[int],
     exchange_of: Callable[[Iterable[int]], Exchange],
 ) -> tuple[int, int]:
-    """Return of how many owners a bucket may have units, and how many of each: what is in flight fits the workspace.
+    """Return (owners per bucket, units per owner) that fit the workspace.
 
     A single unit may exceed it.
 

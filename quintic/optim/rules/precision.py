@@ -54,7 +54,7 @@ def store_(weight: Tensor, master: Tensor, value: Tensor) -> None:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a weight of `dtype` shows of a float32 value: for bfloat16 its upper half."""
+    """Return a float32 value rounded to `dtype`; truncated for bfloat16."""
     if dtype != torch.bfloat16:
         return value.to(dtype)
     return (value.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -56,12 +56,12 @@ _MASTER_KEYS = ("master", "mantissa")
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
-    """Return the name of what completes a parameter to float32 in its state: `master`, `mantissa`, or None."""
+    """Return the state key of a parameter's extra precision: `master`, `mantissa`, or None."""
     return next((key for key in _MASTER_KEYS if key in state), None)
 
 
 def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return what completes a parameter to float32, or None."""
+    """Return the float32 master or the mantissa of a parameter, or None."""
     key = master_key(state)
     return None if key is None else state[key]
 

@@ -59,7 +59,7 @@ class Agreements:
         """The ranks that decide together; this one alone until ranks have compared their plans."""
         self._counted: dict[tuple[int, ...], _Counted] = {}
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
-        """Of each parameter that ranks share which ones, and its number among those that they share."""
+        """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, _Selection | None]] = {}
 
     def agree(self) -> None:

@@ -86,7 +86,7 @@ class PartialGradients:
         return param.grad is not None and self._stand_ins.get(param) is param.grad
 
     def may_lack_addends(self, param: Tensor) -> bool:
-        """Return whether a sum is right although ranks have no addend."""
+        """Return whether missing addends may count as zeros; false until every rank knows that there is a sum."""
         return param in self._known and not self._known[param].has_copies(param)
 
     def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> None:

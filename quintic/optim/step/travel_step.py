@@ -81,7 +81,7 @@ class TravelMemory(DeviceMemory):
         return self._moments_of_units
 
     def moments_packing(self, bucket: Bucket) -> Packing:
-        """Return what copies second moments, of all units of a kind before the next, from where `Neurons` has them."""
+        """Return the copy plan that unpacks gathered second moments, kind by kind."""
         if self._moments_packing is None:
             travel = _travel_of(bucket)
             numels = [prod(_factor_shape(kind)) for kind in travel.kinds]

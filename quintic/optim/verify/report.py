@@ -102,7 +102,7 @@ class Answer:
 
 
 def badness(difference: Difference) -> tuple[float, str, str, int]:
-    """Return what sorts differences, the worst first."""
+    """Return the sort key of a difference, worst first."""
     return -difference.ratio, difference.name, difference.tensor, difference.matrix or 0
 
 
