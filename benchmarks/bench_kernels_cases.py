@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from bench_kernels_optimizer import Case, Where, optimizer_passes
 from torch import Tensor
 
-from quintic.kernels.attention import AttentionName, attention, document_mask, obstacle_to_attention
-from quintic.kernels.fp8 import fp8_linear
-from quintic.kernels.fp8_quantize import LARGEST
-from quintic.kernels.fp8_scaling import Fp8LinearScaling, update_fp8_scales
-from quintic.kernels.linear import linear_relu2, mlp_relu2
-from quintic.kernels.loss import Fp8Scales, softcap_cross_entropy
-from quintic.kernels.transpose import transpose_add_, transpose_copy_
+from quintic.kernels.attention.attention import AttentionName, attention, document_mask, obstacle_to_attention
+from quintic.kernels.linear.fp8 import fp8_linear
+from quintic.kernels.linear.fp8_quantize import LARGEST
+from quintic.kernels.linear.fp8_scaling import Fp8LinearScaling, update_fp8_scales
+from quintic.kernels.linear.linear import linear_relu2, mlp_relu2
+from quintic.kernels.linear.transpose import transpose_add_, transpose_copy_
+from quintic.kernels.loss.loss import Fp8Scales, softcap_cross_entropy
 
 SOFTCAP = 15.0
 E4M3 = torch.float8_e4m3fn

@@ -131,14 +131,14 @@ def optimizer_passes(where: Where) -> Iterator[Case]:
 
 
 def layout_of(bucket: Bucket) -> Any:
-    from quintic.kernels.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_update import MatrixLayout
 
     rows, columns = bucket.weights[0].shape
     return MatrixLayout(1, rows, columns, rows * columns, columns, 1)
 
 
 def triton_momentum(buckets: list[Bucket]) -> None:
-    from quintic.kernels.matrix_update import momentum_directions_
+    from quintic.kernels.update.matrix_update import momentum_directions_
 
     for bucket in buckets:
         momentum_directions_(
@@ -154,7 +154,7 @@ def torch_momentum(buckets: list[Bucket]) -> None:
 
 
 def triton_apply(buckets: list[Bucket]) -> None:
-    from quintic.kernels.matrix_update import apply_updates_
+    from quintic.kernels.update.matrix_update import apply_updates_
 
     for bucket in buckets:
         apply_updates_(
@@ -196,7 +196,7 @@ def adamw_passes(where: Where) -> Iterator[Case]:
             )  # fmt: skip
 
     def tables(*tensors: list[Tensor]) -> tuple[Any, ...]:
-        from quintic.kernels.adamw import adamw_programs
+        from quintic.kernels.update.adamw import adamw_programs
 
         numels = [x.numel() for x in tensors[0]]
         divided = adamw_programs(numels)
@@ -213,7 +213,7 @@ def adamw_passes(where: Where) -> Iterator[Case]:
         return (*made, hyperparameters, (tensors, steps))
 
     def in_triton(addresses: Tensor, steps: Tensor, numels: Tensor, programs: Any, hyper: Tensor, _: Any) -> None:
-        from quintic.kernels.adamw import adamw_tensors_
+        from quintic.kernels.update.adamw import adamw_tensors_
 
         adamw_tensors_(
             addresses, steps, numels, programs, hyper, weight_dtype=torch.bfloat16,

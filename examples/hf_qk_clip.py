@@ -14,7 +14,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import quintic
-from quintic.kernels.max_logits import MaxLogits
+from quintic.kernels.attention.max_logits import MaxLogits
 
 recorder = MaxLogits()
 

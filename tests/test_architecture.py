@@ -8,6 +8,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import quintic
 
 PACKAGE = Path(quintic.__file__).parent
 LINE_LIMIT = 600
+LINE_LIMIT_OF_KERNELS = 400
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors` and `durable` are open to all; a part may always import itself.
@@ -36,9 +38,25 @@ MAY_IMPORT = {
 
 PARTS = {*MAY_IMPORT, "cli"}
 
-# The rooms of the optimizer: each may import the ones before it. Files outside of them are what users call, and may
-# import all but `verify`.
-ROOMS = ["rules", "layout", "polar", "comms", "groups", "state", "plan", "step", "qk_clip", "checkpoint", "", "verify"]
+# The rooms of a part: each may import the ones before it. "" stands for the files outside of rooms: in the optimizer what
+# users call, among the kernels what several rooms share.
+ROOMS = {
+    "optim": [
+        "rules",
+        "layout",
+        "polar",
+        "comms",
+        "groups",
+        "state",
+        "plan",
+        "step",
+        "qk_clip",
+        "checkpoint",
+        "",
+        "verify",
+    ],
+    "kernels": ["", "update", "products", "linear", "loss", "attention"],
+}
 FILES_OF_A_FOLDER = 14
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
@@ -136,24 +154,24 @@ def wrong_directions(module: Module) -> list[str]:
     return found
 
 
-def room_of(name: str) -> str | None:
-    """The room of a dotted name below "quintic", "" for a file of the optimizer outside of them."""
+def room_of(part: str, name: str) -> int | None:
+    """The place of a dotted name's room among those of a part; None for the part itself and names outside of it."""
     parts = name.split(".")
-    if parts[0] != "optim" or len(parts) < 2:
+    if parts[0] != part or part not in ROOMS or len(parts) < 2:
         return None
-    return parts[1] if parts[1] in ROOMS else ""
+    return ROOMS[part].index(parts[1] if parts[1] in ROOMS[part] else "")
 
 
 def wrong_doors(module: Module) -> list[str]:
-    """Imports of a room of the optimizer from one that comes later."""
-    room = room_of(module.name)
+    """Imports of a room from one of the same part that comes before it."""
+    room = room_of(module.part, module.name)
     if room is None:
         return []
     found = []
     for line, name in imports(module):
-        other = room_of(name.removeprefix("quintic.")) if is_in(name, "quintic.optim") else None
-        if other is not None and ROOMS.index(other) > ROOMS.index(room):
-            found.append(f"line {line}: {room or module.name} may not import {name}")
+        other = room_of(module.part, name.removeprefix("quintic.")) if is_in(name, "quintic") else None
+        if other is not None and other > room:
+            found.append(f"line {line}: {module.name} may not import {name}")
     return found
 
 
@@ -235,7 +253,8 @@ def loose_ends(module: Module) -> list[str]:
 def too_long(module: Module) -> list[str]:
     """A file with more lines than a reader can hold."""
     count = len(module.source.splitlines())
-    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
+    limit = LINE_LIMIT_OF_KERNELS if module.part == "kernels" else LINE_LIMIT
+    return [f"{count} lines, {limit} at most: look for its second subject"] if count > limit else []
 
 
 Rule = Callable[[Module], list[str]]
@@ -263,7 +282,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
     [
         (wrong_directions, "optim.muon", "def f():\n    from quintic.train import loop\n"),
         (wrong_directions, "optim.muon", "from ..model import gpt\n"),
-        (wrong_directions, "kernels.loss", "import quintic.optim.rules.update\n"),
+        (wrong_directions, "kernels.loss.loss", "import quintic.optim.rules.update\n"),
         (wrong_directions, "data.loader", "from quintic.model.gpt import GPT\n"),
         (wrong_directions, "data.loader", "from quintic import Muon\n"),
         (wrong_directions, "model.gpt", "from quintic import optim\n"),
@@ -275,6 +294,8 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (wrong_doors, "optim.rules.update", "from quintic.optim.plan.bucket import Bucket\n"),
         (wrong_doors, "optim.state.state", "def f():\n    from quintic.optim.muon import Muon\n"),
         (wrong_doors, "optim.muon", "from quintic.optim.verify.verify import verify\n"),
+        (wrong_doors, "kernels.launch", "from quintic.kernels.update.weights import flags_of\n"),
+        (wrong_doors, "kernels.linear.fp8", "def f():\n    from quintic.kernels.loss import rows\n"),
         (stray_communication, "optim.plan", "import torch.distributed as dist\n"),
         (stray_communication, "optim.plan", "from torch import distributed\n"),
         (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),
@@ -287,6 +308,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (prints, "data.loader", "print('hello')\n"),
         (loose_ends, "cli", "# TODO: later\n"),
         (too_long, "cli", "\n" * (LINE_LIMIT + 1)),
+        (too_long, "kernels.loss.loss", "\n" * (LINE_LIMIT_OF_KERNELS + 1)),
     ],
 )
 def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
@@ -302,6 +324,8 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (wrong_doors, "optim.plan.plan", "from quintic.optim.rules.update import apply_\n"),
         (wrong_doors, "optim.verify.verify", "from quintic.optim.muon import Muon\n"),
         (wrong_doors, "train.loop", "from quintic.optim.muon import Muon\n"),
+        (wrong_doors, "kernels", "from quintic.kernels.attention.attention import attention\n"),
+        (wrong_doors, "kernels.loss.chunks", "from quintic.kernels import launch\nimport quintic.kernels.linear.fp8\n"),
         (stray_communication, "optim.comms.collectives", "import torch.distributed\n"),
         (stray_communication, "optim.layout", "from torch.distributed.tensor import DTensor\n"),
         (stray_communication, "train.loop", "import torch.distributed\n"),
@@ -376,10 +400,8 @@ def test_no_two_classes_have_one_name():
 
 
 def test_folders_have_few_files():
-    folders: dict[Path, int] = {}
-    for path in PACKAGE.rglob("*.py"):
-        if path.name != "__init__.py" and (PACKAGE / "optim") in path.parents:
-            folders[path.parent] = folders.get(path.parent, 0) + 1
+    roots = [PACKAGE / "optim", PACKAGE / "kernels"]
+    folders = Counter(path.parent for root in roots for path in root.rglob("*.py"))
     assert {str(folder): count for folder, count in folders.items() if count > FILES_OF_A_FOLDER} == {}
 
 

@@ -62,7 +62,7 @@ def _normalize(probe: Tensor) -> str:
     said = _of_parameters(probe)
     if said != "triton":
         return said
-    from quintic.kernels.normalize import can_normalize
+    from quintic.kernels.products.normalize import can_normalize
 
     return said if can_normalize(probe.unsqueeze(0), probe.dtype) else f"torch ({probe.dtype} has no kernel)"
 
@@ -71,7 +71,7 @@ def _orthogonalize(probe: Tensor) -> str:
     said = _of_parameters(probe)
     if said != "triton":
         return said
-    from quintic.kernels.choose_products import choose_products
+    from quintic.kernels.products.choose_products import choose_products
 
     chosen = choose_products(torch.Size((1, 4096, 4096)), probe.dtype, probe.device)
     if chosen is None:
@@ -81,35 +81,35 @@ def _orthogonalize(probe: Tensor) -> str:
 
 def _linear_relu2(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.linear import obstacle_to_linear_relu2
+    from quintic.kernels.linear.linear import obstacle_to_linear_relu2
 
     return _said(*decide("auto", probe.device, lambda: obstacle_to_linear_relu2(probe)))
 
 
 def _fp8_linear(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.fp8_quantize import obstacle_to_fp8
+    from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 
     return _said(*decide("auto", probe.device, lambda: obstacle_to_fp8(probe.device)))
 
 
 def _softcap_cross_entropy(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.loss import obstacle_to_loss
+    from quintic.kernels.loss.loss import obstacle_to_loss
 
     return _said(*decide("auto", probe.device, lambda: obstacle_to_loss(probe)))
 
 
 def _transpose(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.transpose import obstacle_to_transpose
+    from quintic.kernels.linear.transpose import obstacle_to_transpose
 
     other = torch.empty_like(probe)
     return _said(*decide("auto", probe.device, lambda: obstacle_to_transpose(other, probe, add=False)))
 
 
 def _attention(probe: Tensor) -> str:
-    from quintic.kernels.attention import fastest_attention
+    from quintic.kernels.attention.attention import fastest_attention
 
     name, reasons = fastest_attention(probe.device, probe.dtype)
     # On other devices nothing faster was ever in question.
@@ -117,6 +117,6 @@ def _attention(probe: Tensor) -> str:
 
 
 def _max_logits(probe: Tensor) -> str:
-    from quintic.kernels.attention import choose_max_logits
+    from quintic.kernels.attention.attention import choose_max_logits
 
     return choose_max_logits(probe.view(1, 4, 4, 16))

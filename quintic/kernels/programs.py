@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["TilePrograms", "divide_tiles", "tile_of"]
+__all__ = ["TRITON_DTYPE", "TilePrograms", "divide_tiles", "pointers_at", "tile_of"]
+
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Tensors with more programs than this are launched alone: a look into the tables costs more than a launch.
 _ALONE_PROGRAMS = 2048
@@ -59,3 +61,13 @@ def tile_of(tensor_of_program, tile_of_program, only_tensor, ALONE: tl.constexpr
         tensor = tl.load(tensor_of_program + tl.program_id(0))
         tile = tl.load(tile_of_program + tl.program_id(0))
     return tensor, tile.to(tl.int64)
+
+
+@triton.jit
+def pointers_at(base, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to entries `offsets` of the tensor at address `base`."""
+    pointers = base.to(tl.pointer_type(dtype)) + offsets
+    if ALIGNED:
+        # Addresses from a table carry no alignment: without the hint every entry would be a load of its own.
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), 16)
+    return pointers

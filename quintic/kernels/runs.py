@@ -1,7 +1,8 @@
 """Runs of memory found by address: many copied by one launch, and the mean of what several ranks sent.
 
 Gradients and weights of many tensors travel as one message; these are the passes before and after it. The twins are in
-`optim/packing.py` and `optim/averaging.py`. Import this module only where Triton is installed (see `dispatch.py`).
+`optim/layout/packing.py` and `optim/rules/means.py`. Import this module only where Triton is installed (see
+`dispatch.py`).
 """
 
 import torch
@@ -10,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quintic.kernels.launch import launch
-from quintic.kernels.programs import TilePrograms, divide_tiles, tile_of
-from quintic.kernels.weights import TRITON_DTYPE, pointers_at
+from quintic.kernels.programs import TRITON_DTYPE, TilePrograms, divide_tiles, pointers_at, tile_of
 
 __all__ = ["copy_runs_", "mean_of_ranks_", "run_programs"]
 

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention import AttentionName, DocumentMask, document_mask
-from quintic.kernels.loss import softcap_cross_entropy
-from quintic.kernels.max_logits import MaxLogits
+from quintic.kernels.attention.attention import AttentionName, DocumentMask, document_mask
+from quintic.kernels.attention.max_logits import MaxLogits
+from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache, LayerCache
 from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
 
@@ -137,7 +137,7 @@ class GPT(nn.Module):
     Args:
         config: sizes.
         compute_dtype: dtype of the activations; weights keep theirs.
-        attention: implementation, from `quintic.kernels.attention.choose_attention`.
+        attention: implementation, from `quintic.kernels.attention.attention.choose_attention`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention import DocumentMask, attention, attention_with_max_logits
+from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.model.cache import LayerCache
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "rms_norm", "rotary_tables", "rotate"]

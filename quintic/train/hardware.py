@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quintic.errors import ConfigError
-from quintic.kernels.attention import AttentionName, choose_attention
+from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.train.config import RunConfig
 

@@ -11,7 +11,7 @@ import torch
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.kernels.attention import AttentionName
+from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config

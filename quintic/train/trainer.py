@@ -18,7 +18,7 @@ from quintic.errors import CheckpointError
 from quintic.eval.generate import sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, score
-from quintic.kernels.attention import needs_document_starts
+from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config, to_dict

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quintic
-from quintic.kernels import active, dispatch, flash
+from quintic.kernels import active, dispatch
+from quintic.kernels.attention import flash
 
 OPERATIONS = [
     "momentum_and_weights",
@@ -99,7 +100,7 @@ def test_dtypes_without_kernels():
 @pytest.mark.usefixtures("on_hopper")
 def test_an_older_device(monkeypatch):
     pytest.importorskip("triton")
-    from quintic.kernels import fp8_quantize
+    from quintic.kernels.linear import fp8_quantize
 
     fp8_quantize._has_fp8.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
@@ -116,7 +117,7 @@ import sys, torch
 before = set(sys.modules)
 import quintic
 loaded = {name for name in set(sys.modules) - before if name.startswith("quintic.kernels.")}
-assert loaded <= {"quintic.kernels.dispatch", "quintic.kernels.choose_products"}, loaded
+assert loaded <= {"quintic.kernels.dispatch", "quintic.kernels.products.choose_products"}, loaded
 assert "triton" not in set(sys.modules) - before
 assert quintic.kernels.active("cpu")["adamw"] == "torch"
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
-CASES = sorted(Path(__file__).parent.glob("triton_*.py"))
+CASES = sorted(Path(__file__).parent.rglob("triton_*.py"))
 
 of_every_file = pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 

@@ -7,7 +7,9 @@ triton = pytest.importorskip("triton")
 import compiling  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from quintic.kernels import adamw, matrix_update, neuron, normalize, row_means, runs, symmetric  # noqa: E402
+from quintic.kernels import runs  # noqa: E402
+from quintic.kernels.products import normalize, symmetric  # noqa: E402
+from quintic.kernels.update import adamw, matrix_update, neuron, row_means  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split
-from quintic.kernels import adamw, matrix_update, normalize
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.kernels.matrix_update import MatrixLayout
-from quintic.kernels.normalize import can_normalize, normalize_matrices
-from quintic.kernels.symmetric import can_multiply, symmetric_multiply
+from quintic.kernels.products import normalize
+from quintic.kernels.products.normalize import can_normalize, normalize_matrices
+from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
+from quintic.kernels.update import adamw, matrix_update
+from quintic.kernels.update.matrix_update import MatrixLayout
 from quintic.optim.plan.members import Member
 from quintic.optim.polar.orthogonalize import apply_form, resolve
 from quintic.optim.rules.device_memory import DeviceHyperparameters

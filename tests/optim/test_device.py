@@ -135,7 +135,7 @@ def test_backward_and_step_in_one_graph():
 
 
 def test_changed_hyperparameters_compile_nothing():
-    from quintic.kernels import adamw, matrix_update
+    from quintic.kernels.update import adamw, matrix_update
 
     params = params_of()
     optimizer = optimizer_of(params, weight_decay=0.1, adamw_weight_decay=0.1)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quintic.kernels.choose_products import choose_products
+from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.polar import program as module
 from quintic.optim.polar.coefficients import polar_express_coefficients
 from quintic.optim.polar.products import multiply
@@ -250,7 +250,7 @@ def test_no_tile_overwrites_what_may_still_be_read(segments):
 @contextlib.contextmanager
 def queue_on_the_cpu(tile, order):
     """Let `run_queue` run what follows instead of the kernel: tiles in any order that the counters allow."""
-    hopper_program = pytest.importorskip("quintic.kernels.hopper_program")
+    hopper_program = pytest.importorskip("quintic.kernels.products.hopper_program")
     gram, apply = hopper_program.GRAM.value, hopper_program.APPLY.value
 
     def run(pair, squares, result, table, scalars):
@@ -342,7 +342,7 @@ def test_the_queue_gives_other_dtypes(dtype):
 @settings(max_examples=50)
 @given(data=st.data(), m=st.integers(1, 700), n=st.integers(1, 700))
 def test_tables_tell_how_many_tiles_are_finished_before(data, m, n):
-    hopper_program = pytest.importorskip("quintic.kernels.hopper_program")
+    hopper_program = pytest.importorskip("quintic.kernels.products.hopper_program")
     tile = hopper_program.TILE.value
     kinds = [constant.value for constant in (hopper_program.GRAM, hopper_program.SQUARE, hopper_program.APPLY)]
     index, number = st.integers(0, 4), st.floats(-9, 9, width=32)

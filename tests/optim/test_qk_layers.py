@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintic.kernels.max_logits import MaxLogits
+from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.optim.layout.views import Heads, Matrix, Split
 from quintic.optim.qk_clip.clip import QKClip
 

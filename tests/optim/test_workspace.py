@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
-from quintic.kernels.choose_products import choose_products
+from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.plan.members import direction_dtype
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.plan.workspace import Matrices, polar_work
@@ -110,7 +110,7 @@ def test_products_one_by_one(method, shape):
 def test_the_queue(method, shape, monkeypatch):
     pytest.importorskip("triton")
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    import quintic.kernels.hopper_program as hopper_program
+    import quintic.kernels.products.hopper_program as hopper_program
 
     monkeypatch.setattr(hopper_program, "run_program", lambda *tensors: None)
     form, program, of = on_gpu(method, shape)

@@ -133,7 +133,7 @@ def mean_of_rows(received: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
     """
     shape = (places.shape[1], received.shape[1])
     if kernels == "triton":
-        from quintic.kernels.row_means import mean_of_rows_
+        from quintic.kernels.update.row_means import mean_of_rows_
 
         return mean_of_rows_(received, places, received.new_empty(shape))
     mean = received.new_zeros(shape)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.kernels.choose_products import queued_matrices
 from quintic.kernels.dispatch import Kernels
+from quintic.kernels.products.choose_products import queued_matrices
 from quintic.optim.layout.views import View, is_plain
 from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
@@ -119,7 +119,7 @@ def _uses_kernel(form: Form, m: int, n: int, of: Matrices) -> bool:
 def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
     """Return what normalisation allocates besides its result."""
     if _uses_kernel(form, m, n, of):
-        from quintic.kernels.normalize import scratch_bytes
+        from quintic.kernels.products.normalize import scratch_bytes
 
         return batch * scratch_bytes(m, n)
     return _normalisation(form, batch, m, n, of)
@@ -249,7 +249,7 @@ def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) ->
     if not of.normalizes:
         return 0
     if of.kernels == "triton":
-        from quintic.kernels.neuron import neuron_bytes as per_matrix
+        from quintic.kernels.update.neuron import neuron_bytes as per_matrix
 
         return count * per_matrix(m, n)
     width, item = width_of(of.dtype), update_dtype(form, of.dtype).itemsize

@@ -23,8 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from quintic.kernels.choose_products import choose_products
 from quintic.kernels.dispatch import KernelsOption, choose_kernels
+from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.polar.coefficients import DEFAULT_STEPS, SAFETY
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
@@ -175,7 +175,7 @@ def _normalized(
         (..., m, n); all NaN where a matrix has a NaN or an infinity.
     """
     if on_device:
-        from quintic.kernels.normalize import can_normalize, normalize_matrices
+        from quintic.kernels.products.normalize import can_normalize, normalize_matrices
 
         if can_normalize(x, dtype):
             return normalize_matrices(x, norm, dtype, out)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.kernels.choose_products import ProductKernels
+from quintic.kernels.products.choose_products import ProductKernels
 from quintic.optim.polar.coefficients import Coefficients
 from quintic.optim.polar.products import Multiply, multiply
 from quintic.optim.rules.device_memory import upload
@@ -129,7 +129,7 @@ def _placed(products: tuple[Product, ...]) -> Program:
 def multiplier(kernels: ProductKernels | None) -> Multiply:
     """Return what computes one product with these kernels, None for plain PyTorch."""
     if kernels == "hopper":
-        from quintic.kernels.hopper import hopper_multiply
+        from quintic.kernels.products.hopper import hopper_multiply
 
         return hopper_multiply
     return _multiply_symmetric if kernels == "symmetric" else multiply
@@ -146,7 +146,7 @@ def _multiply_symmetric(
     diagonal: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    from quintic.kernels.symmetric import symmetric_multiply
+    from quintic.kernels.products.symmetric import symmetric_multiply
 
     if symmetric:
         return symmetric_multiply(a, b, alpha=alpha, c=c, beta=beta, diagonal=diagonal)
@@ -201,7 +201,7 @@ def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) 
     Returns:
         (batch, m, n), in one half of `pair` where the dtype has as many bits.
     """
-    from quintic.kernels.hopper_program import run_program
+    from quintic.kernels.products.hopper_program import run_program
 
     _, batch, m, n = pair.shape
     side = min(m, n)
@@ -217,7 +217,7 @@ def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) 
 @functools.lru_cache(maxsize=256)
 def _tables(program: Program, m: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a program as the kernel reads it, on its device: uploaded once, and never changed."""
-    from quintic.kernels.hopper_program import APPLY, GRAM, SQUARE, Step, steps_table
+    from quintic.kernels.products.hopper_program import APPLY, GRAM, SQUARE, Step, steps_table
 
     kinds = {"gram": GRAM.value, "square": SQUARE.value, "apply": APPLY.value}
     slots = program.slots

@@ -12,7 +12,7 @@ momentum coefficient mu. Muon's step for one batch of matrices is
 
 and an element-wise tensor has `adamw_` instead. Functions that end in `_` change the tensors they document as changed;
 no function changes a gradient. On CUDA devices kernels compute the same in one pass over the memory
-(`kernels/matrix_update.py`, `kernels/adamw.py`).
+(`kernels/update/matrix_update.py`, `kernels/update/adamw.py`).
 """
 
 import math

@@ -20,8 +20,8 @@ from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketMemory, Operands
 
 if TYPE_CHECKING:  # needs Triton
-    from quintic.kernels.matrix_update import MatrixLayout
     from quintic.kernels.programs import TilePrograms
+    from quintic.kernels.update.matrix_update import MatrixLayout
 
 __all__ = [
     "DeviceMemory",
@@ -71,7 +71,7 @@ class DeviceMemory(BucketMemory):
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
-        from quintic.kernels.adamw import adamw_programs
+        from quintic.kernels.update.adamw import adamw_programs
 
         if self._programs is None or active.members != self._programs_key:
             numels = [param.numel() for param in active.params]
@@ -148,7 +148,7 @@ class DevicePasses:
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
-        from quintic.kernels.matrix_update import momentum_directions_
+        from quintic.kernels.update.matrix_update import momentum_directions_
 
         found = []
         for layout, part in self._parts():
@@ -174,7 +174,7 @@ class DevicePasses:
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
-        from quintic.kernels.matrix_update import apply_updates_
+        from quintic.kernels.update.matrix_update import apply_updates_
 
         for layout, part in self._parts():
             apply_updates_(
@@ -209,7 +209,7 @@ class DevicePasses:
 
 
 def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
-    from quintic.kernels.matrix_update import MatrixLayout
+    from quintic.kernels.update.matrix_update import MatrixLayout
 
     blocks = [block_of(param, member, view) for param, member in zip(active.params, active.members, strict=True)]
     layouts = [(MatrixLayout.of(block.shape[1:], block.stride()[1:]), block.shape[0]) for block in blocks]
@@ -225,7 +225,7 @@ def step_adamw_on_device(
     go: Tensor | None,
 ) -> None:
     """Step a bucket of AdamW parameters with the kernel; arguments as those of `DevicePasses`."""
-    from quintic.kernels.adamw import adamw_tensors_
+    from quintic.kernels.update.adamw import adamw_tensors_
 
     active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])

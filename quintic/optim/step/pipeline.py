@@ -248,7 +248,7 @@ def advance_neurons_(
     """
     beta = float(group["normalize_beta"])
     if table is not None:
-        from quintic.kernels.neuron import advance_neuron_factors_
+        from quintic.kernels.update.neuron import advance_neuron_factors_
 
         return advance_neuron_factors_(update, table, scale, beta=beta, go=go)
     before = torch.cat(list(moments))

@@ -1,0 +1,375 @@
+"""Triton kernels of relu(.)^2: at the end of a product, and backward.
+
+The public functions are in linear.py. `product_relu2` is one kernel for both directions: forward it squares what is
+positive, backward it multiplies by 2 sqrt(s), s being the activation. The other functions are the backward alone, for
+a gradient that somebody else has written.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import Kernels, triton_is_interpreted
+from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.launch import launch
+from quintic.kernels.linear.fp8_quantize import (
+    LARGEST,
+    empty_quantized,
+    needs_wide_offsets,
+    next_multiple,
+    quantized_layouts,
+    quantized_value,
+    raise_amax,
+    store_quantized,
+    takes_tiles,
+    tile_offsets,
+)
+
+__all__ = ["product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _through_relu2(grad, activation):
+    """Return 2 sqrt(activation) grad in float32: the gradient before relu(.)^2."""
+    activation = activation.to(tl.float32)
+    # Zero where relu was, whatever the gradient: also an infinite one.
+    return tl.where(activation == 0.0, 0.0, 2.0 * tl.sqrt(activation) * grad)
+
+
+@jit
+def _relu2(value):
+    # A comparison keeps NaN, which a maximum would drop.
+    value = tl.where(value < 0.0, 0.0, value)
+    return value * value
+
+
+@jit
+def _store_tile(
+    out, activation, total, row, column, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Finish a tile and store it through descriptors, in two halves: a staging buffer of half the size."""
+    halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    left, right = tl.split(halves)
+    if BACKWARD:
+        left = _through_relu2(left, activation.load([row, column]))
+        right = _through_relu2(right, activation.load([row, column + BLOCK_N // 2]))
+    else:
+        left = _relu2(left)
+        right = _relu2(right)
+    out.store([row, column], left.to(out.dtype))
+    out.store([row, column + BLOCK_N // 2], right.to(out.dtype))
+
+
+@jit
+def _product_kernel(
+    a,
+    b,
+    activation,
+    out,
+    a_scale,
+    b_scale,
+    m,
+    n,
+    k,
+    a_row,
+    a_column,
+    b_row,
+    b_column,
+    BACKWARD: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A product of a (m, k) with b, stored (n, k) or, TRANSPOSED, (k, n); then relu(.)^2 or its backward."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    # One program per multiprocessor takes several tiles: loads of the next one begin under the epilogue of the last.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS):
+        # Tiles go down GROUP rows before they go right: what runs at a time shares more of both operands in L2.
+        group = tile // (GROUP * tiles_n)
+        height = min(tiles_m - group * GROUP, GROUP)
+        place = tile % (GROUP * tiles_n)
+        row = (group * GROUP + place % height) * BLOCK_M
+        column = (place // height) * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if DESCRIPTORS:
+            for start in range(0, k, BLOCK_K):
+                left = a.load([row, start])
+                if TRANSPOSED:
+                    right = b.load([start, column])
+                else:
+                    right = b.load([column, start]).T
+                total = tl.dot(left, right, total)
+            if SCALED:
+                total *= tl.load(a_scale) * tl.load(b_scale)
+            _store_tile(out, activation, total, row, column, BACKWARD, BLOCK_M, BLOCK_N)
+        else:
+            i, j = tile_offsets(WIDE, BLOCK_M, BLOCK_N)
+            _, inner = tile_offsets(WIDE, BLOCK_M, BLOCK_K)
+            # Strides of b are those of its (k, n) or (n, k) storage.
+            b_k = b_row if TRANSPOSED else b_column
+            b_n = b_column if TRANSPOSED else b_row
+            wide_row = row.to(tl.int64)
+            wide_column = column.to(tl.int64)
+            a_tile = a + wide_row * a_row + (i[:, None] * a_row + inner[None, :] * a_column)
+            b_tile = b + wide_column * b_n + (inner[:, None] * b_k + j[None, :] * b_n)
+            step = tl.full((), BLOCK_K, dtype=tl.int64)
+            for start in range(0, k, BLOCK_K):
+                left_mask = (i[:, None] < m - row) & (inner[None, :] < k - start)
+                right_mask = (inner[:, None] < k - start) & (j[None, :] < n - column)
+                total = tl.dot(
+                    tl.load(a_tile, mask=left_mask, other=0.0), tl.load(b_tile, mask=right_mask, other=0.0), total
+                )
+                a_tile += step * a_column
+                b_tile += step * b_k
+            if SCALED:
+                total *= tl.load(a_scale) * tl.load(b_scale)
+            here = wide_row * n + wide_column + (i[:, None] * n + j[None, :])
+            mask = (i[:, None] < m - row) & (j[None, :] < n - column)
+            if BACKWARD:
+                total = _through_relu2(total, tl.load(activation + here, mask=mask, other=0.0))
+            else:
+                total = _relu2(total)
+            tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _relu2_backward_kernel(grad, activation, out, numel, BLOCK: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < numel
+    value = _through_relu2(
+        tl.load(grad + here, mask=mask, other=0.0).to(tl.float32), tl.load(activation + here, mask=mask, other=0.0)
+    )
+    tl.store(out + here, value.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _relu2_backward_fp8_kernel(
+    grad,
+    activation,
+    scale,
+    by_rows,
+    by_columns,
+    amax,
+    num_rows,
+    num_columns,
+    padded_rows,
+    LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS
+    column = (tl.program_id(0) % column_tiles).to(tl.int64) * BLOCK_COLUMNS
+    i, j = tile_offsets(WIDE, BLOCK_ROWS, BLOCK_COLUMNS)
+    rows_left = tl.minimum(num_rows - row, BLOCK_ROWS).to(tl.int32)
+    columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
+    # Rows beyond the last are read as zeros, which is what the padding holds.
+    mask = (i[:, None] < rows_left) & (j[None, :] < columns_left)
+    corner = row * num_columns + column
+    here = i[:, None] * num_columns + j[None, :]
+    value = _through_relu2(
+        tl.load(grad + corner + here, mask=mask, other=0.0).to(tl.float32),
+        tl.load(activation + corner + here, mask=mask, other=0.0),
+    )
+    raise_amax(amax, value)
+    # fmt: off
+    store_quantized(quantized_value(value, tl.load(scale), LARGEST), by_rows, by_columns, row, column, num_rows,
+                    num_columns, padded_rows, num_columns, padded_rows, True, True, NATIVE, WIDE, BLOCK_ROWS,
+                    BLOCK_COLUMNS)
+    # fmt: on
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+# In the interpreter: few programs, so that each takes several tiles.
+_INTERPRETED_PROGRAMS = 2
+
+
+class _Tiling(NamedTuple):
+    """Tiles of a product, and how they are computed."""
+
+    block_m: int
+    block_n: int
+    inner_bytes: int
+    """Bytes of a row that are loaded together."""
+    group: int = 8
+    """Tiles that programs go down before they go right."""
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+# With descriptors, in the shared memory of a Hopper GPU; small where there are fewer large tiles than multiprocessors.
+_LARGE = _Tiling(block_m=128, block_n=256, inner_bytes=128)
+_SMALL = _Tiling(block_m=128, block_n=128, inner_bytes=128)
+# Without descriptors, in the shared memory that every GPU has.
+_POINTERS = _Tiling(block_m=128, block_n=128, inner_bytes=64)
+
+
+@functools.cache
+def _device_limits(device: torch.device) -> tuple[int, bool]:
+    """Return the number of multiprocessors, and whether shared memory and descriptors are as Hopper's."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROGRAMS, True
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, torch.version.hip is None and properties.major in (9, 10)
+
+
+def product_relu2(
+    a: Tensor,
+    b: Tensor,
+    *,
+    dtype: torch.dtype,
+    transposed: bool = False,
+    activation: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return relu(a @ b.mT)^2 or, with an activation s, 2 sqrt(s) (a @ b.mT), as a new contiguous (m, n).
+
+    Args:
+        a: (m, k), any strides.
+        b: (n, k), or (k, n) if `transposed`, any strides.
+        dtype: of the result.
+        transposed: how `b` is stored.
+        activation: (m, n) contiguous, or None.
+        scales: () float32 factors of `a` and `b`, for 8-bit operands.
+    """
+    (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
+    out = a.new_empty((m, n), dtype=dtype)
+    if 0 in (m, n, k):
+        return out.zero_()
+    programs, is_hopper = _device_limits(a.device)
+    tensors = [a, b, out, *([] if activation is None else [activation])]
+    descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in tensors)
+    # Chosen from shape and device only.
+    if not descriptors:
+        tiling = _POINTERS
+    elif _num_tiles(m, n, _LARGE) < programs:
+        tiling = _SMALL
+    else:
+        tiling = _LARGE
+    block_m, block_n = tiling.block_m, tiling.block_n
+    block_k = tiling.inner_bytes // a.element_size()
+    tiles = _num_tiles(m, n, tiling)
+    place = out if activation is None else activation
+    operands = [a, b, place, out]
+    if descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        b_block = [block_k, block_n] if transposed else [block_n, block_k]
+        blocks = [[block_m, block_k], b_block, [block_m, block_n // 2], [block_m, block_n // 2]]
+        operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
+    launch(
+        _product_kernel,
+        (min(programs, tiles) if descriptors else tiles,),
+        *operands,
+        *((out, out) if scales is None else scales),
+        m,
+        n,
+        k,
+        *a.stride(),
+        *b.stride(),
+        BACKWARD=activation is not None,
+        TRANSPOSED=transposed,
+        SCALED=scales is not None,
+        DESCRIPTORS=descriptors,
+        WIDE=needs_wide_offsets(n, *a.stride(), *b.stride()),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=tiling.group,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out
+
+
+def _num_tiles(m: int, n: int, tiling: _Tiling) -> int:
+    return -(-m // tiling.block_m) * -(-n // tiling.block_n)
+
+
+def _fits_descriptor(x: Tensor) -> bool:
+    """Return whether the hardware can address tiles of this matrix: rows begin at multiples of 16 bytes."""
+    row_bytes = x.stride(0) * x.element_size()
+    return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
+
+
+_BACKWARD_BLOCK = 4096
+_BACKWARD_FP8_BLOCK = (64, 128)
+
+
+def relu2_backward(grad: Tensor, activation: Tensor, chosen: Kernels) -> Tensor:
+    """Return 2 sqrt(activation) grad, contiguous in the gradient's dtype."""
+    if chosen == "torch":
+        return relu2_backward_twin(grad, activation).to(grad.dtype)
+
+    grad, activation = grad.contiguous(), activation.contiguous()
+    out = torch.empty_like(grad)
+    if grad.numel():
+        launch(
+            _relu2_backward_kernel,
+            (triton.cdiv(grad.numel(), _BACKWARD_BLOCK),),
+            grad,
+            activation,
+            out,
+            grad.numel(),
+            BLOCK=_BACKWARD_BLOCK,
+            num_warps=8,
+        )
+    return out
+
+
+def relu2_backward_twin(grad: Tensor, activation: Tensor) -> Tensor:
+    """Return 2 sqrt(activation) grad in plain PyTorch, in float32 or wider."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    product = 2 * activation.to(wide).sqrt() * grad.to(wide)
+    return torch.where(activation == 0, 0.0, product)
+
+
+def relu2_backward_fp8(
+    grad: Tensor, activation: Tensor, scale: Tensor, chosen: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 2 sqrt(activation) grad in e5m2: by rows, by padded columns, and its largest magnitude."""
+    dtype = torch.float8_e5m2
+    if not takes_tiles(grad.shape[1], chosen):
+        return quantized_layouts(relu2_backward_twin(grad, activation), scale, dtype, True, True, True, chosen)
+
+    grad, activation = grad.contiguous(), activation.contiguous()
+    by_rows, by_columns, amax = empty_quantized(grad, dtype, True, True, True)
+    amax.zero_()
+    m, n = grad.shape
+    if m and n:
+        block_rows, block_columns = _BACKWARD_FP8_BLOCK
+        padded_rows = next_multiple(m)
+        launch(
+            _relu2_backward_fp8_kernel,
+            (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
+            grad,
+            activation,
+            scale,
+            by_rows,
+            by_columns,
+            amax.view(torch.int32),
+            m,
+            n,
+            padded_rows,
+            LARGEST=LARGEST[dtype],
+            NATIVE=not triton_is_interpreted(),
+            WIDE=needs_wide_offsets(n, padded_rows),
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            num_warps=8,
+        )
+    return by_rows, by_columns, amax

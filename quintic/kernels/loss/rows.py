@@ -1,0 +1,299 @@
+"""Triton kernels over rows of logits: the losses, and the gradients in place of the logits.
+
+chunks.py has the formulas, the plain twin and the products around these kernels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import triton_is_interpreted
+from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.launch import launch
+from quintic.kernels.loss.problem import Problem, Wanted
+
+__all__ = ["approximate", "capped", "derivative", "in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _reciprocal(x, APPROXIMATE: tl.constexpr):
+    if APPROXIMATE:
+        # One instruction, right to a unit in the last place; a division takes several, and this kernel counts them.
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / x
+    return result
+
+
+@jit
+def capped(logit, cap, steepness, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Return a capped logit z in units of ln 2, and r = (1 - tanh) / 2, from which its derivative is 4 (r - r^2)."""
+    if CAPPED:
+        # tanh u = 1 - 2 r with r = 1 / (1 + exp 2u). An overflow of the exponential makes r = 0, as it should.
+        r = _reciprocal(1.0 + tl.exp2(logit * steepness), APPROXIMATE)
+        z = cap - 2.0 * cap * r
+    else:
+        r = logit
+        z = logit * steepness
+    return z, r
+
+
+@jit
+def derivative(r, CAPPED: tl.constexpr):
+    """Return the derivative of a capped logit from the r of `capped`."""
+    if CAPPED:
+        result = 4.0 * (r - r * r)
+    else:
+        result = tl.full(r.shape, 1.0, tl.float32)
+    return result
+
+
+@jit
+def _one_pass_block(
+    place,
+    sums,
+    column,
+    vocab,
+    columns,
+    cap,
+    steepness,
+    share,
+    GRADIENT: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add exp(z - cap) of a block to the sums and replace the logits by that times share (r - r^2)."""
+    if MASKED:
+        logit = tl.load(place + column, mask=column < vocab, other=0.0).to(tl.float32)
+    else:
+        logit = tl.load(place + column).to(tl.float32)
+    r = _reciprocal(1.0 + tl.exp2(logit * steepness), APPROXIMATE)
+    value = tl.exp2((-2.0 * cap) * r)
+    if MASKED:
+        value = tl.where(column < vocab, value, 0.0)
+    if GRADIENT:
+        grad = (value * (share * (r - r * r))).to(place.dtype.element_ty)
+        if MASKED:
+            tl.store(place + column, grad, mask=column < columns)
+        else:
+            tl.store(place + column, grad)
+    return sums + value
+
+
+@jit
+def _row_kernel(
+    logits,
+    targets,
+    weights,
+    scale,
+    losses,
+    factors,
+    vocab,
+    columns,
+    logits_row,
+    num_targets,
+    weights_row,
+    weights_column,
+    scale_row,
+    cap,
+    steepness,
+    ignore_index,
+    WEIGHTED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    TARGETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of one token and, with GRADIENT, its row of logits overwritten by the gradient.
+
+    With ONE_PASS gradient = row * factor. Without GRADIENT, the logarithm to base 2 of the softmax's sum is what goes
+    to `factors`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = logits + row * logits_row
+    k = tl.arange(0, TARGETS)
+    target = tl.load(targets + row * num_targets + k, mask=k < num_targets, other=ignore_index)
+    counted = target != ignore_index
+    missing = counted & ((target < 0) | (target >= vocab))
+    exists = counted & (target >= 0) & (target < vocab)
+    if WEIGHTED:
+        weight = tl.load(weights + row * weights_row + k * weights_column, mask=counted, other=0.0).to(tl.float32)
+    else:
+        weight = counted.to(tl.float32)
+    # Nothing can be raised from here: the loss of a token with a target that does not exist is not a number.
+    weight = tl.where(missing, float("nan"), weight)
+    total_weight = tl.sum(weight, axis=0)
+    magnitude = tl.sum(tl.abs(weight), axis=0)
+    if ONE_PASS:
+        # Rows are kept relative to the sum of absolute weights: the sum of weights, which may cancel, divides nothing.
+        relative = 1.0 / tl.where(magnitude == 0.0, 1.0, magnitude)
+    else:
+        relative = tl.load(scale + row * scale_row)
+    share = total_weight * relative
+    logit = tl.load(place + target, mask=exists, other=0.0).to(tl.float32)
+    z, r = capped(logit, cap, steepness, CAPPED, APPROXIMATE)
+    # No warp may overwrite the row before all have read the logits of the targets.
+    tl.debug_barrier()
+
+    block = tl.arange(0, BLOCK)
+    whole = vocab // BLOCK * BLOCK
+    if ONE_PASS:
+        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, whole, BLOCK):
+            sums = _one_pass_block(
+                place, sums, start + block, vocab, columns, cap, steepness, share, GRADIENT, APPROXIMATE, False
+            )
+        for start in range(whole, columns, BLOCK):
+            sums = _one_pass_block(
+                place, sums, start + block, vocab, columns, cap, steepness, share, GRADIENT, APPROXIMATE, True
+            )
+        total = tl.sum(sums, axis=0)
+        lse = tl.log2(total) + cap
+    else:
+        peak = float("-inf")
+        total = 0.0
+        for start in range(0, vocab, BLOCK):
+            inside = start + block < vocab
+            part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
+            part, _ = capped(part, cap, steepness, CAPPED, APPROXIMATE)
+            part = tl.where(inside, part, float("-inf"))
+            higher = tl.maximum(peak, tl.max(part, axis=0))
+            total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(part - higher), axis=0)
+            peak = higher
+        lse = tl.log2(total) + peak
+        if GRADIENT:
+            for start in range(0, columns, BLOCK):
+                inside = start + block < vocab
+                part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
+                part, part_r = capped(part, cap, steepness, CAPPED, APPROXIMATE)
+                grad = tl.exp2(part - lse) * share * derivative(part_r, CAPPED)
+                grad = tl.where(inside, grad, 0.0).to(logits.dtype.element_ty)
+                tl.store(place + start + block, grad, mask=start + block < columns)
+
+    # From units of ln 2 to nats.
+    loss = (total_weight * lse - tl.sum(weight * z, axis=0)) * 0.6931471805599453
+    tl.store(losses + row, tl.where(magnitude == 0.0, 0.0, loss))
+    if GRADIENT:
+        # The entries of targets once more, whole: one target may stand there several times.
+        same = (target[:, None] == target[None, :]) & exists[None, :]
+        pull = tl.sum(tl.where(same, weight[None, :], 0.0), axis=1) * relative
+        if ONE_PASS:
+            value = (tl.exp2(z - cap) * share - total * pull) * (r - r * r)
+            tl.store(factors + row, 4.0 * magnitude * tl.load(scale + row * scale_row) / total)
+        else:
+            value = (tl.exp2(z - lse) * share - pull) * derivative(r, CAPPED)
+        # All warps have written their blocks before these entries are written again.
+        tl.debug_barrier()
+        tl.store(place + target, value.to(logits.dtype.element_ty), mask=exists)
+    else:
+        tl.store(factors + row, lse)
+
+
+@jit
+def _scale_rows_kernel(
+    x, factors, out, num_rows, width, x_row, x_column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
+    column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
+    i = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    j = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (i[:, None] < num_rows) & (j[None, :] < width)
+    value = tl.load(x + i[:, None] * x_row + j[None, :].to(tl.int64) * x_column, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.load(factors + i, mask=i < num_rows, other=0.0)[:, None]
+    tl.store(out + i[:, None] * width + j[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+# Columns of a row at a time, and warps.
+_ROW_BLOCK, _ROW_WARPS = 4096, 8
+_SCALE_BLOCK = (16, 128)
+
+_LOG2_E = math.log2(math.e)
+
+# Up to this cap, exp(-2 cap) is far from the smallest float32 and bfloat16, and a row needs one pass.
+_ONE_PASS_CAP = 30.0
+
+
+def approximate(x: Tensor) -> bool:
+    """Return whether kernels on the device of `x` have the instruction of NVIDIA that approximates a reciprocal."""
+    return x.is_cuda and torch.version.hip is None and not triton_is_interpreted()
+
+
+def in_ln2(softcap: float | None) -> tuple[float, float]:
+    """Return a cap in units of ln 2, and the factor that `capped` wants on logits."""
+    return (0.0, _LOG2_E) if softcap is None else (softcap * _LOG2_E, 2 * _LOG2_E / softcap)
+
+
+def takes_one_pass(softcap: float | None, dtype: torch.dtype, *, gradient: bool) -> bool:
+    """Return whether the sum of a softmax can be made without its largest logit, and gradients be written before it."""
+    # float16 has no exp(-2 cap).
+    return softcap is not None and softcap <= _ONE_PASS_CAP and not (gradient and dtype == torch.float16)
+
+
+def launch_rows(
+    problem: Problem,
+    rows: slice,
+    logits: Tensor,
+    columns: int,
+    losses: Tensor,
+    wanted: "Wanted | None",
+    factors: Tensor | None = None,
+) -> None:
+    """Compute the losses of some tokens from their logits, and overwrite these where gradients are wanted.
+
+    `factors` gets what the kernel says; None for gradients of more than one pass, or where nobody asks.
+    """
+    targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
+    scale = losses if wanted is None else wanted.scale
+    launch(
+        _row_kernel,
+        (logits.shape[0],),
+        logits,
+        targets[rows],
+        losses if weights is None else weights[rows],
+        scale[rows] if scale.ndim else scale,
+        losses[rows],
+        losses.new_empty(logits.shape[0]) if factors is None else factors,
+        problem.vocab_size,
+        columns,
+        logits.stride(0),
+        targets.shape[1],
+        0 if weights is None else weights.stride(0),
+        0 if weights is None else weights.stride(1),
+        scale.stride(0) if scale.ndim else 0,
+        *in_ln2(cap),
+        problem.ignore_index,
+        WEIGHTED=weights is not None,
+        CAPPED=cap is not None,
+        ONE_PASS=takes_one_pass(cap, logits.dtype, gradient=wanted is not None),
+        GRADIENT=wanted is not None,
+        APPROXIMATE=approximate(logits),
+        TARGETS=triton.next_power_of_2(targets.shape[1]),
+        BLOCK=_ROW_BLOCK,
+        num_warps=_ROW_WARPS,
+    )
+
+
+def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write x (m, n) times one factor per row into a contiguous tensor."""
+    (m, n), (block_rows, block_columns) = x.shape, _SCALE_BLOCK
+    launch(
+        _scale_rows_kernel,
+        (triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),),
+        x,
+        factors,
+        out,
+        m,
+        n,
+        x.stride(0),
+        x.stride(1),
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+    )

@@ -1,0 +1,268 @@
+"""Cases of test_triton.py: products with relu(.)^2 and 8-bit products, in Triton's interpreter or on a CUDA device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quintic.kernels.dispatch import triton_is_interpreted
+from quintic.kernels.linear import fp8_quantize, relu2
+from quintic.kernels.linear.fp8 import Fp8LinearScales, fp8_linear
+from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
+from quintic.kernels.linear.linear import linear_relu2, mlp_relu2
+from quintic.kernels.linear.relu2 import product_relu2, relu2_backward, relu2_backward_fp8, relu2_backward_twin
+
+DEVICE = "cpu" if triton_is_interpreted() else "cuda"
+# The interpreter has no reliable bfloat16.
+DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+HAS_FP8 = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="8-bit products, and rounding to 8 bits, need a recent CUDA device")
+
+# Rows, inner size, features: several tiles and ragged ones; rows that descriptors can address, and others.
+SHAPES = [(1, 1, 1), (3, 40, 17), (130, 72, 264), (140, 70, 270), (259, 136, 520), (64, 33, 128)]
+if DEVICE == "cuda":
+    SHAPES += [(4096, 768, 3072), (2049, 200, 5000)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fill every new tensor of the kernels with values that no result has."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+def poison(function):
+    def poisoned(*args, **kwargs):
+        out = function(*args, **kwargs)
+        if out.dtype in LARGEST:
+            out.view(torch.uint8).fill_(0x7F)
+        elif out.is_floating_point():
+            out.fill_(float("nan"))
+        return out
+
+    return poisoned
+
+
+def error(found, exact):
+    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def bits(x):
+    return x.view(torch.uint8) if x.dtype in LARGEST else x
+
+
+def operands(shape, dtype, transposed=False, spread=1.0):
+    rows, inner, features = shape
+    a = torch.randn(rows, inner).to(DEVICE, dtype)
+    b = (torch.randn(features, inner) / inner**0.5 * spread).to(DEVICE, dtype)
+    return a, b.mT.contiguous() if transposed else b
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_products(shape, dtype, transposed, backward):
+    a, b = operands(shape, dtype, transposed)
+    b_rows = b.mT if transposed else b
+    activation = torch.randn(shape[0], shape[2]).relu().to(DEVICE, dtype) if backward else None
+
+    def after(pre):
+        if backward:
+            return 2 * activation.to(pre.dtype).sqrt() * pre
+        return pre.relu().square()
+
+    out = product_relu2(a, b, dtype=dtype, transposed=transposed, activation=activation)
+    exact = after(a.double() @ b_rows.double().mT)
+    assert error(out, exact) <= 2 * error(after(F.linear(a, b_rows)), exact) + 1e-6
+    again = product_relu2(a, b, dtype=dtype, transposed=transposed, activation=activation)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_any_strides(dtype):
+    a, b = operands((70, 48, 40), dtype)
+    expected = product_relu2(a, b, dtype=dtype)
+    wide = torch.randn(70, 100).to(DEVICE, dtype)
+    wide[:, 3:51] = a
+    for left in (a.mT.contiguous().mT, wide[:, 3:51]):
+        for right in (b, b.mT.contiguous().mT):
+            torch.testing.assert_close(product_relu2(left, right, dtype=dtype), expected)
+
+
+TILINGS = ["_LARGE", "_SMALL", "_POINTERS"]
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_every_tiling(tiling, monkeypatch):
+    values = getattr(relu2, tiling)
+    for name in TILINGS:
+        monkeypatch.setattr(relu2, name, values)
+    if tiling == "_POINTERS":
+        monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
+    a, b = operands((140, 136, 264), torch.float16)
+    exact = F.linear(a.double(), b.double()).relu().square()
+    assert error(product_relu2(a, b, dtype=torch.float16), exact) < 1e-3
+
+
+def test_offsets_beyond_32_bits(monkeypatch):
+    for module in (fp8_quantize, relu2):
+        monkeypatch.setattr(module, "needs_wide_offsets", lambda *strides: True)
+    a, b = operands((140, 33, 135), torch.float16)
+    exact = F.linear(a.double(), b.double()).relu().square()
+    assert error(product_relu2(a, b, dtype=torch.float16), exact) < 1e-3
+    x = representable((70, 140), torch.float8_e5m2).to(DEVICE)
+    one = torch.tensor(0.125, device=DEVICE)
+    found, expected = (quantized_layouts(x, one, torch.float8_e5m2, True, True, True, k) for k in ("triton", "torch"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, which the interpreter computes with
+def test_not_a_number_stays_and_relu_wins():
+    a, b = operands((20, 16, 24), torch.float16)
+    a[3, 5] = float("nan")
+    out = product_relu2(a, b, dtype=torch.float16)
+    assert out[3].isnan().all()
+    assert not out[:3].isnan().any()
+    grad = torch.full((20, 24), float("inf")).to(DEVICE, torch.float16)
+    zero = torch.zeros_like(grad)
+    assert torch.equal(relu2_backward(grad, zero, "triton"), zero)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (37, 211), (0, 4), (70, 200)])
+def test_backward_of_the_activation(shape, dtype):
+    activation = torch.randn(shape).relu().to(DEVICE, dtype)
+    grad = torch.randn(shape[::-1]).to(DEVICE, dtype).mT
+    found = relu2_backward(grad, activation, "triton")
+    torch.testing.assert_close(found, relu2_backward(grad, activation, "torch"))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 40, 17), (200, 128, 264), (0, 8, 8)])
+def test_gradients(shape, dtype):
+    x, weight = operands(shape, dtype)
+    down = (torch.randn(24, shape[2]) / max(shape[2], 1) ** 0.5).to(DEVICE, dtype)
+    for inputs, ours, plain in [
+        ((x, weight), linear_relu2, lambda x, w: F.linear(x, w).relu().square()),
+        ((x, weight, down), mlp_relu2, lambda x, u, d: F.linear(F.linear(x, u).relu().square(), d)),
+    ]:
+        grad = torch.randn(shape[0], inputs[-1].shape[0]).to(DEVICE)
+        results = []
+        for function, kind in [(ours, dtype), (plain, dtype), (plain, torch.float64)]:
+            leaves = [value.to(kind, copy=True).requires_grad_() for value in inputs]
+            options = {"kernels": "triton"} if function is ours else {}
+            out = function(*leaves, **options)
+            out.backward(grad.to(dtype).to(kind))
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        for found, theirs, exact in zip(*results, strict=True):
+            assert error(found, exact) <= 2 * error(theirs, exact) + 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------------- 8 bits
+
+
+def representable(shape, dtype):
+    """Return random values of an 8-bit dtype times 2**-3: quantising these needs no rounding."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype).float()
+    # The interpreter has no subnormal 8-bit floats.
+    return torch.where(codes.isfinite() & (codes.abs() >= 2**-6), codes, 0.0) / 8
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9000), (37, 50), (37, 52), (16, 16), (70, 144), (130, 260), (256, 128)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_quantising_moves_every_value_to_its_place(shape, dtype, transposed):
+    x = representable(shape, dtype).to(DEVICE)
+    x = x.mT.contiguous().mT if transposed else x
+    scale = torch.tensor(0.125, device=DEVICE)
+    expected = quantized_layouts(x, scale, dtype, True, True, True, "torch")
+    found = quantized_layouts(x, scale, dtype, True, True, True, "triton")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+    alone, _, _ = quantized_layouts(x, scale, dtype, True, False, False, "triton")
+    assert torch.equal(bits(alone), bits(expected[0]))
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantising_rounds_as_the_twin_does(dtype, source):
+    # All bfloat16: zeros of both signs, subnormals, ties, infinities, not-a-numbers.
+    every = torch.arange(2**16, device=DEVICE).to(torch.int16).view(torch.bfloat16)
+    every = every[: 2**16 // 240 * 240].reshape(240, -1).to(source)
+    for factor in (1.0, 0.37, 2.0**-20, 3e9):
+        scale = torch.tensor(factor, device=DEVICE)
+        expected = quantized_layouts(every, scale, dtype, True, True, True, "torch")
+        found = quantized_layouts(every, scale, dtype, True, True, True, "triton")
+        nan = expected[0].float().isnan()
+        for ours, theirs, bad in zip(found[:2], expected[:2], (nan, nan.mT), strict=True):
+            assert torch.equal(ours.float().isnan(), theirs.float().isnan())
+            assert torch.equal(bits(ours)[~bad], bits(theirs)[~bad])
+        assert found[2].isnan()
+
+
+def test_the_largest_magnitude():
+    scale = torch.tensor(1.0, device=DEVICE)
+    for shape in [(5, 7), (300, 200), (0, 16), (16, 0)]:
+        x = torch.randn(shape).to(DEVICE, torch.float16)
+        _, _, amax = quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")
+        assert amax == (x.abs().max() if x.numel() else 0)
+    x = torch.zeros(300, 200, device=DEVICE)
+    x[200, 150] = -float("inf")
+    assert quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")[2] == float("inf")
+    x[0, 0] = float("nan")
+    assert quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")[2].isnan()
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)])
+def test_backward_of_the_activation_in_8_bits(shape):
+    # Square roots of powers of four, so that nothing is rounded.
+    activation = (4.0 ** torch.randint(-2, 3, shape)) * torch.randint(0, 2, shape)
+    grad = representable(shape, torch.float8_e5m2).clamp(-64, 64)
+    grad = torch.where(grad.abs() >= 2**-6, grad, 0.0)
+    activation, grad = activation.to(DEVICE), grad.to(DEVICE)
+    scale = torch.tensor(0.125, device=DEVICE)
+    found = relu2_backward_fp8(grad, activation, scale, "triton")
+    expected = relu2_backward_fp8(grad, activation, scale, "torch")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+    assert found[2] == relu2_backward_twin(grad, activation).abs().max()
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 32), (130, 144, 272), (140, 48, 20)])
+def test_8_bit_products_that_are_exact(shape):
+    rows, inner, features = shape
+    a = torch.randint(-2, 3, (rows, inner)).to(DEVICE, torch.float8_e4m3fn)
+    b = torch.randint(-2, 3, (features, inner)).to(DEVICE, torch.float8_e4m3fn)
+    scales = torch.tensor(0.5, device=DEVICE), torch.tensor(0.25, device=DEVICE)
+    out = product_relu2(a, b, dtype=torch.float32, scales=scales)
+    assert torch.equal(out, (a.float() @ b.float().mT / 8).relu().square())
+
+
+@needs_fp8
+@pytest.mark.parametrize("function", [linear_relu2, fp8_linear])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 48, 32), (300, 208, 528), (0, 16, 32), (4096, 768, 3072)])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_layers(function, shape, weight_dtype):
+    x, weight = operands(shape, torch.bfloat16, transposed=function is fp8_linear, spread=3.0)
+    weight, grad = weight.to(weight_dtype), torch.randn(shape[0], shape[2], device=DEVICE)
+    results = []
+    for kernels in ("triton", "triton", "torch"):
+        scales = [torch.tensor(value, device=DEVICE) for value in (0.01, 0.002, 0.001)]
+        amaxes = [torch.zeros((), device=DEVICE) for _ in range(3)]
+        leaves = [value.clone().requires_grad_() for value in (x, weight)]
+        named = Fp8LinearScales(*scales, *amaxes)
+        options = {"fp8": named} if function is linear_relu2 else named._asdict()
+        out = function(*leaves, **options, kernels=kernels)
+        out.backward(grad.to(out.dtype))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves), *amaxes])
+    for found, again, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, again)
+        # Hopper adds 8-bit products with about 14 bits forward; a unit in the last place of the activation may then
+        # move a gradient to the next of its 8-bit values.
+        assert error(found, expected.double()) <= 3e-2
