@@ -38,8 +38,8 @@ MAY_IMPORT = {
 
 PARTS = {*MAY_IMPORT, "cli"}
 
-# The rooms of a part: each may import the ones before it. "" stands for the files outside of rooms: in the optimizer what
-# users call, among the kernels what several rooms share.
+# The rooms of a part: each may import the ones before it. "" stands for the files outside of rooms: in the optimizer
+# what users call, among the kernels what several rooms share.
 ROOMS = {
     "optim": [
         "rules",

@@ -20,7 +20,7 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change
-from quintic.optim.step.early_averages import EarlyAverages
+from quintic.optim.step.averages.early_averages import EarlyAverages
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.validate import CHECKED_OPTIONS, check_group, checked_options

@@ -7,7 +7,7 @@ every row of tiles of every matrix has a counter of the tiles finished in it. A 
 queue alone, and all programs run at the same time (a cooperative launch), so that one of them can always go on.
 
 To the two groups that multiply and the warp that fetches, as in `hopper.py`, comes a warp that watches the counters, a
-few tiles ahead (`hopper_queue.py` has both warps). The arithmetic is the same, and so are the bits: which of the two runs
+few tiles ahead (both are in `hopper_queue.py`). The arithmetic is the same, and so are the bits: which of the two runs
 may depend on the number of matrices.
 
 Import this module only where Triton is installed, and call it on devices of compute capability 9.0.

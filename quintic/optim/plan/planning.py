@@ -12,12 +12,7 @@ from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
-from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
-from quintic.optim.plan.order import Orders, arranged
-from quintic.optim.plan.plan import Plan
-from quintic.optim.plan.sharded import sharded_buckets
-from quintic.optim.plan.travel import shared_buckets, travelling_buckets
-from quintic.optim.plan.workspace import (
+from quintic.optim.plan.memory.workspace import (
     Matrices,
     applied_bytes,
     directions_bytes,
@@ -25,6 +20,11 @@ from quintic.optim.plan.workspace import (
     neuron_bytes,
     polar_work,
 )
+from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
+from quintic.optim.plan.order import Orders, arranged
+from quintic.optim.plan.plan import Plan
+from quintic.optim.plan.sharded import sharded_buckets
+from quintic.optim.plan.travel import shared_buckets, travelling_buckets
 from quintic.optim.polar.forms import Form
 
 __all__ = ["build_plan", "local_buckets"]

@@ -20,9 +20,9 @@ from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Bucket, Sharding, Travel, TravellingUnit
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.members import Member
+from quintic.optim.plan.memory.sharded_memory import stages_of_parts
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_division import RowDivision, divided_rows
-from quintic.optim.plan.sharded_memory import stages_of_parts
 from quintic.optim.plan.travel import kinds_of
 from quintic.optim.state.parts import Part, parts_of
 

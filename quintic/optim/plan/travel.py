@@ -22,9 +22,9 @@ from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Bucket, Travel, TravellingUnit
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.members import Kind, Member, form_of
+from quintic.optim.plan.memory.travel_memory import Key, different_positions, piece_entries, stages_of
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
-from quintic.optim.plan.travel_memory import Key, different_positions, piece_entries, stages_of
 from quintic.optim.state.owners import assign_owners, balance, loads_of, shape_cost
 
 __all__ = ["SharedBucket", "kinds_of", "shared_buckets", "travelling_buckets"]

@@ -25,9 +25,9 @@ from quintic.optim.plan.schedule import restricted, run_overlapping
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.agreements import Agreements
+from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
+from quintic.optim.step.averages.gradient_averages import GradientAverages
 from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
-from quintic.optim.step.early_averages import EarlyAverages, OfGroup
-from quintic.optim.step.gradient_averages import GradientAverages
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import Operands, State
 from quintic.optim.step.pipeline import Observer, Passes, PlainPasses, step_adamw, step_matrices

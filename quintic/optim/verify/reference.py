@@ -35,7 +35,7 @@ from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.sharded_state import Divided, divided_parameters
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.early_averages import OfGroup
+from quintic.optim.step.averages.early_averages import OfGroup
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
 __all__ = ["Observer", "Parameter", "Rounding", "parameters_of", "reference_step", "run_reference"]

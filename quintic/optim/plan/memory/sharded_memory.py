@@ -13,9 +13,7 @@ import torch
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.plan.bucket import Sharding, Travel
 from quintic.optim.plan.members import ADAMW_BYTES, adamw_entries, direction_dtype
-from quintic.optim.plan.row_division import MARK_BYTES
-from quintic.optim.plan.schedule import Stages
-from quintic.optim.plan.workspace import (
+from quintic.optim.plan.memory.workspace import (
     Matrices,
     applied_bytes,
     directions_bytes,
@@ -23,6 +21,8 @@ from quintic.optim.plan.workspace import (
     factors_of_pieces_bytes,
     units_work,
 )
+from quintic.optim.plan.row_division import MARK_BYTES
+from quintic.optim.plan.schedule import Stages
 from quintic.optim.state.parts import Part
 
 __all__ = ["stages_of_parts"]

@@ -18,8 +18,7 @@ from quintic.optim.layout.layouts import Box, size_of
 from quintic.optim.layout.views import View, is_transposed
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
-from quintic.optim.plan.schedule import Stages
-from quintic.optim.plan.workspace import (
+from quintic.optim.plan.memory.workspace import (
     Matrices,
     applied_bytes,
     directions_bytes,
@@ -27,6 +26,7 @@ from quintic.optim.plan.workspace import (
     units_work,
     width_of,
 )
+from quintic.optim.plan.schedule import Stages
 
 __all__ = ["Key", "different_positions", "piece_entries", "stages_of"]
 

@@ -16,8 +16,8 @@ from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.schedule import run_overlapping
-from quintic.optim.step.averaging import Averaging
-from quintic.optim.step.early_averages import EarlyAverages, OfGroup
+from quintic.optim.step.averages.averaging import Averaging
+from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
 from quintic.optim.step.operands import BucketMemory, dense_gradient
 from quintic.optim.step.sharded_step import ShardedMemory, start_mean
 
