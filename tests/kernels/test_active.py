@@ -117,7 +117,8 @@ import sys, torch
 before = set(sys.modules)
 import quintic
 loaded = {name for name in set(sys.modules) - before if name.startswith("quintic.kernels.")}
-assert loaded <= {"quintic.kernels.dispatch", "quintic.kernels.products.choose_products"}, loaded
+products = "quintic.kernels.products"
+assert loaded <= {"quintic.kernels.dispatch", products, f"{products}.choose_products"}, loaded
 assert "triton" not in set(sys.modules) - before
 assert quintic.kernels.active("cpu")["adamw"] == "torch"
 """
