@@ -45,8 +45,8 @@ ROOMS = {
         "rules",
         "layout",
         "polar",
-        "comms",
         "groups",
+        "comms",
         "state",
         "plan",
         "step",
@@ -57,11 +57,13 @@ ROOMS = {
     ],
     "kernels": ["", "update", "products", "linear", "loss", "attention"],
 }
+# Rooms that have to do with the dictionaries in which PyTorch keeps groups.
+UNTYPED_GROUPS = {"", "rules", "groups", "checkpoint", "verify"}
 FILES_OF_A_FOLDER = 14
 
 # Slow to load, or not installed with the optimizer alone: `import quintic` must do without them.
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
-HARNESS = [f"quintic.{part}" for part in ("model", "data", "train", "eval", "cli", "integrations")]
+HARNESS = [f"quintic.{part}" for part in ("model", "data", "train", "eval", "cli", "integrations", "rehearsal")]
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
@@ -191,6 +193,35 @@ def stray_communication(module: Module) -> list[str]:
     return found
 
 
+def untyped_groups(module: Module) -> list[str]:
+    """An option read from a group's dictionary in a room below `Muon`: `Group` of `groups/options.py` has it typed."""
+    place = room_of("optim", module.name)
+    if place is None or ROOMS["optim"][place] in UNTYPED_GROUPS:
+        return []
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+        and re.search(r"\b_?groups?(\[\w+\])?$", ast.unparse(node.value))
+    ]
+
+
+def private_reads(module: Module) -> list[str]:
+    """What belongs to the optimizer alone, read outside of `muon.py`: it has accessors for that."""
+    if module.name == "optim.muon":
+        return []
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith(("__", "_optimizer_"))  # these are PyTorch's
+        and ast.unparse(node.value) in ("optimizer", "self._optimizer", "muon")
+    ]
+
+
 def environment_reads(module: Module) -> list[str]:
     """os.environ or os.getenv outside the few places where an environment variable may count."""
     if module.name in MAY_READ_ENVIRONMENT:
@@ -262,6 +293,8 @@ RULES: list[Rule] = [
     wrong_directions,
     wrong_doors,
     stray_communication,
+    untyped_groups,
+    private_reads,
     environment_reads,
     stray_renames,
     awareness_of_tests,
@@ -299,6 +332,10 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (stray_communication, "optim.plan", "import torch.distributed as dist\n"),
         (stray_communication, "optim.plan", "from torch import distributed\n"),
         (stray_communication, "optim.plan", "import torch\ntorch.distributed.barrier()\n"),
+        (untyped_groups, "optim.plan.plan", "x = group['lr']\n"),
+        (untyped_groups, "optim.step.runner", "x = self._groups[number]['lr']\n"),
+        (private_reads, "optim.clip", "x = optimizer._current\n"),
+        (private_reads, "rehearsal.rehearse", "optimizer._planned()\n"),
         (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
         (environment_reads, "train.loop", "from os import getenv\n"),
         (stray_renames, "data.hub", "import os\nos.replace(a, b)\n"),
@@ -329,6 +366,10 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (stray_communication, "optim.comms.collectives", "import torch.distributed\n"),
         (stray_communication, "optim.layout", "from torch.distributed.tensor import DTensor\n"),
         (stray_communication, "train.loop", "import torch.distributed\n"),
+        (untyped_groups, "optim.muon", "x = group['lr']\n"),
+        (untyped_groups, "optim.step.runner", "x = state['step']\n"),
+        (private_reads, "optim.muon", "x = optimizer._current\n"),
+        (private_reads, "optim.clip", "x = optimizer.current\n"),
         (environment_reads, "kernels.dispatch", "import os\nx = os.environ['X']\n"),
         (stray_renames, "durable", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "text.replace('a', 'b')\nreplace(a, b)\n"),

@@ -84,7 +84,7 @@ class CapturedStep:
         """
         found = self._fingerprint()
         # Other ranks write to memory that is another one where it had to become larger.
-        moved = self._graph is not None and self._kept_bytes != self._optimizer._current.communicators.kept_bytes
+        moved = self._graph is not None and self._kept_bytes != self._optimizer.current.communicators.kept_bytes
         if found != self._captured or moved:
             self.close()
             self._captured = found
@@ -99,7 +99,7 @@ class CapturedStep:
             self._optimizer.upload_hyperparameters()
         assert self._graph is not None
         self._graph.replay()
-        self._optimizer._current.communicators.mark_end()
+        self._optimizer.current.communicators.mark_end()
 
     def _capture(self) -> None:
         self._check()
@@ -110,7 +110,7 @@ class CapturedStep:
         # Other threads, as NCCL's watchdog, ask for events meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._optimizer.step()
-        self._graph, self._kept_bytes = graph, self._optimizer._current.communicators.kept_bytes
+        self._graph, self._kept_bytes = graph, self._optimizer.current.communicators.kept_bytes
 
     def _bring_gradients(self) -> None:
         """Copy gradients that are somewhere else than those captured."""

@@ -97,11 +97,11 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
     names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    agreements = optimizer._planned().agreements
-    found = [_squared_norms(names, params, gradients, device, optimizer._current.communicators)]
+    current = optimizer.current
+    squares = [_squared_norms(names, params, gradients, device, current.communicators)]
     for ranks, parts in divided.items():
-        found.append(_squared_norms_of_parts(parts, optimizer._current.communicators[ranks], len(ranks), device))
-    squared = agreements.connected.total(*_together(found))
+        squares.append(_squared_norms_of_parts(parts, current.communicators[ranks], len(ranks), device))
+    squared = current.agreements.connected.total(*_together(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -113,7 +113,7 @@ def clip_grad_norm_(
     if math.isfinite(max_norm):
         of_parts = [part for parts in divided.values() for _, part in parts]
         _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
-        optimizer._current.early.renew()
+        current.early.renew()
     return norm.float()
 
 
@@ -131,36 +131,36 @@ class _Gradients(NamedTuple):
 
 
 def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
-    found = _Gradients([], [], [], {})
-    groups = optimizer.param_groups
-    numbers = [
-        number
-        for number, group in enumerate(groups)
-        if (group["pending_steps"] + 1) % group["step_every"] == 0 and scope in ("all", group["algorithm"])
+    gradients = _Gradients([], [], [], {})
+    current, pending_steps = optimizer.current, optimizer.next_pending_steps()
+    due = [
+        group
+        for group, pending in zip(current.groups, pending_steps, strict=True)
+        if pending == 0 and scope in ("all", group.algorithm)
     ]
-    optimizer._current.early.fresh()  # forgets what was touched, before what remains is touched here
+    numbers = [group.number for group in due]
+    current.early.fresh()  # forgets what was touched, before what remains is touched here
     if has_process_group():
-        optimizer._planned().agreements.sum_early(numbers)
+        current.agreements.sum_early(numbers)
     averages: Mapping[int, OfGroup] = {}
-    if any(groups[number]["comms"] in AVERAGING for number in numbers):
-        averages = optimizer._planned().average_early(numbers)
-    for number in numbers:
-        group = groups[number]
-        if number not in averages:
-            found.names.extend(group["param_names"])
-            found.params.extend(group["params"])
-            rows = zip(group["param_names"], group["params"], strict=True)
-            found.gradients.extend(_own_gradient(name, param) for name, param in rows)
+    if any(group.comms in AVERAGING for group in due):
+        averages = current.average_early(numbers)
+    for group in due:
+        if group.number not in averages:
+            gradients.names.extend(group.param_names)
+            gradients.params.extend(group.params)
+            rows = zip(group.param_names, group.params, strict=True)
+            gradients.gradients.extend(_own_gradient(name, param) for name, param in rows)
             continue
-        params, gradients = zip(*averages[number].tensors(), strict=True)
-        ranks = dividing_ranks(group, layouts_of(number, group))
+        params, averaged = zip(*averages[group.number].tensors(), strict=True)
+        ranks = dividing_ranks(group, layouts_of(group))
         if ranks:
-            found.divided.setdefault(ranks, []).extend(zip(group["param_names"], gradients, strict=True))
+            gradients.divided.setdefault(ranks, []).extend(zip(group.param_names, averaged, strict=True))
         else:
-            found.names.extend(group["param_names"])
-            found.params.extend(params)
-            found.gradients.extend(gradients)
-    return found
+            gradients.names.extend(group.param_names)
+            gradients.params.extend(params)
+            gradients.gradients.extend(averaged)
+    return gradients
 
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:

@@ -5,8 +5,7 @@ parameters (`watching.py`), then at the options, which are checked again; then t
 what has changed, and state is made, moved along or left as it is (`upkeep.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -14,26 +13,25 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators, check_transport
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.plan import PLANNED_OPTIONS
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change
-from quintic.optim.step.averages.early_averages import EarlyAverages
+from quintic.optim.step.agreements import Agreements
+from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
-from quintic.optim.validate import CHECKED_OPTIONS, check_group, checked_options
+from quintic.optim.validate import check_group
 
 __all__ = ["Current", "States"]
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
-_Groups: TypeAlias = list[dict[str, Any]]
-
-_options_of_plan: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*PLANNED_OPTIONS)
-
-_ALGORITHM = CHECKED_OPTIONS.index("algorithm")
+_Dictionaries: TypeAlias = Sequence[dict[str, Any]]
+"""Parameter groups as PyTorch keeps them."""
 
 
 class Current:
@@ -47,6 +45,8 @@ class Current:
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
+        self.groups: list[Group] = []
+        """As of the last look; none while nothing was made for their parameters, which are then kept by nobody here."""
         self.communicators = Communicators()
         self.rows = AnnouncedRows(self.communicators)
         self.early = EarlyAverages()
@@ -54,20 +54,15 @@ class Current:
         """Of the plan, if there is one."""
         self._upkeep = Upkeep()
         self._qk_step: QKStep | None = None
-        self._planned_options: list[tuple[Any, ...]] = []
-        self._checked_options: list[tuple[Any, ...]] = []
 
-    def add(self, number: int, group: dict[str, Any]) -> None:
+    def add(self, number: int, dictionary: dict[str, Any]) -> None:
         """Check a new group and connect its ranks. All ranks that share its parameters must call it.
 
         Raises:
             ValueError, TypeError: names the parameter or the option; nothing was changed.
         """
-        check_group(number, group)
-        layouts = layouts_of(number, group)
-        check_transport(number, group, layouts)
-        self._checked_options.append(checked_options(group))
-        self.communicators.connect([group], [layouts])
+        group = _checked(number, dictionary)
+        self.communicators.connect([group], [layouts_of(group)])
         self.outdate()
 
     def outdate(self) -> None:
@@ -80,48 +75,60 @@ class Current:
         if self.runner is not None:
             self.runner.finish()
         self.runner = None
-        self._planned_options = []
         self._qk_step = None
 
-    def planned(self, groups: _Groups, states: States) -> Runner:
+    def planned(self, dictionaries: _Dictionaries, states: States) -> Runner:
         """Return the runner of the plan. No state is made, and nothing is communicated.
 
         Raises:
             ValueError, TypeError: of a group that was changed; the message names the parameter or the option.
         """
-        self._look(groups)
+        self.look(dictionaries)
         if self.runner is None:
-            self.runner = Runner(groups, states, self.communicators, self.orders, self.rows, self.early)
-            self._planned_options = list(map(_options_of_plan, groups))
-            self._upkeep.watch(groups)
+            self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.early)
+            self._upkeep.watch([group.params for group in self.groups])
         return self.runner
 
-    def use_state(self, groups: _Groups, states: States) -> None:
+    @property
+    def agreements(self) -> Agreements:
+        """What ranks agree on, given a plan."""
+        return self._runner.agreements
+
+    def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
+        """See `Runner.average_early`; given a plan."""
+        return self._runner.average_early(numbers)
+
+    @property
+    def _runner(self) -> Runner:
+        assert self.runner is not None
+        return self.runner
+
+    def use_state(self, states: States) -> None:
         """Let all parameters have the state that they need, in a step that is `planned` and changes it.
 
         Raises:
             ValueError: state that says something cannot move to the parameter that is there now; nothing was changed.
         """
-        self._make_state(groups, states)
+        self._make_state(states)
         self._upkeep.use()
 
-    def needed_state(self, groups: _Groups, states: States) -> States:
+    def needed_state(self, dictionaries: _Dictionaries, states: States) -> States:
         """Return the state, all of it made and nothing under way.
 
         Raises:
             ValueError, TypeError: as `planned` and `use_state`.
         """
-        self._look(groups)
-        self._make_state(groups, states)
+        self.look(dictionaries)
+        self._make_state(states)
         if self.runner is not None:
             self.runner.finish()
         return states
 
-    def give_state(self, groups: _Groups, states: States) -> None:
+    def give_state(self, dictionaries: _Dictionaries, states: States) -> None:
         """Do the same for somebody who may then replace tensors, quickly where nothing has happened."""
-        self._notice(groups)
+        self._notice(dictionaries)
         if self._upkeep.is_outdated:
-            self.needed_state(groups, states)
+            self.needed_state(dictionaries, states)
         elif self.runner is not None:
             self.runner.finish()
         self._upkeep.give()
@@ -130,48 +137,67 @@ class Current:
         """Note that state was loaded; forget that of which nothing is said, as of what no step had used."""
         self._upkeep.use()
         self._upkeep.drop_unused(states, is_planned=self.runner is not None)
+        if not self._upkeep.is_watching:
+            self.groups = []
 
-    def start_qk_step(self, qk_clip: QKClip, groups: _Groups, states: States, logits: Mapping[Any, Tensor]) -> QKStep:
+    def start_qk_step(self, qk_clip: QKClip, states: States, logits: Mapping[Any, Tensor]) -> QKStep:
         """Begin QK-clip in a step that is `planned`. All ranks that share parameters must call it.
 
         Raises:
             ValueError: the logits fit no attention layer.
         """
         if self._qk_step is None or self._qk_step.clip != qk_clip:
-            self._qk_step = QKStep(qk_clip, groups, states, self.communicators)
+            self._qk_step = QKStep(qk_clip, self.groups, states, self.communicators)
         self._qk_step.start(logits)
         return self._qk_step
 
-    def _make_state(self, groups: _Groups, states: States) -> None:
-        if self._upkeep.is_current(groups, states):
+    def look(self, dictionaries: _Dictionaries) -> None:
+        """Bring `groups` up to date; check those of which options or parameters have changed.
+
+        Raises:
+            ValueError, TypeError: as `planned`.
+        """
+        self._notice(dictionaries)
+        same_number = len(self.groups) == len(dictionaries)
+        if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
+            return
+        groups, must_plan = [], False
+        for number, dictionary in enumerate(dictionaries):
+            before = self.groups[number] if number < len(self.groups) else None
+            group = Group.of(number, dictionary)
+            if self._upkeep.is_outdated or before is None or not group.agrees(before, CHECKED_OPTIONS):
+                # Whoever makes a group of vectors Muon's has flattened nothing.
+                was_checked = before is not None and before.algorithm == group.algorithm
+                check_group_is_whole(number, dictionary, was_checked=was_checked)
+                group = _checked(number, dictionary)
+            must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
+            groups.append(group)
+        self.groups = groups
+        if must_plan:
+            self.outdate()  # which state there is, and where, follows from these options, too
+        elif self.runner is not None:
+            self.runner.groups = groups
+
+    def _make_state(self, states: States) -> None:
+        if self._upkeep.is_current(self.groups, states):
             return
         if self.runner is not None:
             self.runner.finish()
             self.runner.renew()
-        self._upkeep.bring_up_to_date(groups, states)
+        self._upkeep.bring_up_to_date(self.groups, states)
 
-    def _look(self, groups: _Groups) -> None:
-        """Notice what has changed; check groups of which options or parameters have."""
-        self._notice(groups)
-        options = list(map(checked_options, groups))
-        if self._checked_options == options and not self._upkeep.is_outdated:
-            return
-        for number, (group, found) in enumerate(zip(groups, options, strict=True)):
-            before = self._checked_options[number : number + 1]
-            if self._upkeep.is_outdated or before != [found]:
-                # Whoever makes a group of vectors Muon's has flattened nothing.
-                was_checked = bool(before) and before[0][_ALGORITHM] == group["algorithm"]
-                check_group_is_whole(number, group, was_checked=was_checked)
-                check_group(number, group)
-                check_transport(number, group, layouts_of(number, group))
-        self._checked_options = options
-        if self._planned_options != list(map(_options_of_plan, groups)):
-            self.outdate()  # which state there is, and where, follows from these options, too
-
-    def _notice(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def _notice(self, dictionaries: Iterable[Mapping[str, Any]]) -> None:
         """Notice parameters that were moved, converted or exchanged."""
-        change = self._upkeep.look(list(groups))
+        change = self._upkeep.look([dictionary["params"] for dictionary in dictionaries])
         if change is Change.PARAMETERS:
             self.forget_plan()
         elif change is Change.MEMORY and self.runner is not None:
             self.runner.renew()
+
+
+def _checked(number: int, dictionary: dict[str, Any]) -> Group:
+    """Return a group whose options and parameters can be stepped."""
+    check_group(number, dictionary)
+    group = Group.of(number, dictionary)
+    check_transport(group, layouts_of(group))
+    return group

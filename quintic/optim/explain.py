@@ -20,7 +20,6 @@ from quintic.optim.groups.groups import Rule, decide, grouped
 from quintic.optim.groups.names import model_parameters, numberless
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.rules.rates import learning_rate
 from quintic.optim.rules.update import lr_scale_factor
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
@@ -159,10 +158,10 @@ def explain(
     decisions = {decision.param: decision for decision in decide(model, rules, convolutions)}
     twins = {param: _twin(param) for param in decisions}
     groups = grouped(list(decisions.values()), muon=muon, adamw=adamw)
-    for group in groups:
-        group["params"] = [twins[param] for param in group["params"]]
+    for dictionary in groups:
+        dictionary["params"] = [twins[param] for param in dictionary["params"]]
     optimizer = Muon(groups, **options)
-    group_of = {twin: group for group in optimizer.param_groups for twin in group["params"]}
+    group_of = {twin: group for group in optimizer.typed_groups for twin in group.params}
     rows, states = [], optimizer.state
     for name, param in model_parameters(model):
         if param not in decisions:
@@ -181,8 +180,8 @@ def explain(
                 view=decision.view if is_muon else None,
                 matrices=matrices,
                 why=decision.why,
-                lr=learning_rate(group),
-                lr_scale=tuple(lr_scale_factor(group["lr_scale"], m, n) for _, m, n in matrices),
+                lr=group.learning_rate,
+                lr_scale=tuple(lr_scale_factor(group.lr_scale, m, n) for _, m, n in matrices),
                 state_bytes=sum(_tensor_bytes(value) for value in states[twin].values()),
             )
         )

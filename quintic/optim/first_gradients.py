@@ -6,11 +6,11 @@ was skipped, experts without a token): with parameters that ranks share, all of 
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.rules.device_memory import HostCopy
 
 __all__ = ["FirstGradients"]
@@ -25,7 +25,7 @@ class FirstGradients:
         """The warning, while it is not known whether other ranks have gradients."""
         self._present: list[HostCopy] | None = None
 
-    def look(self, groups: Sequence[Mapping[str, Any]], *, may_lack: bool) -> None:
+    def look(self, groups: Sequence[Group], *, may_lack: bool) -> None:
         """Look whether this rank has a gradient, before the first step; warn if it is known by now that none has.
 
         Args:
@@ -36,13 +36,13 @@ class FirstGradients:
         if self._is_over or may_lack:
             return
         self._is_over = True
-        params = [param for group in groups for param in group["params"]]
+        params = [param for group in groups for param in group.params]
         if any(param.grad is not None for param in params):
             return
         wanting = [
             name
             for group in groups
-            for name, param in zip(group["param_names"], group["params"], strict=True)
+            for name, param in zip(group.param_names, group.params, strict=True)
             if param.requires_grad
         ]
         if wanting:

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.saved_formats import (
     PER_RANK,
@@ -23,8 +22,8 @@ from quintic.optim.checkpoint.saved_formats import (
 )
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import Flatten, View
+from quintic.optim.muon import Muon
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
-from quintic.optim.rules.rates import learning_rate
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.sharded_state import Divided, divided_parameters, part_of_saved
 
@@ -66,7 +65,7 @@ class _Copy(NamedTuple):
 
 
 def import_state(
-    optimizer: Optimizer,
+    optimizer: Muon,
     saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     source: Source,
@@ -112,7 +111,7 @@ def import_state(
     return _copy_in(_read(ranks, source, names, owned), owned, second_moments)
 
 
-def import_torch_state(optimizer: Optimizer, *state_dicts: Mapping[str, Any]) -> list[str]:
+def import_torch_state(optimizer: Muon, *state_dicts: Mapping[str, Any]) -> list[str]:
     """Copy the state of several PyTorch optimizers at once, as `import_state` does; nothing changes unless all fits.
 
     Args:
@@ -130,7 +129,7 @@ def import_torch_state(optimizer: Optimizer, *state_dicts: Mapping[str, Any]) ->
     return _copy_in([entry for saved in state_dicts for entry in _read([saved], "torch", None, owned)], owned, "exact")
 
 
-def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def export_torch_state(optimizer: Muon) -> dict[str, dict[str, Any]]:
     """Return the state as `torch.optim.Muon` and `torch.optim.AdamW` load it.
 
     Where ranks divide the state (`comms="sharded"`) whole tensors are returned on every rank: all ranks must call it,
@@ -146,33 +145,33 @@ def export_torch_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """
     saved = optimizer.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        algorithm: Algorithm = group["algorithm"]
+    for group, saved_group in zip(optimizer.typed_groups, saved["param_groups"], strict=True):
+        algorithm: Algorithm = group.algorithm
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
-        indices = list(range(first, first + len(group["params"])))
-        lr = group["lr"] if group["adamw_lr_ratio"] is None else learning_rate(group)
-        options = {"lr": lr, "weight_decay": group["weight_decay"]}
+        indices = list(range(first, first + len(group.params)))
+        lr = group.lr if group.adamw_lr_ratio is None else group.learning_rate
+        options: dict[str, Any] = {"lr": lr, "weight_decay": group.weight_decay}
         if algorithm == "adamw":
-            options |= {"betas": group["betas"], "eps": group["eps"], **_ADAMW_OPTIONS}
+            options |= {"betas": group.betas, "eps": group.eps, **_ADAMW_OPTIONS}
         else:
             options |= {
-                "momentum": group["momentum"],
-                "nesterov": group["nesterov"],
+                "momentum": group.momentum,
+                "nesterov": group.nesterov,
                 "ns_coefficients": newton_schulz_coefficients()[0],
-                "ns_steps": group["orthogonalizer_steps"],
+                "ns_steps": group.orthogonalizer_steps,
                 "eps": _MUON_EPS,
-                "adjust_lr_fn": "match_rms_adamw" if group["lr_scale"] == "match_rms_adamw" else "original",
+                "adjust_lr_fn": "match_rms_adamw" if group.lr_scale == "match_rms_adamw" else "original",
             }
-        target["param_groups"].append({**options, "params": indices, "param_names": list(group["param_names"])})
+        target["param_groups"].append({**options, "params": indices, "param_names": list(group.param_names)})
         for index, key in zip(indices, saved_group["params"], strict=True):
             state = saved["state"][key]
             target["state"][index] = {name: state[name] for name in sorted(STATE_KEYS[algorithm])}
     return exported
 
 
-def _owned(optimizer: Optimizer) -> dict[str, _Owned]:
-    divided, states = divided_parameters(optimizer.param_groups), optimizer.state
+def _owned(optimizer: Muon) -> dict[str, _Owned]:
+    divided, states = divided_parameters(optimizer.typed_groups), optimizer.state
     return {
         name: _Owned(param, group, states[param], divided.get(param))
         for group in optimizer.param_groups

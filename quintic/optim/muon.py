@@ -20,31 +20,29 @@ from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.current import Current, States
-from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.groups.names import without_wrappers
+from quintic.optim.groups.options import Group, Orthogonalizer
 from quintic.optim.layout.views import Matrix
 from quintic.optim.plan.order import Orders, orders_of
 from quintic.optim.plan.plan import Plan
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
-from quintic.optim.polar.forms import Method, Polynomials
+from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
-from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
 from quintic.optim.rules.update import DecayCoupling, LrScale
-from quintic.optim.state.sharded_state import whole_states
+from quintic.optim.state.sharded_state import divided_parameters, whole_states
 from quintic.optim.state.state import as_saved, complete_second_moments
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
+from quintic.optim.steps_made import StepsMade
 from quintic.optim.validate import check_apart, check_group, check_keys, suggests_options
 
 __all__ = ["Muon", "Orthogonalizer"]
 
 # What a closure returns: a number, a tensor, or None.
 Loss = TypeVar("Loss")
-
-Orthogonalizer = Method | Callable[[Tensor], Tensor]
 
 # Names in the constructor that are no options of a group.
 _NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__class__"})
@@ -141,11 +139,7 @@ class Muon(Optimizer):
     _is_state_lent: bool
     """Whether `state` gives what there is, whatever it is."""
     _cycled: CycledMomentum
-    _first_gradients: FirstGradients
-    # What the user may ask about the steps made.
-    _skipped: Tensor | None
-    _num_steps: int
-    _report: tuple[StepReport, Tensor | None]
+    _steps_made: StepsMade
 
     @suggests_options
     def __init__(
@@ -272,6 +266,31 @@ class Muon(Optimizer):
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
         return replace(self._planned().plan, kept_bytes=self._current.communicators.kept_bytes)
 
+    @property
+    def typed_groups(self) -> Sequence[Group]:
+        """The parameter groups as a step sees them now: checked, frozen and typed."""
+        self._current.look(self.__dict__["param_groups"])
+        return self._current.groups
+
+    @property
+    def current(self) -> Current:
+        """What follows from the groups as they are now: typed groups, the plan's runner, the ranks' communicators.
+
+        For the other files of the library; use the methods instead.
+        """
+        self._planned()
+        return self._current
+
+    @property
+    def steps_made(self) -> StepsMade:
+        """What is known of the steps made. For the other files of the library; use `last_step` instead."""
+        return self._steps_made
+
+    def next_pending_steps(self) -> list[int]:
+        """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
+        self._planned()
+        return self._pending_steps()
+
     def _planned(self) -> Runner:
         """Return the runner of the current plan; what was changed is checked first. No state is made."""
         return self._current.planned(self.param_groups, self.__dict__["state"])
@@ -321,29 +340,21 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner = self._planned()
+        runner, steps_made = self._planned(), self._steps_made
         pending_steps = self._pending_steps()
         runner.agreements.check_sums(pending_steps)
-        self._current.use_state(self.param_groups, self.__dict__["state"])
-        self._first_gradients.look(self.param_groups, may_lack=closure is not None and loss is None)
+        self._current.use_state(self.__dict__["state"])
+        steps_made.first_gradients.look(self._current.groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
-        done = runner.step(pending_steps, self._num_steps)
-        self._first_gradients.ask_others(runner.agreements.any_present())
-        if done.asks and done.go is not None:
-            if self._skipped is None:
-                self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
-            self._skipped += 1 - done.go
+        done = runner.step(pending_steps, steps_made.num_steps)
+        steps_made.first_gradients.ask_others(runner.agreements.any_present())
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        for group, pending in zip(self.param_groups, pending_steps, strict=True):
+        for group, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
             group["pending_steps"] = pending
-        waiting = sum(len(group["params"]) for group in self.param_groups if group["pending_steps"])
-        self._num_steps += 1
-        self._report = (
-            replace(done.report, waiting=waiting, clipped_layers=len(qk_logits or {})),
-            done.go if done.asks else None,
-        )
+        waiting = sum(len(group.params) for group, n in zip(self._current.groups, pending_steps, strict=True) if n)
+        steps_made.count(done, waiting=waiting, clipped_layers=len(qk_logits or {}))
         self._current.rows.check(wait=False)
         return loss
 
@@ -371,12 +382,14 @@ class Muon(Optimizer):
             IndexError: the table has no such row (for rows on the CPU).
             RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
         """
-        runner = self._planned()
-        self._current.rows.announce(self.param_groups, param, rows, more=more, may_send=runner.agreements.has_agreed)
+        has_agreed = self._planned().agreements.has_agreed
+        self._current.rows.announce(
+            self._current.groups, self._pending_steps(), param, rows, more=more, may_send=has_agreed
+        )
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        self._current.rows.withdraw(self.param_groups, may_have_sent=self._planned().agreements.has_agreed)
+        self._current.rows.withdraw(self._pending_steps(), may_have_sent=self._planned().agreements.has_agreed)
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -393,9 +406,7 @@ class Muon(Optimizer):
 
         Reads the count of skipped steps from the device, and so waits for it.
         """
-        report, go = self._report
-        skipped_steps = int(self._skipped) if self._skipped is not None else 0
-        return replace(report, skipped=go is not None and not bool(go), skipped_steps=skipped_steps)
+        return self._steps_made.report()
 
     def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
         """Return what each group's last sampled step measured: parameter name -> one entry per matrix of its view.
@@ -423,9 +434,9 @@ class Muon(Optimizer):
         """
         self._current.rows.check(wait=True)
         state = self._needed_state()
-        complete_second_moments(self.param_groups, state, self._current.communicators)
-        whole = whole_states(self.param_groups, state, self._current.communicators)
-        params = (param for group in self.param_groups for param in group["params"])
+        complete_second_moments(self._current.groups, state, self._current.communicators)
+        whole = whole_states(self._current.groups, state, self._current.communicators)
+        params = (param for group in self._current.groups for param in group.params)
         with self._lending({param: whole.get(param, state[param]) for param in params}):
             return as_saved(super().state_dict())
 
@@ -442,7 +453,8 @@ class Muon(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        load_state(self.param_groups, self._needed_state(), state_dict, check_group)
+        state = self._needed_state()
+        load_state(self.param_groups, state, divided_parameters(self._current.groups), state_dict, check_group)
         self._cycled.watch(self.__dict__["param_groups"])
         self._current.end_load(self.__dict__["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -465,23 +477,18 @@ class Muon(Optimizer):
         self._current = Current(orders)
         self._is_state_lent = False
         self._cycled = CycledMomentum()
-        self._first_gradients = FirstGradients()
-        self._skipped = None
-        self._num_steps = 0
-        self._report = StepReport(), None
+        self._steps_made = StepsMade()
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
-        pending_steps = []
-        for group in self.param_groups:
-            if group["step_every"] > 1 and any(is_capturing(param.device) for param in group["params"]):
-                raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
-            pending_steps.append((group["pending_steps"] + 1) % group["step_every"])
-        return pending_steps
+        return [
+            (dictionary["pending_steps"] + 1) % group.step_every
+            for dictionary, group in zip(self.__dict__["param_groups"], self._current.groups, strict=True)
+        ]
 
     def _start_qk_step(self, runner: Runner, qk_logits: Mapping[str | int, Tensor]) -> QKStep | None:
         """Begin QK-clip of a step, if it was asked for; every mistake in `qk_logits` is found here."""
-        qk_clip = next((group["qk_clip"] for group in self.param_groups if group["qk_clip"] is not None), None)
+        qk_clip = next((group.qk_clip for group in self._current.groups if group.qk_clip is not None), None)
         if qk_clip is None:
             if qk_logits:
                 raise ValueError(
@@ -489,7 +496,7 @@ class Muon(Optimizer):
                 )
             return None
         runner.agreements.agree()
-        return self._current.start_qk_step(qk_clip, self.param_groups, self.__dict__["state"], qk_logits)
+        return self._current.start_qk_step(qk_clip, self.__dict__["state"], qk_logits)
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

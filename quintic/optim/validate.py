@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +24,7 @@ from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.update import lr_scale_factor
 
-__all__ = ["CHECKED_OPTIONS", "check_apart", "check_group", "check_keys", "checked_options", "suggests_options"]
+__all__ = ["check_apart", "check_group", "check_keys", "suggests_options"]
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -60,17 +59,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "on_nonfinite": ("propagate", "skip", "raise"),
     "kernels": ("auto", "torch", "triton"),
 }
-
-CHECKED_OPTIONS = (
-    *("algorithm", "view", "normalize", "nesterov", "cautious", "decay_coupling", "master", "qk_clip", "on_nonfinite"),
-    *("orthogonalizer", "orthogonalizer_steps", "coefficients", "compute_dtype", "kernels", "max_workspace_bytes"),
-    *("lr_scale", "lr_multipliers", "adamw_lr_ratio", "step_every", "telemetry_every"),
-    *("comms", "process_group", "transport", "offload"),
-)
-"""Options of a group that are checked again when they change. Not those that schedules change at every step."""
-
-checked_options: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*CHECKED_OPTIONS)
-"""Return the values of `CHECKED_OPTIONS` in a group."""
 
 
 def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:

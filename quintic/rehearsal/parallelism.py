@@ -8,12 +8,13 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quintic.errors import ConfigError
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, mesh_layout, replicated_layout
 from quintic.optim.layout.views import Flatten
 
@@ -69,9 +70,7 @@ def check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
         raise ConfigError(f"layout={shown}: dp stands alone; copies of a model that is also cut are 'replicate'")
 
 
-def layouts_by_name(
-    param_groups: Sequence[Mapping[str, Any]], mesh: Sequence[int], names: Sequence[str]
-) -> list[list[Layout]]:
+def layouts_by_name(param_groups: Sequence[Group], mesh: Sequence[int], names: Sequence[str]) -> list[list[Layout]]:
     """Return for each parameter of each group where its pieces are; ranks count from 0 in row-major order of the mesh.
 
     Args:
@@ -87,7 +86,7 @@ def layouts_by_name(
     cut_by: set[str] = set()
     for group in param_groups:
         found.append([])
-        for name, param in zip(group["param_names"], group["params"], strict=True):
+        for name, param in zip(group.param_names, group.params, strict=True):
             if "dp" in names:
                 found[-1].append(replicated_layout(param.shape, range(mesh[0])))
                 continue
@@ -130,14 +129,14 @@ def _layout(param: Tensor, sizes: dict[str, int], dims: Mapping[str, int | None]
     return mesh_layout(param.shape, ranks, placements)
 
 
-def _is_stack(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
+def _is_stack(name: str, param: Tensor, group: Group) -> bool:
     """Return whether a parameter is a stack of experts, or of their biases."""
-    if group["algorithm"] == "muon" and not isinstance(group["view"], Flatten) and param.ndim == 3:
+    if group.algorithm == "muon" and not isinstance(group.view, Flatten) and param.ndim == 3:
         return True
     return param.ndim > 1 and re.search(r"(^|\.)experts\.(?!\d)", name) is not None
 
 
-def _feature_dim(name: str, param: Tensor, group: Mapping[str, Any]) -> int | None:
+def _feature_dim(name: str, param: Tensor, group: Group) -> int | None:
     """Return the dimension that tensor parallelism cuts; None where every rank keeps the whole."""
     parts = name.split(".")
     is_bias = parts[-1] == "bias"
@@ -150,7 +149,7 @@ def _feature_dim(name: str, param: Tensor, group: Mapping[str, Any]) -> int | No
     if _EMBEDDINGS.fullmatch(layer):
         return 0
     outputs, inputs = param.ndim - 2, param.ndim - 1
-    if getattr(group["view"], "transposed", False):
+    if getattr(group.view, "transposed", False):
         outputs, inputs = inputs, outputs
     if _COLUMN_WISE.fullmatch(layer):
         return outputs

@@ -6,7 +6,7 @@ ranks at a time. Nothing is allocated and nothing is communicated.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.sharing import travelling
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Bucket
@@ -107,12 +108,12 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
     """
     shadows = _Shadows(device)
     groups = [
-        {
-            **group,
-            "comms": "averaged" if "dp" in names else "none",
-            "params": [shadows.of(param, param.shape) for param in group["params"]],
-        }
-        for group in optimizer.param_groups
+        replace(
+            group,
+            comms="averaged" if "dp" in names else "none",
+            params=tuple(shadows.of(param, param.shape) for param in group.params),
+        )
+        for group in optimizer.typed_groups
     ]
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
@@ -133,10 +134,10 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
                 moving += [_Moving(bucket, stages) for bucket in travelling_buckets(one, found, one.key.ranks[0])]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
-    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer._current.orders.resolved(groups))
+    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer.current.orders.resolved(groups))
     of_bucket = {id(one.bucket): one.stages for one in moving}
     workspaces = _workspaces([of_bucket[id(bucket)] for bucket in in_order], schedule, loads, num_ranks)
-    workspaces += small_bytes(param.device for group in groups for param in group["params"])
+    workspaces += small_bytes(param.device for group in groups for param in group.params)
     state = _state_bytes(optimizer, everywhere, num_ranks)
     return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces)
 
@@ -179,7 +180,7 @@ class _Shadows:
         return self._made[key]
 
 
-def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Sequence[Stages]) -> Load:
+def _travelling_load(shared: SharedBucket, group: Group, stages: Sequence[Stages]) -> Load:
     exchange, kinds = shared.exchange, shared.kinds
     counts = torch.tensor(exchange.counts)
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
@@ -188,7 +189,7 @@ def _travelling_load(shared: SharedBucket, group: Mapping[str, Any], stages: Seq
         direction = max(direction_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
         update = max(update_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
         factors = 0
-        if group["normalize"] is not None:
+        if group.normalize is not None:
             neurons = sum(math.prod(second_moment_shape(*kind.shape)) for kind in kinds)
             factors = 2 * neurons * max(4, shared.key.dtype.itemsize)
         cargo = Cargo(exchange, direction, update, factors)
@@ -251,7 +252,7 @@ def _workspaces(
 
 def _local_loads(
     number: int,
-    group: Mapping[str, Any],
+    group: Group,
     indices: Sequence[int],
     layouts: Sequence[Layout],
     num_ranks: int,
@@ -265,12 +266,12 @@ def _local_loads(
         alike.setdefault(shapes, []).append(rank)
     for shapes, ranks in alike.items():
         shape_of = dict(zip(distinct, shapes, strict=True))
-        params = list(group["params"])
+        params = list(group.params)
         for index in indices:
             params[index] = shadows.of(params[index], shape_of[layouts[index]])
         present = torch.zeros(num_ranks, dtype=torch.bool)
         present[ranks] = True
-        for bucket in local_buckets(number, {**group, "params": params}, indices):
+        for bucket in local_buckets(number, replace(group, params=tuple(params)), indices):
             yield _local_load(bucket, present)
 
 
@@ -295,8 +296,8 @@ def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks
     """Return the bytes of state on each rank: what is like the parameter is cut like it, the rest is whole."""
     per_entry: dict[Layout, int] = {}
     whole, states = 0, optimizer.state
-    for group, found in zip(optimizer.param_groups, layouts, strict=True):
-        for param, layout in zip(group["params"], found, strict=True):
+    for group, found in zip(optimizer.typed_groups, layouts, strict=True):
+        for param, layout in zip(group.params, found, strict=True):
             for value in states[param].values():
                 if value.shape == param.shape:
                     per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize

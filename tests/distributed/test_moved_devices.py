@@ -32,7 +32,6 @@ def test_the_host_may_be_unknown_to_the_process_group_at_construction():
 
 def check_warm_ups(rank, world_size):
     found, made = Communicators(), []
-    groups = [{"comms": "averaged", "process_group": None, "params": [], "param_names": ["w", "b"]}]
     layout = replicated_layout((3, 3), range(world_size))
     with (
         mock.patch.object(communicators, "warm_up", lambda group, device: made.append(device.type)),
@@ -40,7 +39,7 @@ def check_warm_ups(rank, world_size):
     ):
         for device in ("meta", "cpu", "cpu", "cuda", "cuda", "cpu"):
             params = [SimpleNamespace(device=torch.device(device)) for _ in range(2)]
-            found.connect([{**groups[0], "params": params}], [[layout, layout]])
+            found.connect([SimpleNamespace(comms="averaged", process_group=None, params=params)], [[layout, layout]])
             made.append("")
     return " ".join(made)
 

@@ -108,7 +108,7 @@ def real(rank, shape, names, sizes, dtype, options):
         optimizer.step()
     layouts = {}
     for group in optimizer.param_groups:
-        for name, param in zip(group["param_names"], group["params"], strict=True):
+        for name, param in zip(group.param_names, group["params"], strict=True):
             layouts[name] = layout_of(name, param)
     state = sum(local_tensor(value).nbytes for values in optimizer.state.values() for value in values.values())
     plan = optimizer.plan()
@@ -153,9 +153,9 @@ def test_every_rank_does_what_was_rehearsed(world_size):
         rehearsal = rehearse(optimizer, shape, names, device=DEVICE)
         places = {}
         for group, found in zip(
-            optimizer.param_groups, layouts_by_name(optimizer.param_groups, shape, names), strict=True
+            optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, shape, names), strict=True
         ):
-            places |= dict(zip(group["param_names"], found, strict=True))
+            places |= dict(zip(group.param_names, found, strict=True))
         for rank, found in enumerate(by_rank):
             one, context = found[number], f"{names} of {shape}, rank {rank}"
             loads = [load for load in rehearsal.loads if load.present[rank]]

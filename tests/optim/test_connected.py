@@ -4,6 +4,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_rank_alone_asks_nobody():
 
 def test_the_device_is_one_that_all_ranks_have():
     params = [torch.zeros(1), torch.zeros(1, device="meta")]
-    groups = [{"params": params, "param_names": ["a", "b"]}]
+    groups = [SimpleNamespace(params=params)]
 
     def device_of(*devices):
         facts = {rank: facts_of([], rank, devices=found) for rank, found in enumerate(devices)}

@@ -159,7 +159,7 @@ def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
         bucket("d", (0, 1), 4),
         bucket("e", (0, 1), 3),
     ]
-    groups = [{"offload": False, "max_workspace_bytes": None}]
+    groups = [SimpleNamespace(offload=False, max_workspace_bytes=None)]
 
     def names(**orders):
         return "".join(found.names[0] for found in arranged(buckets, groups, Orders(**orders))[0])

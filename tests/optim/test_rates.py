@@ -14,7 +14,6 @@ import quintic
 from quintic import Muon
 from quintic.optim.interchange import export_torch_state
 from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters
-from quintic.optim.rules.rates import learning_rate
 
 RATIO = 0.05
 EXACT = {"compute_dtype": torch.float64}
@@ -72,7 +71,7 @@ def test_one_rate_and_momentum_drives_both_algorithms(name):
         rates.append(lr)
         matrices, vectors = optimizer.param_groups
         assert (matrices["lr"], matrices["momentum"]) == (lr, momentum)
-        assert (vectors["lr"], learning_rate(vectors)) == (lr, lr * RATIO)
+        assert (vectors["lr"], optimizer.typed_groups[1].learning_rate) == (lr, lr * RATIO)
         assert vectors["betas"] == (momentum if cycles else 0.9, 0.95)
         adamw.param_groups[0].update(lr=lr * RATIO, betas=vectors["betas"])
         muon.param_groups[0].update(lr=lr, momentum=momentum)
@@ -105,8 +104,8 @@ def test_one_cycle_by_its_formula():
         lr = between(0.01, 0.1, part) if up else between(0.1, 0.0001, part)
         momentum = between(0.9, 0.8, part) if up else between(0.8, 0.9, part)
         matrices, vectors = optimizer.param_groups
-        assert learning_rate(matrices) == pytest.approx(lr)
-        assert learning_rate(vectors) == pytest.approx(lr * RATIO)
+        assert optimizer.typed_groups[0].learning_rate == pytest.approx(lr)
+        assert optimizer.typed_groups[1].learning_rate == pytest.approx(lr * RATIO)
         assert matrices["momentum"] == pytest.approx(momentum)
         assert vectors["betas"] == (pytest.approx(momentum), 0.95)
         optimizer.step()
@@ -120,8 +119,16 @@ def test_without_a_ratio_rates_are_the_groups_own():
     optimizer.step()
     scheduler.step()
     matrices, vectors = optimizer.param_groups
-    assert learning_rate(matrices) == matrices["lr"] == pytest.approx(0.001 + 0.019 * (1 + math.cos(math.pi / 4)) / 2)
-    assert learning_rate(vectors) == vectors["lr"] == pytest.approx(0.001 + 0.002 * (1 + math.cos(math.pi / 4)) / 2)
+    assert (
+        optimizer.typed_groups[0].learning_rate
+        == matrices["lr"]
+        == pytest.approx(0.001 + 0.019 * (1 + math.cos(math.pi / 4)) / 2)
+    )
+    assert (
+        optimizer.typed_groups[1].learning_rate
+        == vectors["lr"]
+        == pytest.approx(0.001 + 0.002 * (1 + math.cos(math.pi / 4)) / 2)
+    )
     assert vectors["adamw_lr_ratio"] is None
 
 
@@ -138,9 +145,9 @@ def test_groups_may_have_ratios_of_their_own():
         adamw_lr_ratio=RATIO,
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02, 0.02, 0.007]
-    assert [learning_rate(group) for group in optimizer.param_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
+    assert [group.learning_rate for group in optimizer.typed_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
     again = Muon([dict(group) for group in optimizer.param_groups], lr=0.5)
-    assert [learning_rate(group) for group in again.param_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
+    assert [group.learning_rate for group in again.typed_groups] == pytest.approx([0.02, 0.001, 0.01, 0.007])
     optimizer.param_groups[1]["adamw_lr_ratio"] = -1
     with pytest.raises(ValueError, match="adamw_lr_ratio=-1 must be a number of at least 0, or None"):
         optimizer.step()
@@ -162,14 +169,15 @@ def test_what_kernels_read_is_the_rate_of_the_step(live):
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
     values = [DeviceHyperparameters(torch.device("cpu")) for _ in optimizer.param_groups]
     for _ in range(4):
-        for group, device in zip(optimizer.param_groups, values, strict=True):
-            if live:
+        if live:
+            for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
-            device.update(group)
+        for group, device in zip(optimizer.typed_groups, values, strict=True):
+            device.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), group.lr_ratio)
             found = dict(zip(HYPERPARAMETERS, device.values.tolist(), strict=True))
-            assert found["lr"] == float(group["lr"]) * (RATIO if group["algorithm"] == "adamw" else 1)
-            assert found["momentum" if group["algorithm"] == "muon" else "beta1"] == group["betas"][0]
-            assert found["weight_decay"] == (0.1 if group["algorithm"] == "adamw" else 0.3)
+            assert found["lr"] == float(group.lr) * (RATIO if group.algorithm == "adamw" else 1)
+            assert found["momentum" if group.algorithm == "muon" else "beta1"] == group.betas[0]
+            assert found["weight_decay"] == (0.1 if group.algorithm == "adamw" else 0.3)
         optimizer.step()
         scheduler.step()
 

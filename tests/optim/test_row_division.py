@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import quintic
 from quintic.optim.plan.row_division import (
     RowDivision,
     divided_rows,
@@ -26,8 +27,8 @@ def parts_of_table(shape, num_ranks, dtype=torch.float32, turned=False):
     param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     if turned:
         param = nn.Parameter(param.detach().T)
-    group = {"algorithm": "adamw", "params": [param], "param_names": ["table"]}
-    [parts] = parts_of(group, range(num_ranks))
+    groups = [{"algorithm": "adamw", "params": [("table", param)]}]
+    [parts] = parts_of(quintic.Muon(groups).typed_groups[0], range(num_ranks))
     return param, parts
 
 

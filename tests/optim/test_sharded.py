@@ -20,7 +20,7 @@ VIEWS = [
 
 def group_of(params, **options):
     """A parameter group as `Muon` completes it."""
-    [group] = quintic.Muon([{"params": params, **options}]).param_groups
+    [group] = quintic.Muon([{"params": params, **options}]).typed_groups
     return group
 
 

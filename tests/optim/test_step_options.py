@@ -213,7 +213,7 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
     for param in params:
         param.grad = torch.randn_like(param)
     [bucket] = optimizer.plan()
-    group = optimizer.param_groups[0]
+    group = optimizer.typed_groups[0]
     active = BucketMemory().operands(bucket, group, optimizer.state)
     before = [param.detach().clone() for param in params]
     passes = PlainPasses(bucket, group, active, [False, True])

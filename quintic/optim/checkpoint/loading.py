@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS
-from quintic.optim.state.sharded_state import Divided, divided_parameters, part_of_saved
+from quintic.optim.state.sharded_state import Divided, part_of_saved
 from quintic.optim.state.state import CODE_KEYS, copy_, piece_of
 
 __all__ = ["load_state"]
@@ -68,6 +68,7 @@ class _Match(NamedTuple):
 def load_state(
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, Mapping[str, Tensor]],
+    divided: Mapping[Tensor, Divided],
     state_dict: Mapping[str, Any],
     check: Callable[[int, Mapping[str, Any]], None],
 ) -> None:
@@ -79,6 +80,7 @@ def load_state(
     Args:
         groups: of the optimizer; their options are set.
         state: of their parameters.
+        divided: those of them whose state is divided among ranks.
         state_dict: what was saved.
         check: raises an error if a group, given with its number, has options that do not fit.
 
@@ -91,7 +93,6 @@ def load_state(
     saved_groups = state_dict["param_groups"]
     _check_is_ours(saved_groups)
     matches = _matched_by_name(groups, saved_groups) or _matched_by_place(groups, saved_groups)
-    divided = divided_parameters(groups)
     copies: list[tuple[Tensor, Tensor]] = []
     for name, param, number, saved_number, saved_key in matches:
         group, saved_group = groups[number], saved_groups[saved_number]

@@ -6,9 +6,9 @@ ones of a job connect the ranks, and doing that in the middle of a step is known
 often moved after construction: then that is done again for the devices they are on, before the next step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.copy_engines import CopyEngines
 from quintic.optim.comms.sharing import bound_ranks
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 
 __all__ = ["Communicators", "check_transport"]
@@ -33,23 +34,22 @@ _Key: TypeAlias = tuple[tuple[int, ...], str]
 """Ranks, and how messages travel among them."""
 
 
-def check_transport(number: int, group: Mapping[str, Any], layouts: Sequence[Layout | None]) -> None:
+def check_transport(group: Group, layouts: Sequence[Layout | None]) -> None:
     """Reject a way to travel that is not for the devices of a group's parameters.
 
     Args:
-        number: of the group, for messages.
         group: the parameter group.
         layouts: of its parameters.
 
     Raises:
         ValueError: names the first parameter that is on another device.
     """
-    if group["transport"] != "copy_engines":
+    if group.transport != "copy_engines":
         return
-    for name, param, layout in zip(group["param_names"], group["params"], layouts, strict=True):
+    for name, param, layout in zip(group.param_names, group.params, layouts, strict=True):
         if layout is not None and (param.device.type not in ("cuda", "meta") or torch.version.hip is not None):
             raise ValueError(
-                f"parameter group {number}: transport='copy_engines' is for NVIDIA GPUs, and {name} is on "
+                f"parameter group {group.number}: transport='copy_engines' is for NVIDIA GPUs, and {name} is on "
                 f"{param.device}; use transport='collectives'"
             )
 
@@ -64,7 +64,7 @@ class Communicators:
         self._warm: set[tuple[ProcessGroup, str]] = set()
         """Process groups whose ranks are connected, with the type of device."""
 
-    def connect(self, groups: Iterable[Mapping[str, Any]], layouts: Iterable[Sequence[Layout | None]]) -> None:
+    def connect(self, groups: Iterable[Group], layouts: Iterable[Sequence[Layout | None]]) -> None:
         """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
 
         Args:
@@ -74,18 +74,18 @@ class Communicators:
         for group, found in zip(groups, layouts, strict=True):
             bound = bound_ranks(group)
             if bound:
-                self._find(bound, group["params"][0], group)
-            for param, layout in zip(group["params"], found, strict=True):
+                self._find(bound, group.params[0], group)
+            for param, layout in zip(group.params, found, strict=True):
                 if layout is None or this_rank() not in layout.ranks:
                     continue
                 ranks = tuple(sorted(layout.ranks))
                 self._find(ranks, param, group)
-                if group["comms"] == "sharded_sparse":
+                if group.comms == "sharded_sparse":
                     if ranks not in self._groups_of_marks:
                         self._groups_of_marks[ranks] = new_group(ranks)
                     self._warm_up(self._groups_of_marks[ranks], param.device)
 
-    def _find(self, ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> None:
+    def _find(self, ranks: tuple[int, ...], param: Tensor, group: Group) -> None:
         if ranks not in self._groups:
             self._groups[ranks] = _group_of(ranks, param, group)
         self._warm_up(self._groups[ranks], param.device)
@@ -157,7 +157,7 @@ class Communicators:
         return self._groups_of_marks[ranks]
 
 
-def _group_of(ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -> ProcessGroup:
+def _group_of(ranks: tuple[int, ...], param: Tensor, group: Group) -> ProcessGroup:
     """Return a process group of these ranks: the user's, the default one, one of the parameter's mesh, or a new one."""
     for found in _candidates(param, group):
         if found is not None and group_ranks(found) == ranks:
@@ -165,8 +165,8 @@ def _group_of(ranks: tuple[int, ...], param: Tensor, group: Mapping[str, Any]) -
     return new_group(ranks)
 
 
-def _candidates(param: Tensor, group: Mapping[str, Any]) -> Iterable[ProcessGroup | None]:
-    yield group["process_group"]
+def _candidates(param: Tensor, group: Group) -> Iterable[ProcessGroup | None]:
+    yield group.process_group
     yield default_group()
     mesh = getattr(param, "device_mesh", None)
     if mesh is not None and mesh.get_coordinate() is not None:

@@ -12,7 +12,7 @@ until all connected ranks know the whole picture.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_agree_, all_gather_values, start_all_max, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import bound_ranks
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.rules.device_memory import host_tensor, upload
 
@@ -47,9 +48,7 @@ class Facts(NamedTuple):
     """Why it cannot make a step."""
 
 
-def facts_of(
-    groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None
-) -> Facts:
+def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None) -> Facts:
     """Return what this rank tells of its parameter groups.
 
     Args:
@@ -60,7 +59,7 @@ def facts_of(
     of_params = [layout for of_group in layouts for layout in of_group]
     sharing = {tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks}
     bound = {bound_ranks(group) for group in groups} - {()}
-    asking = [group["on_nonfinite"] for group in groups if group["on_nonfinite"] != "propagate" and group["params"]]
+    asking = [group.on_nonfinite for group in groups if group.on_nonfinite != "propagate" and group.params]
     return Facts(
         sets=tuple(sorted(sharing | bound)),
         asks=bool(asking),
@@ -121,9 +120,7 @@ class Connected:
         communicators: of the optimizer.
     """
 
-    def __init__(
-        self, facts: Mapping[int, Facts], groups: Sequence[Mapping[str, Any]], communicators: Communicators
-    ) -> None:
+    def __init__(self, facts: Mapping[int, Facts], groups: Sequence[Group], communicators: Communicators) -> None:
         self._groups, self._communicators = groups, communicators
         self.ranks = tuple(sorted(facts))
         """Global ranks, in ascending order."""
@@ -197,15 +194,15 @@ class Connected:
         return self._communicators.spanning(self.ranks, self.device)
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted({str(name) for group in groups for name in group["param_names"]})
+def _names(groups: Sequence[Group]) -> list[str]:
+    return sorted({str(name) for group in groups for name in group.param_names})
 
 
-def _devices(groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.device]:
+def _devices(groups: Sequence[Group]) -> dict[str, torch.device]:
     """Return the first device of each type, by type, in alphabetical order."""
     found: dict[str, torch.device] = {}
     for group in groups:
-        for param in group["params"]:
+        for param in group.params:
             device = local_tensor(param).device
             found.setdefault(device.type, device)
     return dict(sorted(found.items()))

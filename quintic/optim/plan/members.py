@@ -1,12 +1,12 @@
 """What a bucket is made of: members, kinds of matrices, and the dtypes that they are computed in."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Form, resolve
 
@@ -42,17 +42,17 @@ class Kind(NamedTuple):
     form: Form | None
 
 
-def form_of(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
+def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
     """Return how a group's (m, n) matrices of a dtype are orthogonalised; None by a function of the user's."""
-    if callable(group["orthogonalizer"]):
+    if callable(group.orthogonalizer):
         return None
     return resolve(
-        group["orthogonalizer"],
+        group.orthogonalizer,
         m,
         n,
-        steps=group["orthogonalizer_steps"],
-        coefficients=group["coefficients"],
-        compute_dtype=group["compute_dtype"],
+        steps=group.orthogonalizer_steps,
+        coefficients=group.coefficients,
+        compute_dtype=group.compute_dtype,
         device_type=device.type,
         dtype=dtype,
     )

@@ -1,9 +1,11 @@
 """How much optimizer state is in host memory, and how much of it on the device at a time. Numbers only."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+from quintic.optim.groups.options import Group
 
 __all__ = [
     "OFFLOAD_BYTES",
@@ -23,6 +25,9 @@ RING_BUFFERS = 3
 """Buffers that this state takes turns in: one is loaded, one used and one stored."""
 
 
+_MASTER_BYTES = {None: 0, "fp32": 4, "mantissa": 2}
+
+
 class Offloaded(NamedTuple):
     """State of a bucket in host memory, in bytes."""
 
@@ -36,20 +41,20 @@ class Offloaded(NamedTuple):
     """How often `directions` bytes are loaded: AdamW's state comes in parts."""
 
 
-def offloaded_bytes(group: Mapping[str, Any], dtype: torch.dtype) -> int:
+def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
-    if not group["offload"]:
+    if not group.offload:
         return 0
-    size = (1 if group["algorithm"] == "muon" else 2) * max(dtype.itemsize, 4)
-    return size + ({"fp32": 4, "mantissa": 2}.get(group["master"], 0) if dtype.itemsize < 4 else 0)
+    size = (1 if group.algorithm == "muon" else 2) * max(dtype.itemsize, 4)
+    return size + (_MASTER_BYTES[group.master] if dtype.itemsize < 4 else 0)
 
 
-def offloaded_entries(group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
+def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
     """Return the largest number of entries whose state a bucket may keep in host memory; None for any."""
     per_entry = offloaded_bytes(group, dtype)
     if not per_entry:
         return None
-    budget = group["max_workspace_bytes"]
+    budget = group.max_workspace_bytes
     return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
 
 

@@ -1,10 +1,11 @@
 """In which order buckets with collectives are worked on, and when each starts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quintic.optim.groups.names import known_as
+from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.schedule import Schedule, one_ahead, overlapping
 
@@ -17,13 +18,13 @@ class Orders(NamedTuple):
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None
 
-    def resolved(self, groups: Iterable[Mapping[str, Any]]) -> "Orders":
+    def resolved(self, groups: Iterable[Group]) -> "Orders":
         """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.
 
         Raises:
             ValueError: no parameter has a name, or one stands in an order twice.
         """
-        known = {name for group in groups for name in group["param_names"]}
+        known = {name for group in groups for name in group.param_names}
         asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
         unknown = set(asked.values()) - known
         if unknown:
@@ -51,9 +52,7 @@ def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | No
     return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
 
 
-def arranged(
-    buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]], orders: Orders
-) -> tuple[list[Bucket], Schedule]:
+def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders) -> tuple[list[Bucket], Schedule]:
     """Return the buckets with collectives in the order in which they are worked on, and when each starts.
 
     Buckets of one process group stay together, in the order of `_largest_first` where the user wants no other.
@@ -89,17 +88,15 @@ def _largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
     return sorted(by_size, key=lambda bucket: (bucket is not first, bucket.shape is not None))
 
 
-def _overlapping(
-    buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
-) -> list[int | None]:
-    if names is None and any(groups[bucket.group]["offload"] and bucket.sharding is None for bucket in buckets):
+def _overlapping(buckets: Sequence[Bucket], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
+    if names is None and any(groups[bucket.group].offload and bucket.sharding is None for bucket in buckets):
         # Their state comes from the host before they start: of many at once the device would wait for it.
         return one_ahead(len(buckets))
     memory = []
     for bucket in buckets:
         assert bucket.shared_stages is not None
         memory.append(bucket.shared_stages)
-    budgets = [groups[bucket.group]["max_workspace_bytes"] for bucket in buckets]
+    budgets = [groups[bucket.group].max_workspace_bytes for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
     return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)

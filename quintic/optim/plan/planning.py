@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
@@ -35,7 +36,7 @@ _CPU_ENTRIES = 2**22
 
 
 def build_plan(
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[Group],
     layouts: Sequence[Sequence[Layout | None]],
     rank: int = 0,
     divided: Mapping[int, tuple[int, ...]] | None = None,
@@ -64,7 +65,7 @@ def build_plan(
     return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
 
 
-def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
     """Return the buckets of a group's parameters that this rank steps by itself.
 
     Args:
@@ -72,21 +73,21 @@ def local_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
         group: validated, see `Muon.add_param_group`.
         indices: positions of these parameters in the group.
     """
-    build = _muon_buckets if group["algorithm"] == "muon" else _adamw_buckets
+    build = _muon_buckets if group.algorithm == "muon" else _adamw_buckets
     return build(group_index, group, indices)
 
 
-def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
     members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
     for index in indices:
-        name, param = group["param_names"][index], local_tensor(group["params"][index])
-        key = (param.dtype, param.device, choose_kernels(group["kernels"], param))
+        name, param = group.param_names[index], local_tensor(group.params[index])
+        key = (param.dtype, param.device, choose_kernels(group.kernels, param))
         members.setdefault(key, []).append(Member(name=name, index=index))
     buckets = []
     for (dtype, device, kernels), found in members.items():
-        numels = [local_tensor(group["params"][member.index]).numel() for member in found]
+        numels = [local_tensor(group.params[member.index]).numel() for member in found]
         # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
-        largest = min(max(numels), adamw_entries(group["max_workspace_bytes"]) or max(numels))
+        largest = min(max(numels), adamw_entries(group.max_workspace_bytes) or max(numels))
         workspace = 0 if kernels == "triton" else ADAMW_BYTES * largest
         buckets.append(
             Bucket(
@@ -106,14 +107,14 @@ def _adamw_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence
     return buckets
 
 
-def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[int]) -> list[Bucket]:
+def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
     # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
     found: dict[tuple[Any, ...], list[Member]] = {}
     for index in indices:
-        name, param = group["param_names"][index], local_tensor(group["params"][index])
-        kernels = choose_kernels(group["kernels"], param)
+        name, param = group.param_names[index], local_tensor(group.params[index])
+        kernels = choose_kernels(group.kernels, param)
         first = 0
-        for number, block in enumerate(group["view"].blocks(param.detach())):
+        for number, block in enumerate(group.view.blocks(param.detach())):
             b = block.shape[0]
             key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
             member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
@@ -124,7 +125,7 @@ def _muon_buckets(group_index: int, group: Mapping[str, Any], indices: Sequence[
         g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
         m = g * r
         form = form_of(group, m, n, dtype, device)
-        of = Matrices(dtype, device, kernels, group["normalize"] is not None)
+        of = Matrices(dtype, device, kernels, group.normalize is not None)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
@@ -205,7 +206,7 @@ def _most_bytes(
 
 
 def _matrices_at_a_time(
-    group: Mapping[str, Any], total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
+    group: Group, total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
 ) -> int:
     """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state.
 
@@ -216,7 +217,7 @@ def _matrices_at_a_time(
         dtype: of them.
         workspace: returns what so many need, which grows with their number.
     """
-    entries, budget = offloaded_entries(group, dtype), group["max_workspace_bytes"]
+    entries, budget = offloaded_entries(group, dtype), group.max_workspace_bytes
     limit = max(1, total)
     if budget is not None:
         ring = RING_BUFFERS * offloaded_bytes(group, dtype) * numel

@@ -8,7 +8,7 @@ runs of a parameter's memory, so that state is a flat tensor and nothing is pack
 Who owns what stands in `parts.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Bucket, Sharding, Travel, TravellingUnit
 from quintic.optim.plan.exchange import Exchange
@@ -35,7 +36,7 @@ __all__ = [
 _LEAST_ALONE = 2**20
 
 
-def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
+def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
     """Yield the buckets of a group whose state is divided, the same on all ranks.
 
     Args:
@@ -46,9 +47,9 @@ def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...
     """
     together: dict[tuple[Any, ...], list[Part]] = {}
     divisions: dict[int, RowDivision] = {}
-    for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group["params"], strict=True)):
-        kernels = choose_kernels(group["kernels"], param)
-        is_table = group["comms"] == "sharded_sparse" and group["algorithm"] == "adamw"
+    for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group.params, strict=True)):
+        kernels = choose_kernels(group.kernels, param)
+        is_table = group.comms == "sharded_sparse" and group.algorithm == "adamw"
         rows = divided_rows(param, parts, len(ranks)) if is_table else None
         if rows is not None:
             divisions[index] = rows
@@ -66,11 +67,11 @@ def sharded_buckets(number: int, group: Mapping[str, Any], ranks: tuple[int, ...
             yield _bucket(number, group, sharding, kind, dtype, device, kernels)
 
 
-def _offload_limit(group: Mapping[str, Any], dtype: torch.dtype, num_ranks: int) -> int:
+def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
     """Return how many entries a bucket may have, such that owners bring little state from the host at a time."""
     entries = offloaded_entries(group, dtype)
     # AdamW's state comes in parts, whatever the bucket has.
-    return 2**62 if entries is None or group["algorithm"] == "adamw" else entries * num_ranks
+    return 2**62 if entries is None or group.algorithm == "adamw" else entries * num_ranks
 
 
 def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool:
@@ -88,13 +89,11 @@ def _size(unit: Unit) -> tuple[int, ...]:
     return tuple(b - a for a, b in unit.box)
 
 
-def _chunks(
-    parts: Sequence[Part], group: Mapping[str, Any], num_ranks: int, dtype: torch.dtype
-) -> Iterator[list[Part]]:
+def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dtype) -> Iterator[list[Part]]:
     """Divide parts so that what is in flight fits the workspace: some of each owner's at a time."""
-    budget = group["max_workspace_bytes"]
+    budget = group.max_workspace_bytes
     # Gradients sent and received, and weights, of this bucket and its neighbours; the owner's own work.
-    per_entry = 6 * dtype.itemsize + -(-(24 if group["algorithm"] == "muon" else 8) // num_ranks)
+    per_entry = 6 * dtype.itemsize + -(-(24 if group.algorithm == "muon" else 8) // num_ranks)
     limit = sum(part.numel for part in parts) if budget is None else max(1, budget // per_entry)
     limit = min(limit, _offload_limit(group, dtype, num_ranks))
     per_owner = [[part for part in parts if part.owner == owner] for owner in range(num_ranks)]
@@ -114,7 +113,7 @@ def _chunks(
 
 def _bucket(
     number: int,
-    group: Mapping[str, Any],
+    group: Group,
     sharding: Sharding,
     kind: tuple[tuple[int, ...], View] | None,
     dtype: torch.dtype,
@@ -139,7 +138,7 @@ def _bucket(
         travel = Travel(exchange, units, view, kinds)
         flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
     # Touched rows travel in collectives. What all ranks agree on bounds messages, too.
-    elsewhere = group["transport"] == "copy_engines" and sharding.rows is None
+    elsewhere = group.transport == "copy_engines" and sharding.rows is None
     stages, shared_stages = (
         stages_of_parts(
             sharding, travel, group, dtype, device, kernels, anywhere=anywhere, elsewhere=elsewhere and not anywhere
@@ -147,7 +146,7 @@ def _bucket(
         for anywhere in (False, True)
     )
     return Bucket(
-        algorithm=group["algorithm"],
+        algorithm=group.algorithm,
         group=number,
         members=members,
         shape=None if travel is None else travel.kinds[0].shape,
@@ -165,6 +164,6 @@ def _bucket(
     )
 
 
-def _first_matrices(unit: Unit, group: Mapping[str, Any], index: int) -> tuple[int, ...]:
-    counts = [b for b, _, _ in group["view"].shapes(group["params"][index].shape)]
+def _first_matrices(unit: Unit, group: Group, index: int) -> tuple[int, ...]:
+    counts = [b for b, _, _ in group.view.shapes(group.params[index].shape)]
     return tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)

@@ -9,7 +9,7 @@ from the same groups, so that nothing about sizes is ever sent.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Bucket, Travel, TravellingUnit
@@ -77,7 +78,7 @@ class SharedBucket:
 
 
 def shared_buckets(
-    param_groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]]
+    param_groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> tuple[list[SharedBucket], float]:
     """Return what travels as all ranks see it, group by group, and the balance of the work; arguments of `build_plan`.
 
@@ -98,10 +99,10 @@ def shared_buckets(
     return buckets, _balance(shares, owners)
 
 
-def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -> Iterator[_Share]:
-    name, param = group["param_names"][index], group["params"][index]
-    local, view = local_tensor(param), group["view"]
-    kernels = choose_kernels(group["kernels"], local)
+def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_Share]:
+    name, param = group.param_names[index], group.params[index]
+    local, view = local_tensor(param), group.view
+    kernels = choose_kernels(group.kernels, local)
     ranks, copies, cuts = _cuts(layout, view)
     for unit, first_matrices, pieces, holders in cuts:
         shape = size_of(unit.box)
@@ -115,9 +116,9 @@ def _shares(number: int, group: Mapping[str, Any], index: int, layout: Layout) -
             local.dtype,
             local.device,
             kernels,
-            group["normalize"] is not None,
+            group.normalize is not None,
             param.is_contiguous(),
-            group["transport"] == "copy_engines",
+            group.transport == "copy_engines",
         )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
         yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
@@ -163,7 +164,7 @@ def _piece(box: Box, unit: Box) -> Box | None:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(found, unit, strict=True))
 
 
-def _cost(group: Mapping[str, Any], m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+def _cost(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
     """Floating-point operations of one matrix; nothing but work depends on these owners, so that they may change."""
     form = form_of(group, m, n, dtype, device)
     return shape_cost(m, n) if form is None else form.flops(m, n)
@@ -195,9 +196,7 @@ def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
     return max(found, default=1.0)
 
 
-def _shared_buckets(
-    key: Key, group: Mapping[str, Any], units: Sequence[tuple[int, TravellingUnit]]
-) -> Iterator[SharedBucket]:
+def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, TravellingUnit]]) -> Iterator[SharedBucket]:
     kinds = kinds_of(key.view, key.shape, group, key.dtype, key.device)
     per_owner: list[list[TravellingUnit]] = [[] for _ in key.ranks]
     for owner, unit in units:
@@ -265,7 +264,7 @@ def _members(
 
 
 def kinds_of(
-    view: View, shape: Sequence[int], group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    view: View, shape: Sequence[int], group: Group, dtype: torch.dtype, device: torch.device
 ) -> tuple[Kind, ...]:
     """Return the matrices of a unit of some shape."""
     shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
@@ -274,7 +273,7 @@ def kinds_of(
 
 def _at_a_time(
     key: Key,
-    group: Mapping[str, Any],
+    group: Group,
     kinds: Sequence[Kind],
     counts: Sequence[int],
     exchange_of: Callable[[Iterable[int]], Exchange],
@@ -290,7 +289,7 @@ def _at_a_time(
         counts: how many units each rank owns.
         exchange_of: returns the exchange of so many units of each owner.
     """
-    budget, num_ranks = group["max_workspace_bytes"], len(key.ranks)
+    budget, num_ranks = group.max_workspace_bytes, len(key.ranks)
     one = exchange_of(min(count, 1) for count in counts)
     pieces = max(piece_entries(replace(one, position=p)) for p in different_positions(one))
     entries = offloaded_entries(group, key.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import group_ranks, has_process_group, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor, mesh_layout, relative
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
@@ -33,7 +34,7 @@ class _Held(NamedTuple):
     """A parameter, and where its pieces are."""
 
     param: Tensor
-    group: Mapping[str, Any]
+    group: Group
     layout: Layout | None
     """None where this rank has all there is."""
     divided: Divided | None
@@ -47,7 +48,7 @@ class _Held(NamedTuple):
     @property
     def is_private(self) -> bool:
         """Return whether nothing says which other ranks have a copy."""
-        return self.group["comms"] == "none" and not hasattr(self.param, "device_mesh")
+        return self.group.comms == "none" and not hasattr(self.param, "device_mesh")
 
 
 class QKStep:
@@ -63,15 +64,15 @@ class QKStep:
     def __init__(
         self,
         clip: QKClip,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         communicators: Communicators,
     ) -> None:
         self.clip, self._state, self._communicators = clip, state, communicators
         divided = divided_parameters(groups)
         self._held: dict[str, _Held] = {}
-        for number, group in enumerate(groups):
-            rows = zip(group["param_names"], group["params"], layouts_of(number, group), strict=True)
+        for group in groups:
+            rows = zip(group.param_names, group.params, layouts_of(group), strict=True)
             self._held |= {name: _Held(param, group, found, divided.get(param)) for name, param, found in rows}
         self._layers: dict[Layer, LayerClip] = {}
         self._maxima = self._reductions()
@@ -181,7 +182,7 @@ class QKStep:
                 layer,
                 {name: held.param.shape for name, held in self._held.items()},
                 num_heads,
-                views={name: held.group["view"] for name, held in self._held.items()},
+                views={name: held.group.view for name, held in self._held.items()},
             )
             for other, clip in self._layers.items():
                 both = sorted(set(clip.names) & set(found.names))
@@ -224,7 +225,7 @@ class QKStep:
                 key = held.divided.ranks, held.param.dtype, held.param.device
                 together.setdefault(key, []).append(held)
         for (ranks, dtype, _), found in together.items():
-            limits = [held.group["max_workspace_bytes"] for held in found]
+            limits = [held.group.max_workspace_bytes for held in found]
             limit = min((value for value in limits if value is not None), default=2**62)
             for some in _runs_within(found, limit // dtype.itemsize):
                 self._broadcast(some, ranks)

@@ -4,13 +4,11 @@ Nothing here waits for the device: what the host writes goes through pinned memo
 nothing is uploaded at all that a replay must not repeat.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from quintic.optim.rules.rates import lr_ratio
 
 __all__ = ["HYPERPARAMETERS", "DeviceHyperparameters", "HostCopy", "host_tensor", "is_capturing", "upload"]
 
@@ -67,20 +65,21 @@ class DeviceHyperparameters:
         self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
         self._uploaded: tuple[float, ...] | None = None
 
-    def update(self, group: Mapping[str, Any]) -> None:
-        """Bring the device's values up to date with the group's.
+    def update(self, found: Sequence[float | Tensor], lr_ratio: float) -> None:
+        """Bring the device's values up to date.
 
         A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
+
+        Args:
+            found: the hyperparameters, in the order of `HYPERPARAMETERS`.
+            lr_ratio: factor on the first of them.
 
         Raises:
             RuntimeError: a number changed since the last upload and a CUDA graph is being captured.
         """
-        beta1, beta2 = group["betas"]
-        found = (group["lr"], group["weight_decay"], group["momentum"], beta1, beta2, group["eps"])
-        ratio = lr_ratio(group)
         live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
         lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
-        numbers = (lr * ratio, *others)
+        numbers = (lr * lr_ratio, *others)
         if numbers != self._uploaded:
             if is_capturing(self.values.device):
                 raise RuntimeError(
@@ -90,7 +89,7 @@ class DeviceHyperparameters:
             self.values.copy_(upload(host_tensor(numbers, torch.float64), self.values.device))
             self._uploaded = numbers
         for index, (value, is_live) in enumerate(zip(found, live, strict=True)):
-            if is_live:
+            if is_live and isinstance(value, Tensor):
                 self.values[index].copy_(value)
-        if live[0] and ratio != 1:
-            self.values[0].mul_(ratio)
+        if live[0] and lr_ratio != 1:
+            self.values[0].mul_(lr_ratio)

@@ -9,24 +9,13 @@ optimizer has these: for Muon groups it goes on from there to `momentum`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates", "learning_rate", "lr_ratio"]
+__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates"]
 
 ADAMW_LR = 3e-4
 """Learning rate of AdamW groups unless another one is given."""
 
 # What schedulers leave in groups whose momentum they cycle.
 _CYCLED_KEY = "max_momentum"
-
-
-def lr_ratio(group: Mapping[str, Any]) -> float:
-    """Return the factor between a group's `lr` and the learning rate of its steps."""
-    ratio = group["adamw_lr_ratio"] if group["algorithm"] == "adamw" else None
-    return 1.0 if ratio is None else float(ratio)
-
-
-def learning_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate that a group is stepped with; waits for the device if `lr` is a tensor there."""
-    return float(group["lr"]) * lr_ratio(group)
 
 
 def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:

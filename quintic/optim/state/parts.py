@@ -7,11 +7,11 @@ move: it must not get another owner when other groups are added, or when options
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.state.owners import assign_owners, shape_cost
@@ -50,7 +50,7 @@ class Part:
         return self.stop - self.start
 
 
-def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]:
+def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
     """Return for each parameter of a group its parts, in the order of memory.
 
     Args:
@@ -58,11 +58,11 @@ def parts_of(group: Mapping[str, Any], ranks: Sequence[int]) -> list[list[Part]]
         ranks: global ranks that divide the state.
     """
     num_ranks = len(ranks)
-    if group["algorithm"] == "muon":
+    if group.algorithm == "muon":
         return _parts_of_matrices(group, num_ranks)
     loads = [0] * num_ranks
     found: list[list[Part]] = []
-    for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+    for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
         numel = param.numel()
         if numel < _LEAST_ENTRIES * num_ranks:
             owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
@@ -86,19 +86,19 @@ def _range_size(param: Tensor, num_ranks: int) -> int:
     return -(-param.numel() // (num_ranks * step)) * step
 
 
-def _parts_of_matrices(group: Mapping[str, Any], num_ranks: int) -> list[list[Part]]:
+def _parts_of_matrices(group: Group, num_ranks: int) -> list[list[Part]]:
     shares: list[tuple[int, int, int, Unit]] = []
     costs = []
-    for index, param in enumerate(group["params"]):
-        for unit in _runs(group["view"], param):
+    for index, param in enumerate(group.params):
+        for unit in _runs(group.view, param):
             start, stop = _range_of(unit, tuple(param.shape))
             if start < stop:
                 shares.append((index, start, stop, unit))
                 costs.append(_cost(unit))
-    found: list[list[Part]] = [[] for _ in group["params"]]
+    found: list[list[Part]] = [[] for _ in group.params]
     for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
         offset = sum(part.numel for part in found[index] if part.owner == owner)
-        found[index].append(Part(group["param_names"][index], index, start, stop, owner, offset, unit))
+        found[index].append(Part(group.param_names[index], index, start, stop, owner, offset, unit))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.state.parts import CUT_KEYS, Part
@@ -30,7 +31,7 @@ class Needed(NamedTuple):
     """None for the parameter's own."""
 
 
-def needed_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Needed]:
+def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
     """Return which state a parameter of a validated group has, by name.
 
     Raises:
@@ -38,22 +39,22 @@ def needed_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Needed]:
     """
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     found: dict[str, Needed] = {}
-    if group["algorithm"] == "adamw":
+    if group.algorithm == "adamw":
         found["step"] = Needed(torch.float32, ())
         found |= dict.fromkeys(("exp_avg", "exp_avg_sq"), Needed(dtype, None))
     else:
         found["momentum_buffer"] = Needed(dtype, None)
-        if group["normalize"] == "neuron":
-            found["second_momentum_buffer"] = Needed(dtype, (num_second_moments(param.shape, group["view"]),))
-    if param.dtype.itemsize < 4 and group["master"] is not None:
-        if group["master"] == "fp32":
+        if group.normalize == "neuron":
+            found["second_momentum_buffer"] = Needed(dtype, (num_second_moments(param.shape, group.view),))
+    if param.dtype.itemsize < 4 and group.master is not None:
+        if group.master == "fp32":
             found["master"] = Needed(torch.float32, None)
         else:
             found["mantissa"] = Needed(torch.uint16, None)
     return found
 
 
-def init_state(param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
     """Return the state of a parameter that no step has used, in its place: zeros, and masters of the weights.
 
     Args:
@@ -72,13 +73,13 @@ def init_state(param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | No
     return state
 
 
-def planned_state(param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+def planned_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
     """Return tensors without memory in the form of what this rank has of a state; arguments as for `init_state`."""
     local, meta = local_tensor(param), torch.device("meta")
     return {key: _empty(needed, local, own, meta, False) for key, needed in needed_state(param, group).items()}
 
 
-def fits(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], own: Sequence[Part] | None) -> bool:
+def fits(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[Part] | None) -> bool:
     """Return whether a parameter's state has the form and the place that it would be made in.
 
     Args:
@@ -126,10 +127,10 @@ def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict
             local_tensor(state[key]).copy_(local_tensor(value))
 
 
-def _place(key: str, param: Tensor, group: Mapping[str, Any]) -> tuple[torch.device, bool]:
+def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
     """Return the device of a state, and whether its memory is pinned."""
     device = local_tensor(param).device
-    if key in CUT_KEYS and group["offload"] and device.type != "meta":
+    if key in CUT_KEYS and group.offload and device.type != "meta":
         return torch.device("cpu"), device.type == "cuda"
     return device, False
 

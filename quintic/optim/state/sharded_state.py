@@ -1,7 +1,7 @@
 """State of `comms="sharded"`, which every rank has a part of: whole for saving, in parts after loading."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import merged_over_ranks, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.state.parts import CUT_KEYS, Part, parts_of
 from quintic.optim.state.state import second_moments
@@ -30,7 +31,7 @@ class Divided(NamedTuple):
     """A parameter whose state is divided."""
 
     name: str
-    group: Mapping[str, Any]
+    group: Group
     parts: Sequence[Part]
     ranks: tuple[int, ...]
 
@@ -52,19 +53,19 @@ class Divided(NamedTuple):
         return Division(self.ranks, tuple(runs), strides)
 
 
-def divided_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, Divided]:
+def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, Divided]:
     """Return the parameters whose state is divided among ranks."""
     found: dict[Tensor, Divided] = {}
-    for number, group in enumerate(groups):
-        ranks = dividing_ranks(group, layouts_of(number, group))
+    for group in groups:
+        ranks = dividing_ranks(group, layouts_of(group))
         if ranks:
-            rows = zip(group["params"], group["param_names"], parts_of(group, ranks), strict=True)
+            rows = zip(group.params, group.param_names, parts_of(group, ranks), strict=True)
             found |= {param: Divided(name, group, parts, ranks) for param, name, parts in rows}
     return found
 
 
 def whole_states(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
+    groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of parameters whose state is divided, whole. All ranks must call it.
 
@@ -77,7 +78,7 @@ def whole_states(
     """
     divided = divided_parameters(groups)
     if divided:
-        communicators.connect(groups, [layouts_of(number, group) for number, group in enumerate(groups)])
+        communicators.connect(groups, [layouts_of(group) for group in groups])
     found: dict[Tensor, dict[str, Tensor]] = {}
     for param, this in divided.items():
         group = communicators[this.ranks]
@@ -99,7 +100,7 @@ def whole_states(
 
 def _owned_moments(buffer: Tensor, param: Tensor, divided: Divided) -> Tensor:
     kept = torch.zeros_like(buffer)
-    view = divided.group["view"]
+    view = divided.group.view
     sources, targets = second_moments(buffer, param.shape, view), second_moments(kept, param.shape, view)
     for part in divided.own:
         assert part.unit is not None

@@ -26,6 +26,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import has_process_group, merged_over_ranks, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
 from quintic.optim.rules.update import second_moment_shape
@@ -85,7 +86,7 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
 
 
 def complete_second_moments(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
+    groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
 ) -> None:
     """Give every rank NorMuon's second moments of matrices that are whole on one rank and nowhere else.
 
@@ -100,15 +101,15 @@ def complete_second_moments(
     """
     shared: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
     layouts: list[list[Layout | None]] = []
-    for number, group in enumerate(groups):
-        layouts.append([None] * len(group["params"]))
-        if group["algorithm"] != "muon" or group["normalize"] is None:
+    for group in groups:
+        layouts.append([None] * len(group.params))
+        if group.algorithm != "muon" or group.normalize is None:
             continue
-        of_group = layouts_of(number, group)
-        for index, (param, layout) in enumerate(zip(group["params"], of_group, strict=True)):
+        of_group = layouts_of(group)
+        for index, (param, layout) in enumerate(zip(group.params, of_group, strict=True)):
             if layout is None or this_rank() not in layout.ranks:
                 continue
-            holders = _sole_holders(layout, group["view"])
+            holders = _sole_holders(layout, group.view)
             if bool((holders >= 0).any()):
                 buffer = state[param]["second_momentum_buffer"]
                 shared.setdefault(tuple(sorted(layout.ranks)), []).append((buffer, holders.to(buffer.device)))

@@ -1,7 +1,7 @@
 """Keeps an optimizer's state in step with its parameters: makes it when it is first needed, and moves it along.
 
 Between two needs of state (a step, a save, a load) parameters may have been moved, converted or sharded, or other
-tensors may stand for them in `group["params"]`. State follows its parameter object; where another tensor stands for one
+tensors may stand for them in `group.params`. State follows its parameter object; where another tensor stands for one
 that no group has any more, it follows the position in the group. If it does not fit there as it is,
 
 - zeros, and masters without a bit that the weight lacks, are made anew;
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, Part
 from quintic.optim.state.placement import fits, init_state, needed_state
@@ -30,7 +31,7 @@ from quintic.optim.state.watching import Change, WatchedParameters
 
 __all__ = ["Upkeep"]
 
-_Groups = Sequence[Mapping[str, Any]]
+_Groups = Sequence[Group]
 _States = dict[Tensor, dict[str, Any]]
 _Place = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
@@ -43,7 +44,7 @@ class _Entry(NamedTuple):
 
     name: str
     param: Tensor
-    group: Mapping[str, Any]
+    group: Group
     dtype: torch.dtype
     """Of the weights."""
     own: list[Part] | None
@@ -86,12 +87,17 @@ class Upkeep:
         self._is_given = False
         """Whether somebody may have changed it since."""
 
-    def watch(self, groups: _Groups) -> None:
+    def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Remember parameters that something was made for."""
         if self._watched is None:
             self._watched = WatchedParameters(groups)
 
-    def look(self, groups: _Groups) -> Change:
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything was made for parameters."""
+        return self._watched is not None
+
+    def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
         """Return what has become of the parameters since the last look, if anything was made for them."""
         change = Change.NONE if self._watched is None else self._watched.look(groups)
         if change is Change.PARAMETERS:
@@ -156,7 +162,7 @@ class Upkeep:
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
         self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
         self._is_current, self._is_given = True, False
-        self.watch(groups)
+        self.watch([group.params for group in groups])
 
     def drop_unused(self, states: _States, *, is_planned: bool) -> None:
         """Forget state that says nothing, and its parameters: it is made again when it is needed.
@@ -192,18 +198,18 @@ def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
     """Return the parameters that are there now, by their places."""
     divided = divided_parameters(groups)
     found: dict[_Place, _Entry] = {}
-    for number, group in enumerate(groups):
-        for index, (name, param) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+    for group in groups:
+        for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
             this = divided.get(param)
             own, division = (None, None) if this is None else (this.own, this.division(param))
-            found[number, index] = _Entry(name, param, group, param.dtype, own, division)
+            found[group.number, index] = _Entry(name, param, group, param.dtype, own, division)
     return found
 
 
 def _tensors_of(groups: _Groups, states: _States) -> list[object]:
     found: list[object] = []
     for group in groups:
-        for param in group["params"]:
+        for param in group.params:
             found += states.get(param, {}).values()
     return found
 

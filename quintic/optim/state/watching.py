@@ -5,7 +5,7 @@ Models are moved, converted and sharded after the optimizer was made, and traini
 parameters: whether they are the same objects, with the same memory and dtype. The rest is compared where these differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from operator import attrgetter, is_
 from typing import Any
@@ -33,15 +33,15 @@ class WatchedParameters:
     """Parameters as they are now. Keeps references to them.
 
     Args:
-        groups: parameter groups.
+        groups: the parameters of each group.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._params: list[list[Tensor]] = []
         self._facts: list[Any] = []
         self._remember(groups)
 
-    def look(self, groups: Sequence[Mapping[str, Any]]) -> Change:
+    def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
         """Return what has changed since the last look."""
         if self._is_same(groups):
             return Change.NONE
@@ -50,11 +50,11 @@ class WatchedParameters:
         same = len(params) == len(self._params) and all(map(_are_same, params, self._params))
         return Change.MEMORY if same and facts == self._facts else Change.PARAMETERS
 
-    def _is_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_same(self, groups: Sequence[Sequence[Tensor]]) -> bool:
         if len(groups) != len(self._params):
             return False
         for group, params in zip(groups, self._params, strict=True):
-            if not _are_same(group["params"], params):
+            if not _are_same(group, params):
                 return False
         if any(local_tensor(param) is not local for param, local in self._dtensors):
             return False
@@ -62,8 +62,8 @@ class WatchedParameters:
             list(map(_address, self._locals)) == self._addresses and list(map(_dtype_of, self._locals)) == self._dtypes
         )
 
-    def _remember(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._params = [list(group["params"]) for group in groups]
+    def _remember(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._params = [list(group) for group in groups]
         params = [param for of_group in self._params for param in of_group]
         self._locals = list(map(local_tensor, params))
         self._dtensors = [(p, local) for p, local in zip(params, self._locals, strict=True) if local is not p]

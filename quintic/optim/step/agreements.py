@@ -1,9 +1,9 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_va
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
 from quintic.optim.comms.sharing import AVERAGING
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
@@ -45,7 +46,7 @@ class Agreements:
 
     def __init__(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         orders: Orders,
@@ -78,9 +79,9 @@ class Agreements:
             if differs is not None:
                 problem = problem or differs
                 continue
-            params = [self._groups[group]["params"][index] for (group, index), _ in found]
-            names = [self._groups[group]["param_names"][index] for (group, index), _ in found]
-            needed = [1 if self._groups[group]["comms"] in AVERAGING else len(ranks) for (group, _), _ in found]
+            params = [self._groups[group].params[index] for (group, index), _ in found]
+            names = [self._groups[group].param_names[index] for (group, index), _ in found]
+            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in found]
             self.partial.watch(names, params)
             groups = [group for (group, _), _ in found]
             self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
@@ -287,17 +288,17 @@ _COLLECTIVE_OPTIONS = (
 
 
 def _describe(
-    groups: Sequence[Mapping[str, Any]], layouts: Sequence[Sequence[Layout | None]]
+    groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
     """Return by the ranks that share them: (group, index) and a description of each parameter."""
     found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
     # Which dtype is the fast one decides of what size updates travel, and processors differ.
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
-        options = ", ".join(f"{key}={_text(group[key])}" for key in _COLLECTIVE_OPTIONS)
+        options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COLLECTIVE_OPTIONS)
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
-                name, param = group["param_names"][index], group["params"][index]
+                name, param = group.param_names[index], group.params[index]
                 order = "" if param.is_contiguous() else ", not contiguous"
                 kind = f"{param.device.type}{processor if param.device.type == 'cpu' else ''}"
                 text = (

@@ -6,11 +6,12 @@ when the allocator hands out other memory, so every step compares them and uploa
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
@@ -122,7 +123,7 @@ class DevicePasses:
     def __init__(
         self,
         bucket: Bucket,
-        group: Mapping[str, Any],
+        group: Group,
         active: Operands,
         memory: DeviceMemory,
         hyperparameters: DeviceHyperparameters,
@@ -132,7 +133,7 @@ class DevicePasses:
         self._active = active = with_one_gradient_dtype(active)
         self._hyperparameters = hyperparameters.values
         if memory.runs is None:
-            memory.runs = _runs(group["view"], memory.everything or active)
+            memory.runs = _runs(group.view, memory.everything or active)
         self._memory = memory
         master = master_of(active.states[0])
         self._master_dtype = None if master is None else master.dtype
@@ -141,7 +142,7 @@ class DevicePasses:
 
         def addresses() -> Tensor:
             memory.check_state(active, {"momentum_buffer": torch.float32}, bases[len(active.params) :])
-            owners, offsets = memory.matrix_places(group["view"], active)
+            owners, offsets = memory.matrix_places(group.view, active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
         self._table = memory.table.get((bases, active.members), addresses, bucket.device)
@@ -165,7 +166,7 @@ class DevicePasses:
                 layout,
                 gradient_dtype=self._active.gradients[0].dtype,
                 mu_index=_MOMENTUM,
-                nesterov=self._group["nesterov"],
+                nesterov=self._group.nesterov,
                 go=self._go_of(part),
                 aligned=self._memory.table.aligned,
             )
@@ -187,8 +188,8 @@ class DevicePasses:
                 master_dtype=self._master_dtype,
                 lr_index=_LR,
                 weight_decay_index=_WEIGHT_DECAY,
-                cautious=self._group["cautious"],
-                squared_lr_decay=self._group["decay_coupling"] == "lr_squared",
+                cautious=self._group.cautious,
+                squared_lr_decay=self._group.decay_coupling == "lr_squared",
                 go=self._go_of(part),
                 aligned=self._memory.table.aligned,
             )
@@ -218,7 +219,7 @@ def _runs(view: View, active: Operands) -> "list[tuple[MatrixLayout, int]]":
 
 def step_adamw_on_device(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     active: Operands,
     memory: DeviceMemory,
     hyperparameters: DeviceHyperparameters,
@@ -250,8 +251,8 @@ def step_adamw_on_device(
         gradient_dtype=active.gradients[0].dtype,
         master_dtype=None if master is None else master.dtype,
         indices=(_LR, _WEIGHT_DECAY, _BETA1, _BETA2, _EPS),
-        cautious=group["cautious"],
-        squared_lr_decay=group["decay_coupling"] == "lr_squared",
+        cautious=group.cautious,
+        squared_lr_decay=group.decay_coupling == "lr_squared",
         go=go,
         aligned=memory.table.aligned,
     )

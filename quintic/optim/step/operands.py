@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_gradients, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
@@ -76,7 +77,7 @@ class BucketMemory:
         self.everything = None
         self._moments_key, self._moments = None, []
 
-    def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
+    def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
 
         A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
@@ -88,7 +89,7 @@ class BucketMemory:
         """
         everything = self.everything
         if everything is None:
-            self._owners = [group["params"][member.index] for member in bucket.members]
+            self._owners = [group.params[member.index] for member in bucket.members]
             params = [local_tensor(owner) for owner in self._owners]
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
@@ -104,11 +105,11 @@ class BucketMemory:
         missing = tuple(member.index for member, _, gradient in rows if gradient is None)
         return everything.present(whole)._replace(missing=missing)
 
-    def base_factors(self, bucket: Bucket, group: Mapping[str, Any], active: Operands) -> Tensor:
+    def base_factors(self, bucket: Bucket, group: Group, active: Operands) -> Tensor:
         """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
         assert bucket.shape is not None
-        scale = lr_scale_factor(group["lr_scale"], *bucket.shape)
-        multipliers = group["lr_multipliers"]
+        scale = lr_scale_factor(group.lr_scale, *bucket.shape)
+        multipliers = group.lr_multipliers
         count = active.num_matrices
         key = (scale, multipliers, count if multipliers is None else active.members)
         if key != self._factors_key:

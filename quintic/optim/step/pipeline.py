@@ -6,19 +6,19 @@ order. The passes over gradients, momentum and weights have two implementations:
 factors (b, m or 1, n or 1). Where matrices lie on several ranks, `travel_step.py` stands between the passes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import as_block
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, adamw_entries, block_of, direction_dtype
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form
-from quintic.optim.rules.rates import learning_rate
 from quintic.optim.rules.update import adamw_, apply_, momentum_, neuron_factors_
 from quintic.optim.step.operands import BucketMemory, Operands
 
@@ -60,15 +60,13 @@ class PlainPasses:
             a direction.
     """
 
-    def __init__(
-        self, bucket: Bucket, group: Mapping[str, Any], active: Operands, present: Sequence[bool] | None = None
-    ) -> None:
+    def __init__(self, bucket: Bucket, group: Group, active: Operands, present: Sequence[bool] | None = None) -> None:
         self._bucket, self._group, self._active = bucket, group, active
         self._present = [True] * len(active.members) if present is None else present
 
     def _blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         rows = zip(tensors, self._active.members, self._present, strict=True)
-        return [block_of(tensor, member, self._group["view"]) for tensor, member, present in rows if present]
+        return [block_of(tensor, member, self._group.view) for tensor, member, present in rows if present]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
@@ -76,7 +74,7 @@ class PlainPasses:
         dtype = direction_dtype(self._bucket.form, self._bucket.dtype)
         # Where matrices travel, these are pieces of them.
         every = [
-            block_of(param, member, group["view"]) for param, member in zip(active.params, active.members, strict=True)
+            block_of(param, member, group.view) for param, member in zip(active.params, active.members, strict=True)
         ]
         shape = every[0].shape
         new = torch.empty if all(self._present) else torch.zeros
@@ -86,8 +84,8 @@ class PlainPasses:
         momentum_(
             self._blocks([state["momentum_buffer"] for state in active.states]),
             self._blocks(active.gradients),
-            mu=float(group["momentum"]),
-            nesterov=group["nesterov"],
+            mu=float(group.momentum),
+            nesterov=group.nesterov,
             out=[part for part, present in zip(parts, self._present, strict=True) if present],
         )
         return found
@@ -108,16 +106,16 @@ class PlainPasses:
             masters,
             [as_block(u, w.shape) for u, w in zip(updates, weights, strict=True)],
             [_like_blocks(f, w.shape) for f, w in zip(scales, weights, strict=True)],
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            decay_coupling=group["decay_coupling"],
-            cautious=group["cautious"],
+            lr=float(group.lr),
+            weight_decay=float(group.weight_decay),
+            decay_coupling=group.decay_coupling,
+            cautious=group.cautious,
         )
 
 
 def step_matrices(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     active: Operands,
     memory: BucketMemory,
     passes: Passes,
@@ -138,8 +136,8 @@ def step_matrices(
     directions = passes.directions()
     update = orthogonalized(directions, bucket.form, bucket, group)
     factors = memory.base_factors(bucket, group, active)
-    if group["normalize"] is not None:
-        moments = memory.moments(group["view"], active)
+    if group.normalize is not None:
+        moments = memory.moments(group.view, active)
         table = memory.neuron_table(bucket, moments, (member.name for member in active.members))
         factors = advance_neurons_(update, moments, factors, group, go, table)
     if observer is not None:
@@ -147,13 +145,13 @@ def step_matrices(
     passes.apply(update, factors)
 
 
-def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> None:
+def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     """Step a bucket of AdamW parameters in plain PyTorch, with its fused kernel where that does what is asked."""
     if not active.params:
         return
-    lr, eps, weight_decay = learning_rate(group), float(group["eps"]), float(group["weight_decay"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    plain = not group["cautious"] and group["decay_coupling"] == "lr"
+    lr, eps, weight_decay = group.learning_rate, float(group.eps), float(group.weight_decay)
+    beta1, beta2 = (float(beta) for beta in group.betas)
+    plain = not group.cautious and group.decay_coupling == "lr"
     masters: Sequence[Tensor | None] = active.masters() or [None] * len(active.params)
     rows = list(zip(active.params, masters, active.gradients, active.states, strict=True))
     if plain and all(g.dtype == p.dtype == s["exp_avg"].dtype and master is None for p, master, g, s in rows):
@@ -174,7 +172,7 @@ def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> No
             maximize=False,
         )
         return
-    entries = adamw_entries(group["max_workspace_bytes"])
+    entries = adamw_entries(group.max_workspace_bytes)
     for param, master, gradient, state in rows:
         moments = (state["exp_avg"], state["exp_avg_sq"])
         for piece, piece_master, piece_gradient, exp_avg, exp_avg_sq in _pieces(
@@ -192,8 +190,8 @@ def step_adamw(bucket: Bucket, group: Mapping[str, Any], active: Operands) -> No
                 betas=(beta1, beta2),
                 eps=eps,
                 weight_decay=weight_decay,
-                decay_coupling=group["decay_coupling"],
-                cautious=group["cautious"],
+                decay_coupling=group.decay_coupling,
+                cautious=group.cautious,
             )
         state["step"] += 1
 
@@ -212,11 +210,12 @@ def _pieces(tensors: Sequence[Tensor | None], entries: int | None) -> Iterator[t
         yield tuple(None if t is None else t.view(-1)[start : start + entries] for t in tensors)
 
 
-def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
+def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
     """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `plan.update_dtype`."""
     if form is not None:
         return apply_form(directions, form, bucket.kernels)
-    update: Tensor = group["orthogonalizer"](directions)
+    assert callable(group.orthogonalizer)
+    update = group.orthogonalizer(directions)
     if update.shape != directions.shape:
         raise ValueError(
             f"{bucket.name}: the orthogonalizer returned shape {tuple(update.shape)} "
@@ -229,7 +228,7 @@ def advance_neurons_(
     update: Tensor,
     moments: Sequence[Tensor],
     scale: Tensor,
-    group: Mapping[str, Any],
+    group: Group,
     go: Tensor | None,
     table: Tensor | None,
 ) -> Tensor:
@@ -246,7 +245,7 @@ def advance_neurons_(
     Returns:
         (b, m or 1, n or 1), float32 (float64 for float64 weights) on the device of the update.
     """
-    beta = float(group["normalize_beta"])
+    beta = float(group.normalize_beta)
     if table is not None:
         from quintic.kernels.update.neuron import advance_neuron_factors_
 

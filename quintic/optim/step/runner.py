@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
+from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member
 from quintic.optim.plan.order import Orders
@@ -68,7 +69,7 @@ class Runner:
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Sequence[Group],
         state: State,
         communicators: Communicators,
         orders: Orders,
@@ -77,7 +78,7 @@ class Runner:
     ) -> None:
         self.groups, self._state, self._communicators = groups, state, communicators
         orders = orders.resolved(groups)
-        layouts = [layouts_of(number, group) for number, group in enumerate(groups)]
+        layouts = [layouts_of(group) for group in groups]
         self.agreements = Agreements(groups, layouts, communicators, orders)
         travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
         divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
@@ -89,7 +90,7 @@ class Runner:
         self._averages = GradientAverages(self.plan, self._memories, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._offload: Offload | None = None
-        if any(group["offload"] for group in groups):
+        if any(group.offload for group in groups):
             self._offload = Offload(self.plan, groups, state)
             self.plan = self._offload.plan
         self.measured: dict[int, dict[int, Measured]] = {}
@@ -100,7 +101,7 @@ class Runner:
     def upload_hyperparameters(self) -> None:
         """Bring changed hyperparameters to the devices."""
         for (number, _), values in self._hyperparameters.items():
-            values.update(self.groups[number])
+            _update(values, self.groups[number])
 
     def finish(self) -> None:
         """Let the host wait until all state that is kept in host memory is there."""
@@ -130,6 +131,9 @@ class Runner:
                 `transport="copy_engines"`; nothing was changed.
         """
         self._num_steps = num_steps
+        for group in self.groups:
+            if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
+                raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
         messages = self._communicators.messages
         with self.agreements.of_step(pending_steps), messages(), self._averages.of_step(pending_steps):
             return self._step(pending_steps)
@@ -156,7 +160,7 @@ class Runner:
         try:
             due = [number for number, bucket in enumerate(self.plan) if pending_steps[bucket.group] == 0]
             works = [self._work(number) for number in due]
-            self._rows.begin_step(self.groups)
+            self._rows.begin_step(pending_steps)
             go = self._guard(works, pending_steps)
             # From here on nothing raises that could have been known.
             host_go = True
@@ -192,7 +196,7 @@ class Runner:
 
     def _new_memory(self, bucket: Bucket) -> DeviceMemory:
         if bucket.sharding is not None:
-            params = self.groups[bucket.group]["params"]
+            params = self.groups[bucket.group].params
             return ShardedMemory(bucket, params, self._rows.table_of(params[bucket.sharding.parts[0].index]))
         return DeviceMemory() if bucket.travel is None else TravelMemory()
 
@@ -205,7 +209,7 @@ class Runner:
             indices: positions of the parameters in their group.
             go: of the whole step.
         """
-        if work.group["on_nonfinite"] == "propagate":
+        if work.group.on_nonfinite == "propagate":
             go = None
         elif go is not None:
             go = go.to(work.bucket.device, non_blocking=True)
@@ -216,7 +220,7 @@ class Runner:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
         # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
         due = [group for group, pending in zip(self.groups, pending_steps, strict=True) if pending == 0]
-        return [group["on_nonfinite"] for group in due if group["on_nonfinite"] != "propagate" and group["params"]]
+        return [group.on_nonfinite for group in due if group.on_nonfinite != "propagate" and group.params]
 
     def _guard(self, works: Sequence[Work], pending_steps: Sequence[int]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks asks.
@@ -226,7 +230,7 @@ class Runner:
                 on another rank: all connected ranks raise.
         """
         asking, connected = self._asking(pending_steps), self.agreements.connected
-        watched = [work.active for work in works if work.group["on_nonfinite"] != "propagate"]
+        watched = [work.active for work in works if work.group.on_nonfinite != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]
         if connected.is_alone and not gradients:
             return None
@@ -293,7 +297,7 @@ class Runner:
             memory,
             self._passes(work, stepped) if active.params else None,
             self._state,
-            self._communicators.channel(bucket.travel.exchange.ranks, group["transport"], bucket.device),
+            self._communicators.channel(bucket.travel.exchange.ranks, group.transport, bucket.device),
             stepped,
             self._observer(work),
         )
@@ -317,7 +321,7 @@ class Runner:
             self._step_vectors(work._replace(active=active), owned)
 
         observer = self._observer(work)
-        channel = self._communicators.channel(sharding.ranks, group["transport"], bucket.device)
+        channel = self._communicators.channel(sharding.ranks, group.transport, bucket.device)
         yield from step_sharded(
             bucket, group, memory, self._state, channel, local, stepped, make_passes, step_vectors, observer
         )
@@ -326,7 +330,7 @@ class Runner:
         """Return the passes over a bucket; `stepped` is () or (matrices,) int32, see `_stepped`."""
         number, bucket, group, active = work
 
-        def make(active: Operands, group: Mapping[str, Any], memory: DeviceMemory) -> Passes:
+        def make(active: Operands, group: Group, memory: DeviceMemory) -> Passes:
             if bucket.kernels == "torch":
                 present = None
                 if stepped is not None and stepped.ndim:
@@ -344,11 +348,11 @@ class Runner:
         key = (work.bucket.group, work.bucket.device)
         if key not in self._hyperparameters:
             self._hyperparameters[key] = DeviceHyperparameters(work.bucket.device)
-        self._hyperparameters[key].update(work.group)
+        _update(self._hyperparameters[key], work.group)
         return self._hyperparameters[key]
 
     def _is_sampled(self, work: Work) -> bool:
-        every = work.group["telemetry_every"]
+        every = work.group.telemetry_every
         return every is not None and self._num_steps % every == 0 and not is_capturing(work.bucket.device)
 
     def _observer(self, work: Work) -> Observer | None:
@@ -364,6 +368,10 @@ class Runner:
             measured[kind] = Measured(list(members), measure(directions, updates, factors), go)
 
         return observe
+
+
+def _update(values: DeviceHyperparameters, group: Group) -> None:
+    values.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), group.lr_ratio)
 
 
 def _present(active: Operands, stepped: Tensor | None) -> Operands:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quintic.optim.comms.channels import Channel, Route
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import Packing, Run, in_memory_order, run_of
 from quintic.optim.plan.bucket import Bucket, Sharding
 from quintic.optim.plan.members import Member
@@ -75,7 +75,7 @@ class ShardedMemory(TravelMemory):
         super().renew()
         self._owned = self.elsewhere = None
 
-    def operands(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> Operands:
+    def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
         """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
         local = self.local_operands()
         if self.sparse_table is not None:
@@ -93,7 +93,7 @@ class ShardedMemory(TravelMemory):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
 
-    def owned_operands(self, bucket: Bucket, group: Mapping[str, Any], state: State, mean: Tensor) -> Operands:
+    def owned_operands(self, bucket: Bucket, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the parts that this rank owns.
 
         Args:
@@ -103,7 +103,7 @@ class ShardedMemory(TravelMemory):
             mean: (entries,) of their gradients.
         """
         if self._owned is None:
-            owned = [(part, group["params"][part.index]) for part in self.sharding.owned]
+            owned = [(part, group.params[part.index]) for part in self.sharding.owned]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
             states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
             self._owned = Operands(bucket.members, pieces, [], states, len(owned))
@@ -116,7 +116,7 @@ class ShardedMemory(TravelMemory):
 
 def step_sharded(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     memory: ShardedMemory,
     state: State,
     channel: Channel,
@@ -141,7 +141,7 @@ def step_sharded(
         step_adamw: steps them, for AdamW, likewise.
         observer: is shown what this rank orthogonalises, or None.
     """
-    sharding, params = memory.sharding, group["params"]
+    sharding, params = memory.sharding, group.params
     table = memory.sparse_table
     if table is not None and (memory.early_mean is not None or not table.is_sparse()):
         table = None
@@ -231,7 +231,7 @@ def _start_weights(bucket: Bucket, memory: ShardedMemory, channel: Channel) -> C
 
 def _step_matrices(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     memory: ShardedMemory,
     state: State,
     active: Operands,

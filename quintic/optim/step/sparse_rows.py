@@ -14,7 +14,7 @@ process groups in between. In it, tables come in the order of the parameter grou
 `row_division.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,13 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.names import known_as
+from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket, Sharding
 from quintic.optim.plan.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
 from quintic.optim.step.operands import dense_gradient
 
 __all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
-
-_Group = Mapping[str, Any]
 
 
 class Table:
@@ -257,13 +256,13 @@ class AnnouncedRows:
         """In the order in which ranks send marks."""
         self._due: list[Table] = []
 
-    def adopt(self, buckets: Iterable[Bucket], groups: Sequence[_Group]) -> None:
+    def adopt(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
         """Find the tables of a new plan; those known before keep what was announced."""
         found: dict[tuple[int, int], Table] = {}
         for bucket in buckets:
             if bucket.sharding is not None and bucket.sharding.rows is not None:
                 part = bucket.sharding.parts[0]
-                param = groups[bucket.group]["params"][part.index]
+                param = groups[bucket.group].params[part.index]
                 table = self._tables.get(param)
                 known = (bucket.sharding.rows, bucket.sharding.ranks, bucket.device)
                 if table is None or (table.division, table.ranks, table.device) != known:
@@ -276,12 +275,20 @@ class AnnouncedRows:
         return self._tables.get(param)
 
     def announce(
-        self, groups: Sequence[_Group], param: Tensor | str, rows: Tensor, *, more: bool, may_send: bool
+        self,
+        groups: Sequence[Group],
+        pending_steps: Sequence[int],
+        param: Tensor | str,
+        rows: Tensor,
+        *,
+        more: bool,
+        may_send: bool,
     ) -> None:
         """See `Muon.announce_rows`.
 
         Args:
             groups: of the optimizer.
+            pending_steps: for each group how many steps it waits for after the next one; 0 if that steps it.
             param: or its name.
             rows: numbers of rows.
             more: whether further calls follow before the next step.
@@ -297,19 +304,19 @@ class AnnouncedRows:
             return
         if is_capturing(found.device):
             raise RuntimeError(_no_capture(table.name))
-        table.announce(_numbers(rows, table), is_complete=not more and _is_due(groups[table.group]))
+        table.announce(_numbers(rows, table), is_complete=not more and pending_steps[table.group] == 0)
         if may_send:
-            self._send_complete(groups)
+            self._send_complete(pending_steps)
 
-    def withdraw(self, groups: Sequence[_Group], *, may_have_sent: bool) -> None:
+    def withdraw(self, pending_steps: Sequence[int], *, may_have_sent: bool) -> None:
         """See `Muon.withdraw_rows`; arguments as in `announce`."""
         for table in self._tables.values():
-            if not table.is_sent and may_have_sent and _is_due(groups[table.group]):
+            if not table.is_sent and may_have_sent and pending_steps[table.group] == 0:
                 # Other ranks may wait for it.
                 table.send(self._communicators.of_marks(table.ranks))
             table.reset()
 
-    def begin_step(self, groups: Sequence[_Group]) -> None:
+    def begin_step(self, pending_steps: Sequence[int]) -> None:
         """Send the marks of all tables that are stepped now. All ranks that share them must call it.
 
         Raises:
@@ -320,7 +327,7 @@ class AnnouncedRows:
             if is_capturing(table.param.device):
                 raise RuntimeError(_no_capture(table.name))
         self.check(wait=True)
-        self._due = [table for table in self._tables.values() if _is_due(groups[table.group])]
+        self._due = [table for table in self._tables.values() if pending_steps[table.group] == 0]
         for table in self._due:
             if not table.is_sent:
                 table.send(self._communicators.of_marks(table.ranks))
@@ -338,10 +345,10 @@ class AnnouncedRows:
         for table in self._tables.values():
             table.check(wait)
 
-    def _send_complete(self, groups: Sequence[_Group]) -> None:
+    def _send_complete(self, pending_steps: Sequence[int]) -> None:
         """Send the marks of tables that are announced, and none after one that is not: all ranks keep the order."""
         for table in self._tables.values():
-            if table.is_sent or not _is_due(groups[table.group]):
+            if table.is_sent or pending_steps[table.group] != 0:
                 continue
             if not table.is_complete:
                 return
@@ -362,12 +369,7 @@ def _numbers(rows: Tensor, table: Table) -> Tensor:
     return upload(rows, table.param.device)
 
 
-def _is_due(group: _Group) -> bool:
-    """Return whether the next step steps a group."""
-    return bool((group["pending_steps"] + 1) % group["step_every"] == 0)
-
-
-def _found(groups: Sequence[_Group], param: Tensor | str) -> Tensor:
+def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
     """Return the parameter that is meant.
 
     Raises:
@@ -375,16 +377,16 @@ def _found(groups: Sequence[_Group], param: Tensor | str) -> Tensor:
     """
     for group in groups:
         candidate: Tensor
-        for name, candidate in zip(group["param_names"], group["params"], strict=True):
+        for name, candidate in zip(group.param_names, group.params, strict=True):
             is_meant = name == param if isinstance(param, str) else candidate is param
-            if is_meant and group["comms"] == "sharded_sparse":
+            if is_meant and group.comms == "sharded_sparse":
                 return candidate
             if is_meant:
                 raise ValueError(
-                    f"{name}: rows are announced for comms='sharded_sparse', its group has comms={group['comms']!r}"
+                    f"{name}: rows are announced for comms='sharded_sparse', its group has comms={group.comms!r}"
                 )
     if isinstance(param, str):
-        meant = known_as(param, {name for group in groups for name in group["param_names"]})
+        meant = known_as(param, {name for group in groups for name in group.param_names})
         if meant != param:
             return _found(groups, meant)
     what = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"

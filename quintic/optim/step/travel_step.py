@@ -8,15 +8,15 @@
 being gathered and the one before scattered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quintic.optim.comms.channels import Channel
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import Bucket, Travel
 from quintic.optim.plan.members import Kind, Member, direction_dtype, update_dtype
@@ -52,29 +52,29 @@ class TravelMemory(DeviceMemory):
         super().renew()
         self._moments_of_units = None
 
-    def scales(self, bucket: Bucket, group: Mapping[str, Any]) -> Tensor:
+    def scales(self, bucket: Bucket, group: Group) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
         travel = _travel_of(bucket)
-        key = (group["lr_scale"], group["lr_multipliers"])
+        key = (group.lr_scale, group.lr_multipliers)
         if key != self._scales_key:
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = host_tensor([lr_scale_factor(group["lr_scale"], *kind.shape) for kind in travel.kinds], dtype)
+            scales = host_tensor([lr_scale_factor(group.lr_scale, *kind.shape) for kind in travel.kinds], dtype)
             scales = scales.expand(len(travel.units), -1).clone()
-            multipliers = group["lr_multipliers"]
+            multipliers = group.lr_multipliers
             if multipliers is not None:
                 each = [[multipliers[matrix] for matrix in unit.first_matrices] for unit in travel.units]
                 scales *= host_tensor(each, dtype)
             self._scales, self._scales_key = upload(scales, bucket.device), key
         return self._scales
 
-    def moments_of_units(self, bucket: Bucket, group: Mapping[str, Any], state: State) -> list[list[Tensor]]:
+    def moments_of_units(self, bucket: Bucket, group: Group, state: State) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
         if self._moments_of_units is None:
             travel = _travel_of(bucket)
             found: list[list[Tensor]] = [[] for _ in travel.kinds]
             for unit in travel.units:
-                param = group["params"][unit.index]
-                blocks = second_moments(state[param]["second_momentum_buffer"], param.shape, group["view"])
+                param = group.params[unit.index]
+                blocks = second_moments(state[param]["second_momentum_buffer"], param.shape, group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     found[kind].append(blocks[block][matrix : matrix + 1])
             self._moments_of_units = found
@@ -97,7 +97,7 @@ class TravelMemory(DeviceMemory):
 
 def step_travelling(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     memory: TravelMemory,
     passes: Passes | None,
     state: State,
@@ -128,7 +128,7 @@ def step_travelling(
     )
     scattered = exchange.scatter(updates, channel)
     gathered.release()
-    neurons = Neurons(bucket, group, memory, state, factors, channel) if group["normalize"] is not None else None
+    neurons = Neurons(bucket, group, memory, state, factors, channel) if group.normalize is not None else None
     del updates, factors
     yield
     received = exchange.pieces_of(scattered.wait())
@@ -146,7 +146,7 @@ def step_travelling(
 
 def orthogonalized_units(
     bucket: Bucket,
-    group: Mapping[str, Any],
+    group: Group,
     memory: TravelMemory,
     state: State,
     units: Tensor,
@@ -171,7 +171,7 @@ def orthogonalized_units(
     exchange = travel.exchange
     owned = exchange.owned
     scales = memory.scales(bucket, group)[owned]
-    normalizes = group["normalize"] is not None
+    normalizes = group.normalize is not None
     moments = [of_kind[owned] for of_kind in memory.moments_of_units(bucket, group, state)] if normalizes else []
     updates, factors = [], []
     for number, (kind, block) in enumerate(zip(travel.kinds, _blocks(units, travel), strict=True)):
@@ -212,7 +212,7 @@ class Neurons:
     def __init__(
         self,
         bucket: Bucket,
-        group: Mapping[str, Any],
+        group: Group,
         memory: TravelMemory,
         state: State,
         factors: Sequence[Tensor],

@@ -1,8 +1,9 @@
 """What one step has to do: a work for each bucket of the plan that is stepped, with the gradients that are there."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.schedule import Schedule, run_overlapping
 from quintic.optim.step.offload.offload import Visit
@@ -17,12 +18,12 @@ class Work(NamedTuple):
 
     number: int
     bucket: Bucket
-    group: dict[str, Any]
+    group: Group
     active: Operands
 
     def is_local(self, host_go: bool) -> bool:
         """Return whether this rank steps the bucket alone; `host_go` is False if the host knows that it must not."""
-        if self.bucket.travels or (not host_go and self.group["on_nonfinite"] != "propagate"):
+        if self.bucket.travels or (not host_go and self.group.on_nonfinite != "propagate"):
             return False
         if self.bucket.travel is not None:
             return True

@@ -44,12 +44,10 @@ class Kept:
         self._optimizer = optimizer
         self.values = snapshot(optimizer)
         self._options = [{key: group[key] for key in self._CHANGED} for group in optimizer.param_groups]
-        self._counts = optimizer._num_steps, optimizer._report
+        self._steps_made = optimizer.steps_made.copy()
         self._gradients: dict[Tensor, Tensor | None] = {}
-        self._first_gradients = optimizer._first_gradients
-        self._early = optimizer._current.early.fresh()
-        self._has_agreed = optimizer._planned().agreements.has_agreed
-        self._skipped = None if optimizer._skipped is None else optimizer._skipped.clone()
+        self._early = optimizer.current.early.fresh()
+        self._has_agreed = optimizer.current.agreements.has_agreed
 
     def keep_gradients(self) -> None:
         """Keep the gradients that a step changes."""
@@ -62,7 +60,7 @@ class Kept:
 
     def make_due(self) -> None:
         """Let every group step next time, whatever its `step_every`, and measure nothing."""
-        self._optimizer._first_gradients = FirstGradients()
+        self._optimizer.steps_made.first_gradients = FirstGradients()
         for group in self._optimizer.param_groups:
             group.update(pending_steps=group["step_every"] - 1, telemetry_every=None, qk_clip=None)
 
@@ -79,19 +77,13 @@ class Kept:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.copy_(gradient)
-        optimizer._current.early.keep(self._early)
-        runner = optimizer._current.runner
-        if runner is not None and not self._has_agreed:
+        optimizer.current.early.keep(self._early)
+        if not self._has_agreed:
             # Ranks ask each other before the first step of training, not before one with gradients that were made up.
-            runner.agreements.has_agreed = False
-        optimizer._first_gradients = self._first_gradients
+            optimizer.current.agreements.has_agreed = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
-        optimizer._num_steps, optimizer._report = self._counts
-        if self._skipped is None:
-            optimizer._skipped = None
-        elif optimizer._skipped is not None:
-            optimizer._skipped.copy_(self._skipped)
+        optimizer.steps_made.restore(self._steps_made)
 
 
 def named_parameters(optimizer: Muon) -> Iterator[tuple[str, Tensor]]:

@@ -23,13 +23,13 @@ from quintic.optim.comms.collectives import (
     this_rank,
 )
 from quintic.optim.comms.sharing import AVERAGING, layouts_of
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
-from quintic.optim.rules.rates import learning_rate
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.placement import state_on_device
@@ -70,7 +70,7 @@ class Parameter:
 
     name: str
     param: Tensor
-    group: dict[str, Any]
+    group: Group
     layout: Layout | None
     """None where this rank has all there is."""
     process_group: ProcessGroup | None
@@ -159,7 +159,7 @@ class Parameter:
             for part in self.divided.parts:
                 found |= dict.fromkeys(part.unit.matrices if part.unit else (), self.divided.ranks[part.owner])
             return found
-        for unit in self.group["view"].units(self.layout.shape):
+        for unit in self.group.view.units(self.layout.shape):
             holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
             if len(holders) == 1:
                 found |= dict.fromkeys(unit.matrices, holders[0])
@@ -168,17 +168,18 @@ class Parameter:
 
 def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
     """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
-    divided = divided_parameters(optimizer.param_groups)
-    early = optimizer._current.early.fresh()
-    layouts = [layouts_of(number, group) for number, group in enumerate(optimizer.param_groups)]
-    optimizer._current.communicators.connect(optimizer.param_groups, layouts)
-    for number, (group, found) in enumerate(zip(optimizer.param_groups, layouts, strict=True)):
-        for name, param, layout in zip(group["param_names"], group["params"], found, strict=True):
+    current = optimizer.current
+    divided, early = divided_parameters(current.groups), current.early.fresh()
+    layouts = list(map(layouts_of, current.groups))
+    current.communicators.connect(current.groups, layouts)
+    for group, found in zip(current.groups, layouts, strict=True):
+        for name, param, layout in zip(group.param_names, group.params, found, strict=True):
             if layout is None:
                 yield Parameter(name, param, group, None, None)
             elif this_rank() in layout.ranks:
-                process_group = optimizer._current.communicators[tuple(sorted(layout.ranks))]
-                yield Parameter(name, param, group, layout, process_group, divided.get(param), early.get(number))
+                process_group = current.communicators[tuple(sorted(layout.ranks))]
+                average = early.get(group.number)
+                yield Parameter(name, param, group, layout, process_group, divided.get(param), average)
 
 
 def reference_step(optimizer: Muon) -> None:
@@ -206,29 +207,27 @@ def reference_step(optimizer: Muon) -> None:
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
     run_reference(optimizer, None)
-    optimizer._current.early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
+    optimizer.current.early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
 def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
-    groups = optimizer.param_groups
-    pending_steps = [(group["pending_steps"] + 1) % group["step_every"] for group in groups]
-    optimizer._planned().agreements.check_sums(pending_steps)
+    pending_steps = optimizer.next_pending_steps()
+    optimizer.current.agreements.check_sums(pending_steps)
     everything = list(parameters_of(optimizer))
-    due = [id(group) for group, pending in zip(groups, pending_steps, strict=True) if pending == 0]
     # Ranks of one process group meet the same parameters in the same order.
-    parameters = [found for found in everything if id(found.group) in due]
+    parameters = [found for found in everything if pending_steps[found.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
     for found in parameters:
         # All ranks must ask, whatever they know themselves.
         cut = _partial_cut(found)
         is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
-        if is_stepped and (is_finite or found.group["on_nonfinite"] == "propagate"):
+        if is_stepped and (is_finite or found.group.on_nonfinite == "propagate"):
             with state_on_device(found.param, states[found.param]) as state:
                 _step_parameter(found, cut, state, observer)
-    for group, pending in zip(groups, pending_steps, strict=True):
+    for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
         group["pending_steps"] = pending
 
 
@@ -245,16 +244,16 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
     Raises:
         FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
     """
-    asking = [found for found in due if found.group["on_nonfinite"] != "propagate"]
+    asking = [found for found in due if found.group.on_nonfinite != "propagate"]
     bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
-    is_raised = any(found.group["on_nonfinite"] == "raise" for found in asking)
+    is_raised = any(found.group.on_nonfinite == "raise" for found in asking)
     groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
-    for group in optimizer.param_groups:
+    for group in optimizer.current.groups:
         # Ranks that need not share anything, where the user names them.
-        if group["comms"] == "none" and group["process_group"] is not None and group["params"]:
-            ranks = tuple(sorted(group_ranks(group["process_group"])))
+        if group.comms == "none" and group.process_group is not None and group.params:
+            ranks = tuple(sorted(group_ranks(group.process_group)))
             if this_rank() in ranks:
-                groups[ranks] = group["process_group"], group["params"][0]
+                groups[ranks] = group.process_group, group.params[0]
     flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
     if flags == [0, 0]:
         where = bad[0].name if bad else "on another rank"
@@ -296,7 +295,7 @@ def _partial_cut(found: Parameter) -> Cut | None:
 
 def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
     """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
-    one_is_enough: bool = may_lack_addends or found.group["comms"] in AVERAGING
+    one_is_enough: bool = may_lack_addends or found.group.comms in AVERAGING
     flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
     if found.process_group is not None:
         all_agree_(flag, found.process_group)
@@ -311,7 +310,7 @@ def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
     gradient = local_gradient(found.param)
     if gradient is not None and gradient.layout is not torch.strided:
         raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
-    if found.group["comms"] not in AVERAGING or found.process_group is None:
+    if found.group.comms not in AVERAGING or found.process_group is None:
         assert gradient is not None
         return gradient
     early = found.whole_average()
@@ -333,7 +332,7 @@ def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
 def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], observer: Observer | None) -> None:
     gradient = _gradient_of(found, cut)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
-    is_adamw = found.group["algorithm"] == "adamw"
+    is_adamw = found.group.algorithm == "adamw"
     if is_adamw and found.divided is None:
         _step_adamw(local, gradient, found.group)
         return
@@ -358,7 +357,7 @@ def _whole_second_moments(found: Parameter, buffer: Tensor) -> Tensor:
     if found.layout is None or found.process_group is None:
         return buffer.clone()
     everyone = all_gather_uneven(buffer, [buffer.numel()] * len(found.ranks), found.process_group)
-    shape, view = found.layout.shape, found.group["view"]
+    shape, view = found.layout.shape, found.group.view
     by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(found.ranks, everyone, strict=True)}
     result = buffer.clone()
     for (block, matrix), holder in found.sole_holders().items():
@@ -366,7 +365,7 @@ def _whole_second_moments(found: Parameter, buffer: Tensor) -> Tensor:
     return result
 
 
-def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> None:
+def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> None:
     """Step a parameter entry by entry: where its pieces are makes no difference."""
     adamw_(
         local["weight"],
@@ -375,12 +374,12 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Mapping[st
         local["exp_avg"],
         local["exp_avg_sq"],
         local["step"],
-        lr=learning_rate(group),
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decay_coupling=group["decay_coupling"],
-        cautious=group["cautious"],
+        lr=group.learning_rate,
+        betas=(float(group.betas[0]), float(group.betas[1])),
+        eps=float(group.eps),
+        weight_decay=float(group.weight_decay),
+        decay_coupling=group.decay_coupling,
+        cautious=group.cautious,
     )
 
 
@@ -388,7 +387,7 @@ def _step_matrices(
     found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, observer: Observer | None
 ) -> None:
     """Step the whole weight, momentum and master, one matrix after the other."""
-    view: View = found.group["view"]
+    view: View = found.group.view
     # Copies, whether or not a view's matrices share memory with the tensor.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
     moments = None if second is None else second_moments(second, whole["weight"].shape, view)
@@ -407,40 +406,39 @@ def _step_matrices(
         view.write_(whole[key], batch)
 
 
-def _step_matrix(
-    matrix: Mapping[str, Tensor], number: int, group: Mapping[str, Any], *, measure: bool
-) -> Rounding | None:
+def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, measure: bool) -> Rounding | None:
     """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
     weight, momentum = matrix["weight"], matrix["momentum_buffer"]
     m, n = weight.shape[1:]
     form = form_of(group, m, n, weight.dtype, weight.device)
-    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group["momentum"]), nesterov=group["nesterov"])
+    (direction,) = momentum_([momentum], [matrix["gradient"]], mu=float(group.momentum), nesterov=group.nesterov)
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
     if form is None:
-        update = group["orthogonalizer"](direction).to(direction.dtype)
+        assert callable(group.orthogonalizer)
+        update = group.orthogonalizer(direction).to(direction.dtype)
     else:
         update = apply_form(direction, form, "torch")
     # In the dtype of the step, so that on CPUs not even the last bit differs.
-    factor = torch.full((1, 1, 1), lr_scale_factor(group["lr_scale"], m, n), dtype=momentum.dtype, device=weight.device)
-    if group["lr_multipliers"] is not None:
-        factor = factor * torch.tensor(group["lr_multipliers"][number], dtype=factor.dtype, device=factor.device)
+    factor = torch.full((1, 1, 1), lr_scale_factor(group.lr_scale, m, n), dtype=momentum.dtype, device=weight.device)
+    if group.lr_multipliers is not None:
+        factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None
     scale = factor
     if before is not None:
-        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group["normalize_beta"]))
+        factor = scale * neuron_factors_(update, matrix["second_moment"], beta=float(group.normalize_beta))
     apply_(
         [weight],
         [matrix.get("master", matrix.get("mantissa"))],
         [update],
         [factor],
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        decay_coupling=group["decay_coupling"],
-        cautious=group["cautious"],
+        lr=float(group.lr),
+        weight_decay=float(group.weight_decay),
+        decay_coupling=group.decay_coupling,
+        cautious=group.cautious,
     )
     if not measure:
         return None
-    change = factor * update * float(group["lr"])
+    change = factor * update * float(group.lr)
     if form is None:
         second = 0.0 if before is None else _largest(matrix["second_moment"])
         return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
@@ -457,8 +455,8 @@ def _step_matrix(
         result_factor = scale
         if before is not None:
             moments.append(before.clone())
-            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group["normalize_beta"]))
-        changes.append(result_factor * result * float(group["lr"]))
+            result_factor = scale * neuron_factors_(result, moments[-1], beta=float(group.normalize_beta))
+        changes.append(result_factor * result * float(group.lr))
     if moments:
         moments.append(matrix["second_moment"])
     return Rounding(_spread([*changes, change]), _spread(moments))

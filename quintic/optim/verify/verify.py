@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.names import model_parameters
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.rules.rates import learning_rate
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify.reference import Parameter, Rounding, parameters_of, run_reference
@@ -120,12 +120,12 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
 
 def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
     """Return the options, as text, of each parameter that several ranks share."""
-    of_group = {
-        id(group): {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
+    of_groups = [
+        {key: _text(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
-    }
+    ]
     return {
-        (names.get(found.param, found.name), found.ranks): of_group[id(found.group)]
+        (names.get(found.param, found.name), found.ranks): of_groups[found.group.number]
         for found in parameters_of(optimizer)
         if found.layout is not None
     }
@@ -152,7 +152,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
     for number, found in enumerate(parameters_of(optimizer)):
         box = None if found.layout is None else found.layout.box_of(this_rank())
         # Of its own, so that the user's generators do not notice.
-        of_rank = this_rank() if found.group["comms"] in AVERAGING else None
+        of_rank = this_rank() if found.group.comms in AVERAGING else None
         generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
         found.param.grad = torch.zeros_like(found.param)
         local = local_tensor(found.param.grad)
@@ -178,12 +178,12 @@ def _compare(
             {key: value.to(found.param.device) for key, value in values.items()}
             for values in (local_values(states, found.param), before[found.param], taken[found.param])
         )
-        if found.group["algorithm"] == "muon":
+        if found.group.algorithm == "muon":
             differences += _compare_matrices(found, expected, second, first, roundings)
         elif found.param.grad is not None or found.divided is not None:
             differences += _compare_adamw(found, expected, second, first)
         if found.param.grad is not None:
-            shapes = found.group["view"].shapes(found.param.shape) if found.group["algorithm"] == "muon" else ()
+            shapes = found.group.view.shapes(found.param.shape) if found.group.algorithm == "muon" else ()
             stepped[found.name] = sum(count for count, _, _ in shapes)
     return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
 
@@ -197,7 +197,7 @@ def _compare_adamw(
         if right.numel() == 0:
             continue
         if key == "weight":
-            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * learning_rate(found.group))
+            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * found.group.learning_rate)
             scale = _largest(right - old)
         else:
             allowed = torch.full_like(right, 0.0 if key == "step" else _allowed_state(right, old))
@@ -223,7 +223,7 @@ def _compare_matrices(
     roundings: Mapping[tuple[Tensor, int], Rounding],
 ) -> Iterator[Difference]:
     """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
-    view, shape = found.group["view"], found.param.shape
+    view, shape = found.group.view, found.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = found.sole_holders() if found.divided is not None else {}
     for key in ("weight", "momentum_buffer"):
@@ -265,7 +265,7 @@ def _compare_second_moments(
     roundings: Mapping[tuple[Tensor, int], Rounding],
 ) -> Iterator[Difference]:
     """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
-    view, shape = found.group["view"], found.param.shape
+    view, shape = found.group.view, found.param.shape
     holders = found.sole_holders()
     key = "second_momentum_buffer"
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
@@ -293,9 +293,9 @@ def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tenso
     if len(found.own_copy) == 1:
         return found.own_copy
     marks = torch.zeros_like(whole, dtype=torch.bool)
-    batches = [batch.clone() for batch in found.group["view"].batches(marks)]
+    batches = [batch.clone() for batch in found.group.view.batches(marks)]
     batches[block][index] = True if wrong is None else wrong
-    found.group["view"].write_(marks, batches)
+    found.group.view.write_(marks, batches)
     return tuple(rank for rank in found.own_copy if bool(found.piece(marks, rank).any()))
 
 
@@ -316,9 +316,7 @@ def _whole_value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Te
     return found.whole(value) if key == "weight" else found.whole_of(key, value)
 
 
-def _allowed_change(
-    group: Mapping[str, Any], state: Mapping[str, Tensor], old: Tensor, right: Tensor, slack: float
-) -> Tensor:
+def _allowed_change(group: Group, state: Mapping[str, Tensor], old: Tensor, right: Tensor, slack: float) -> Tensor:
     """Return for each weight the difference that rounding explains, given that of updates."""
     relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
     if right.itemsize < 4:  # both are rounded to one of few numbers
@@ -326,11 +324,11 @@ def _allowed_change(
     wide = torch.promote_types(right.dtype, torch.float32)
     old, right = old.to(wide), right.to(wide)
     allowed = right.abs().mul(relative).add(slack)
-    lr = learning_rate(group)
-    rate = lr * float(group["weight_decay"])
-    if group["cautious"] and rate:
+    lr = group.learning_rate
+    rate = lr * float(group.weight_decay)
+    if group.cautious and rate:
         # Where the update is so small that its sign may go either way, decay may come or not.
-        decay = old.abs() * (rate * lr if group["decay_coupling"] == "lr_squared" else rate)
+        decay = old.abs() * (rate * lr if group.decay_coupling == "lr_squared" else rate)
         allowed += decay * ((right - old).abs() <= decay + allowed)
     return allowed
 

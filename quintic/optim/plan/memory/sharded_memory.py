@@ -5,12 +5,12 @@ it, and weights sent and received.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from quintic.kernels.dispatch import Kernels
+from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Sharding, Travel
 from quintic.optim.plan.members import ADAMW_BYTES, adamw_entries, direction_dtype
 from quintic.optim.plan.memory.workspace import (
@@ -31,7 +31,7 @@ __all__ = ["stages_of_parts"]
 def stages_of_parts(
     sharding: Sharding,
     travel: Travel | None,
-    group: Mapping[str, Any],
+    group: Group,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
@@ -52,8 +52,8 @@ def stages_of_parts(
         elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
     if travel is not None:
-        in_order = all(group["params"][part.index].is_contiguous() for part in sharding.parts)
-        of = Matrices(dtype, device, kernels, group["normalize"] is not None, anywhere)
+        in_order = all(group.params[part.index].is_contiguous() for part in sharding.parts)
+        of = Matrices(dtype, device, kernels, group.normalize is not None, anywhere)
         work = _matrices_bytes(travel, of, in_order)
     else:
         work = 0 if kernels == "triton" else _adamw_bytes(sharding.parts, group)
@@ -66,7 +66,7 @@ def stages_of_parts(
     marks = 0 if sharding.rows is None else MARK_BYTES * sharding.rows.padded_rows
     sent = 0 if sharding.is_direct else sum(sharding.entries) * width
     # Copy engines leave this rank's own part where it was sent from; collectives receive weights where they belong.
-    copies = group["transport"] == "copy_engines"
+    copies = group.transport == "copy_engines"
     own, weights = (sent, received) if copies else (0, 0)
     return Stages(
         gathering=marks + sent + received,
@@ -93,6 +93,6 @@ def _matrices_bytes(travel: Travel, of: Matrices, in_order: bool) -> int:
     return most
 
 
-def _adamw_bytes(parts: Sequence[Part], group: Mapping[str, Any]) -> int:
+def _adamw_bytes(parts: Sequence[Part], group: Group) -> int:
     largest = max(part.numel for part in parts)
-    return ADAMW_BYTES * min(largest, adamw_entries(group["max_workspace_bytes"]) or largest)
+    return ADAMW_BYTES * min(largest, adamw_entries(group.max_workspace_bytes) or largest)

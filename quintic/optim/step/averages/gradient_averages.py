@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from quintic.optim.comms.channels import Channel
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.schedule import run_overlapping
@@ -43,7 +43,7 @@ class GradientAverages:
         self,
         buckets: Iterable[Bucket],
         memories: Sequence[BucketMemory],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         early: EarlyAverages,
@@ -57,7 +57,7 @@ class GradientAverages:
         self._ranks = {
             number: ranks_of(found)
             for number, (group, found) in enumerate(zip(groups, layouts, strict=True))
-            if group["comms"] in AVERAGING and any(found)
+            if group.comms in AVERAGING and any(found)
         }
         """Of the groups whose gradients differ among ranks."""
         self._lent: list[Tensor] = []
@@ -65,9 +65,9 @@ class GradientAverages:
         self._of_step: Mapping[int, OfGroup] = {}
         self._averagings: dict[object, Averaging] = {}
         for number in self._ranks:
-            if groups[number]["comms"] == "replicated":
+            if groups[number].comms == "replicated":
                 # Most gradients have the dtype of their parameter.
-                self._averagings_of(number, groups[number]["params"])
+                self._averagings_of(number, groups[number].params)
 
     @property
     def workspace_bytes(self) -> int:
@@ -87,7 +87,7 @@ class GradientAverages:
         self._of_step = self._early.fresh()
         try:
             for number in self._ranks:
-                if self._groups[number]["comms"] != "replicated" or pending_steps[number]:
+                if self._groups[number].comms != "replicated" or pending_steps[number]:
                     continue
                 if number not in self._of_step:
                     self._average(number)
@@ -113,8 +113,8 @@ class GradientAverages:
         for number in due:
             if number in found:
                 continue
-            params = self._groups[number]["params"]
-            if self._groups[number]["comms"] == "replicated":
+            params = self._groups[number].params
+            if self._groups[number].comms == "replicated":
                 try:
                     self._average(number)
                     lent = {param: param.grad for param in self._lent if param.grad is not None}
@@ -142,12 +142,12 @@ class GradientAverages:
         yield
 
     def _channel(self, number: int, ranks: tuple[int, ...], device: torch.device) -> Channel:
-        return self._communicators.channel(ranks, self._groups[number]["transport"], device)
+        return self._communicators.channel(ranks, self._groups[number].transport, device)
 
     def _average(self, number: int) -> None:
         """Average the whole gradients of one group, in place."""
         group, gradients = self._groups[number], []
-        for param, name in zip(group["params"], group["param_names"], strict=True):
+        for param, name in zip(group.params, group.param_names, strict=True):
             gradient = param.grad
             if gradient is None:
                 param.grad = gradient = torch.zeros_like(param)
@@ -175,9 +175,9 @@ class GradientAverages:
                     alike,
                     len(ranks),
                     ranks.index(this_rank()),
-                    choose_kernels(group["kernels"], alike[0]),
-                    group["max_workspace_bytes"],
-                    elsewhere=group["transport"] == "copy_engines",
+                    choose_kernels(group.kernels, alike[0]),
+                    group.max_workspace_bytes,
+                    elsewhere=group.transport == "copy_engines",
                 )
             found.append((self._averagings[key], indices))
         return found

@@ -12,12 +12,13 @@ weights, gradients and state in place of whole tensors, so that no more is loade
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import is_dense
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
@@ -71,7 +72,7 @@ class Offload:
         state: of their parameters, in its place; there need be none before the first step.
     """
 
-    def __init__(self, plan: Plan, groups: Sequence[Mapping[str, Any]], state: State) -> None:
+    def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
         self._groups, self._state = groups, state
         self._hosted: dict[int, _Matrices | _Vectors] = {}
         self._copies: dict[torch.device, Copies] = {}
@@ -81,7 +82,7 @@ class Offload:
         divided = divided_parameters(groups)
         for number, bucket in enumerate(plan):
             group = groups[bucket.group]
-            if group["offload"]:
+            if group.offload:
                 self._hosted[number] = _hosted(bucket, group)
                 bucket = replace(bucket, offloaded=_size(bucket, group, divided))
             buckets.append(bucket)
@@ -123,8 +124,8 @@ class Offload:
         self,
         number: int,
         active: Operands,
-        group: Mapping[str, Any],
-        make: Callable[[Operands, Mapping[str, Any], DeviceMemory], Passes],
+        group: Group,
+        make: Callable[[Operands, Group, DeviceMemory], Passes],
     ) -> Passes:
         """Return passes over a bucket that borrow what they need.
 
@@ -138,7 +139,7 @@ class Offload:
         assert isinstance(hosted, _Matrices)
         rings = [self._rings[device, kind] for kind, _ in enumerate(hosted.loans)]
         twins = [ring.twins(loan) for ring, loan in zip(rings, hosted.loans, strict=True)]
-        passes = make(hosted.operands(active, twins), {**group, "view": _BLOCKS}, hosted.memory)
+        passes = make(hosted.operands(active, twins), replace(group, view=_BLOCKS), hosted.memory)
         return _BorrowingPasses(passes, list(zip(rings, hosted.loans, strict=True)))
 
     def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
@@ -177,7 +178,7 @@ class Offload:
 
     def _states(self, bucket: Bucket) -> list[dict[str, Tensor]]:
         """Return the state of each member as this rank has it on the host."""
-        return _states_of(bucket, self._groups[bucket.group]["params"], self._state)
+        return _states_of(bucket, self._groups[bucket.group].params, self._state)
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
@@ -189,13 +190,13 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
     return [state_of_part(state[param], part, param) for part, param in owned]
 
 
-def _hosted(bucket: Bucket, group: Mapping[str, Any]) -> "_Matrices | _Vectors":
+def _hosted(bucket: Bucket, group: Group) -> "_Matrices | _Vectors":
     return _Matrices(bucket, group) if bucket.algorithm == "muon" else _Vectors(bucket, group)
 
 
-def _size(bucket: Bucket, group: Mapping[str, Any], divided: Mapping[Tensor, Divided]) -> Offloaded:
+def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, Divided]) -> Offloaded:
     """Return how much state of a bucket is in host memory; there need be none yet."""
-    params = group["params"]
+    params = group.params
     members = [local_tensor(params[member.index]) for member in bucket.members]
     state = {}
     for param in {params[member.index] for member in bucket.members}:
@@ -226,8 +227,8 @@ _BLOCKS = _Blocks()
 class _Matrices:
     """What a bucket of matrices borrows: momentum, and masters where there are any."""
 
-    def __init__(self, bucket: Bucket, group: Mapping[str, Any]) -> None:
-        self._bucket, self._view = bucket, group["view"]
+    def __init__(self, bucket: Bucket, group: Group) -> None:
+        self._bucket, self._view = bucket, group.view
         self._key: object = None
         self._keys: list[str] = []
         self._members: tuple[Member, ...] = ()
@@ -354,7 +355,7 @@ def _entries(tensor: Tensor, run: slice | None) -> Tensor:
 class _Vectors:
     """What a bucket of AdamW parameters borrows, piece by piece."""
 
-    def __init__(self, bucket: Bucket, group: Mapping[str, Any]) -> None:
+    def __init__(self, bucket: Bucket, group: Group) -> None:
         limit = offloaded_entries(group, bucket.dtype)
         assert limit is not None
         self._limit = max(limit // _MULTIPLE, 1) * _MULTIPLE

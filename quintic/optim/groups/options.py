@@ -1,0 +1,116 @@
+"""What a step knows of a parameter group: its parameters and options, frozen and typed.
+
+PyTorch keeps groups as dictionaries, which users, schedulers and other libraries change at any time. `Muon` checks them
+and makes a `Group` of each; where something has changed, another one takes its place. Nothing below `Muon` reads the
+dictionaries.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import is_, itemgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import KernelsOption
+from quintic.optim.layout.views import View
+from quintic.optim.polar.forms import Method, Polynomials
+from quintic.optim.rules.update import DecayCoupling, LrScale
+
+__all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer"]
+
+Number = float | Tensor
+"""A number, or a tensor of one entry, which may be on a device."""
+
+Orthogonalizer = Method | Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """One parameter group; the options are keywords of `quintic.Muon`, and documented there."""
+
+    number: int
+    """Position in `optimizer.param_groups`."""
+    params: tuple[Tensor, ...]
+    param_names: tuple[str, ...]
+    algorithm: Literal["muon", "adamw"]
+    view: View
+    # What schedules change at every step.
+    lr: Number
+    weight_decay: Number
+    momentum: Number
+    betas: tuple[Number, Number]
+    eps: Number
+    # What stays, mostly.
+    nesterov: bool
+    decay_coupling: DecayCoupling
+    cautious: bool
+    orthogonalizer: Orthogonalizer
+    orthogonalizer_steps: int
+    coefficients: Polynomials | None
+    compute_dtype: torch.dtype | None
+    normalize: Literal["neuron"] | None
+    normalize_beta: float
+    lr_scale: LrScale
+    lr_multipliers: Sequence[float] | None
+    adamw_lr_ratio: float | None
+    step_every: int
+    comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"]
+    process_group: Any
+    """A `ProcessGroup`, where there are any."""
+    transport: Literal["collectives", "copy_engines"]
+    master: Literal["fp32", "mantissa"] | None
+    qk_clip: Any
+    """A `QKClip`, or None."""
+    offload: bool
+    on_nonfinite: Literal["propagate", "skip", "raise"]
+    max_workspace_bytes: int | None
+    kernels: KernelsOption
+    telemetry_every: int | None
+
+    values: tuple[Any, ...]
+    """All options, as the dictionary had them."""
+
+    @classmethod
+    def of(cls, number: int, group: Mapping[str, Any]) -> "Group":
+        """Return what a dictionary says now.
+
+        Args:
+            number: its position.
+            group: validated, with every option.
+        """
+        values = _values_of(group)
+        params, names = tuple(group["params"]), tuple(group["param_names"])
+        options = dict(zip(_OPTIONS, values, strict=True))
+        return cls(number=number, params=params, param_names=names, values=values, **options)
+
+    def is_as_in(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a dictionary has the very same options still; parameters are not compared."""
+        return all(map(is_, _values_of(group), self.values))
+
+    def agrees(self, other: "Group", options: Iterable[str]) -> bool:
+        """Return whether another group has the same values of some options."""
+        return all(getattr(self, option) == getattr(other, option) for option in options)
+
+    @property
+    def lr_ratio(self) -> float:
+        """Return the factor between `lr` and the learning rate of the group's steps."""
+        return 1.0 if self.algorithm == "muon" or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the group's steps; waits for the device if `lr` is a tensor there."""
+        return float(self.lr) * self.lr_ratio
+
+
+_OPTIONS = tuple(
+    field.name for field in fields(Group) if field.name not in ("number", "params", "param_names", "values")
+)
+
+_SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})
+
+CHECKED_OPTIONS = tuple(option for option in _OPTIONS if option not in _SCHEDULED)
+"""Options of a group that are checked again when they change. Not those that schedules change at every step."""
+
+_values_of: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*_OPTIONS)

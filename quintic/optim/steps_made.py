@@ -1,0 +1,62 @@
+"""What one optimizer knows of the steps that it has made."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quintic.optim.first_gradients import FirstGradients
+from quintic.optim.step.runner import Done
+from quintic.optim.step.telemetry import StepReport
+
+__all__ = ["StepsMade"]
+
+
+class StepsMade:
+    """Counts of steps, and the report of the last one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.first_gradients = FirstGradients()
+        self._report = StepReport()
+        self._go: Tensor | None = None
+        """() int32 on a device: 0 if non-finite gradients stopped the last step; None if it asked nobody."""
+        self._skipped: Tensor | None = None
+        """() int64 on a device: steps stopped."""
+
+    def count(self, done: Done, *, waiting: int, clipped_layers: int) -> None:
+        """Note a step; the host waits for nothing.
+
+        Args:
+            done: what became of it.
+            waiting: parameters that wait for a later step (`step_every`).
+            clipped_layers: attention layers that QK-clip had logits of.
+        """
+        self.num_steps += 1
+        self._go = done.go if done.asks else None
+        if self._go is not None:
+            if self._skipped is None:
+                self._skipped = torch.zeros((), dtype=torch.int64, device=self._go.device)
+            self._skipped += 1 - self._go
+        self._report = replace(done.report, waiting=waiting, clipped_layers=clipped_layers)
+
+    def report(self) -> StepReport:
+        """Return what the last step did; waits for the device."""
+        skipped_steps = int(self._skipped) if self._skipped is not None else 0
+        return replace(self._report, skipped=self._go is not None and not bool(self._go), skipped_steps=skipped_steps)
+
+    def copy(self) -> "StepsMade":
+        """Return what is known now, which later steps do not change."""
+        found = StepsMade()
+        found.restore(self)
+        found._skipped = None if self._skipped is None else self._skipped.clone()
+        return found
+
+    def restore(self, kept: "StepsMade") -> None:
+        """Take back what was known when `copy` was called."""
+        self.num_steps, self.first_gradients = kept.num_steps, kept.first_gradients
+        self._report, self._go = kept._report, kept._go
+        if kept._skipped is None or self._skipped is None:
+            self._skipped = kept._skipped
+        else:
+            self._skipped.copy_(kept._skipped)  # a CUDA graph may count there
