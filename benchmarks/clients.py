@@ -1,6 +1,6 @@
 """Run every example, library by library, and tell what came of it: a table of clients.
 
-    python benchmarks/clients.py --ranks 2 --out FOLDER
+    python -m benchmarks.clients --ranks 2 --out FOLDER
 
 FOLDER/NAME.md gets the table, FOLDER/NAME.json all losses. On GPUs if there are any, rank r on GPU r, else on the CPU.
 A library that is not installed has a row that says so; `--only titan` runs rows whose example's name begins so.
@@ -21,7 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.common.results import (
+    REPOSITORY,
+    add_options,
+    device_name,
+    git_commit,
+    made_by,
+    table,
+    versions,
+    write_result,
+)
 
 LIMIT = 240
 """Seconds for one row."""
@@ -107,13 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes of rows that are not on one device")
     parser.add_argument("--at-a-time", type=int, default=1, metavar="ROWS", help="rows to run beside each other")
     parser.add_argument("--only", nargs="+", default=[""], metavar="EXAMPLE", help="the plain loop is run in any case")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--name", default="clients", help="of the two files")
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    add_options(parser, "clients")
     options = parser.parse_args(arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parser.error("start it with python: it starts torchrun itself")
-    options.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     rows = [row for row in ROWS if row.example == "plain" or row.example.startswith(tuple(options.only))]
     with ThreadPoolExecutor(options.at_a_time) as pool:
@@ -122,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             told = ", ".join(f"{key} {text}" for key, text in judged(results[-1], results[0]).items())
             print(f"{result['seconds']:5.0f} s  {row.example}, {row.what}, {row.layout}: {told}", flush=True)
     text = page(results, options)
-    (options.out / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    (options.out / f"{options.name}.md").write_text(text, "utf-8")
+    write_result(options.out / options.name, results, text)
     print(text)
     return int(any("error" in result for result in results))
 
@@ -145,7 +150,7 @@ def run(row: Row, ranks: int) -> dict[str, Any]:
         answer = Path(folder, "answer.json")
         calls = json.dumps(row.calls).replace("{folder}", folder)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*launcher, __file__, "--worker", row.example, calls, str(answer)]
+        command = [*launcher, "-m", "benchmarks.clients", "--worker", row.example, calls, str(answer)]
         try:
             # Not in the repository: libraries write where they stand.
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment())
@@ -216,39 +221,32 @@ def page(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
     """Return the table and how it was made, as Markdown."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    ranks = options.ranks
+    device, ranks = device_name(torch.cuda.is_available()), options.ranks
+    command = f"python -m benchmarks.clients --ranks {ranks} --out FOLDER"
+    heads = ("library", "what ran", "example", "layout", "ranks", "loss", "plain loop", "resumed")
     lines = [
         f"# Clients, on {f'{ranks} x ' if ranks > 1 and device != 'CPU' else ''}{device}",
         "",
-        f"`python benchmarks/clients.py --ranks {ranks} --out FOLDER` at commit {options.commit or commit()}; "
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}.",
+        f"{made_by(command, options.commit or git_commit(), versions())}.",
         "",
         NOTES,
-        "| library | what ran | example | layout | ranks | loss | plain loop | resumed |",
-        "|---|---|---|---|---|---|---|---|",
+        *table(heads, [cells(result, judged(result, results[0])) for result in results]),
     ]
-    for result in results:
-        told = judged(result, results[0])
-        cells = (
-            f"{result['library']} {result['version']}".strip(),
-            result["what"],
-            result["example"] + ".py",
-            result["layout"],
-            str(result["ranks"]),
-            told["loss"].replace("|", "/"),
-            told.get("plain", ""),
-            told.get("resumed", ""),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def commit() -> str:
-    """Return the commit of this repository."""
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def cells(result: dict[str, Any], told: dict[str, str]) -> list[str]:
+    """Return the cells of a row."""
+    return [
+        f"{result['library']} {result['version']}".strip(),
+        result["what"],
+        result["example"] + ".py",
+        result["layout"],
+        str(result["ranks"]),
+        told["loss"].replace("|", "/"),
+        told.get("plain", ""),
+        told.get("resumed", ""),
+    ]
 
 
 if __name__ == "__main__":

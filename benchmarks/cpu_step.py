@@ -1,6 +1,6 @@
 """Time `optimizer.step()` on a CPU for nanoGPTs of four sizes, Quintic and its peers in turn in one process.
 
-    python benchmarks/cpu_step.py --out benchmarks/results/NAME [--threads 2] [--isa AVX512_CORE]
+    python -m benchmarks.cpu_step --out benchmarks/results/NAME [--threads 2] [--isa AVX512_CORE]
 
 Float32 weights and random normal gradients; nanoGPT's own names and shapes, with its query, key and value weights in
 one matrix for everybody. A round gives each optimizer one step, in an order that changes from round to
@@ -10,22 +10,28 @@ and NAME.md. Nothing else should run meanwhile.
 """
 
 import argparse
-import importlib.metadata
-import json
 import os
 import platform
 import random
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.results import (
+    git_commit,
+    made_by,
+    processor,
+    recorded_command,
+    spread,
+    table,
+    versions,
+    write_result,
+)
+
 # (layers, width), with a vocabulary of 65 characters and a context of 256, as in nanoGPT's Shakespeare example.
 SIZES = {"0.13M": (2, 64), "2.4M": (4, 224), "10.8M": (6, 384), "28M": (9, 512)}
-PACKAGES = ("torch", "pytorch_optimizer")
 LR, ADAMW_LR, WEIGHT_DECAY = 0.02, 0.001, 0.1
 
 
@@ -45,18 +51,21 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     tables = {size: measure(size, options.only, options.seconds) for size in options.sizes}
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": output(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
-        "machine": {"cpu": processor(), "threads": options.threads, "isa": options.isa, "system": platform.system()},
-        "versions": {name: version(name) for name in ("torch", "pytorch_optimizer")}
-        | {"python": sys.version.split()[0]},
+        "command": recorded_command("benchmarks.cpu_step", sys.argv[1:], {}),
+        "commit": git_commit(),
+        "machine": {
+            "cpu": with_instructions(processor()),
+            "threads": options.threads,
+            "isa": options.isa,
+            "system": platform.system(),
+        },
+        "versions": versions("pytorch_optimizer"),
         "sizes": tables,
     }
     page = describe(result)
     print(page)
     if options.out:
-        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+        write_result(options.out, result, page)
     return 0
 
 
@@ -172,8 +181,7 @@ def measure(size: str, only: list[str] | None, seconds: float) -> dict[str, Any]
             steps[name]()
             times[name].append(1000 * (time.perf_counter() - start))
     for name, found in times.items():
-        q1, median, q3 = statistics.quantiles(found, n=4)
-        rows[name] = {"n": len(found), "q1": q1, "median": median, "q3": q3}
+        rows[name] = spread(found)
     return rows
 
 
@@ -192,53 +200,35 @@ def describe(result: dict[str, Any]) -> str:
     """Return the result as markdown."""
     machine = result["machine"]
     isa = f"; instructions up to {machine['isa']}" if machine["isa"] else ""
-    versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
     lines = [
         f"# `optimizer.step()` on a CPU: {machine['cpu']}, {machine['threads']} threads{isa}",
         "",
-        f"`{result['command']}` at commit {result['commit']}; {versions}.",
+        f"{made_by(result['command'], result['commit'], result['versions'])}.",
         "",
         "nanoGPTs with float32 weights and random normal gradients. Median ms of n steps (quartiles); all optimizers "
         "in turn in one process. The ratio is to `torch.optim.Muon` with fused AdamW.",
         "",
-        "| parameters | optimizer | ms | quartiles | n | ratio |",
-        "|---|---|---|---|---|---|",
     ]
+    cells = []
     for size, rows in result["sizes"].items():
         base = rows.get("torch.optim.Muon + AdamW", {}).get("median")
         for name, row in rows.items():
             if "error" in row:
-                lines.append(f"| {size} | {name} | not measured: {row['error']} | | | |")
+                cells.append([size, name, f"not measured: {row['error']}", "", "", ""])
                 continue
+            quartiles = f"{row['q1']:.4g} to {row['q3']:.4g}"
             ratio = f"{row['median'] / base:.2f}" if base else "-"
-            spread = f"{row['q1']:.4g} to {row['q3']:.4g}"
-            lines.append(f"| {size} | {name} | {row['median']:.4g} | {spread} | {row['n']} | {ratio} |")
+            cells.append([size, name, f"{row['median']:.4g}", quartiles, str(row["n"]), ratio])
+    lines += table(("parameters", "optimizer", "ms", "quartiles", "n", "ratio"), cells)
     return "\n".join(lines) + "\n"
 
 
-def processor() -> str:
+def with_instructions(name: str) -> str:
     """Return the processor's name, and which of the instructions for bfloat16 products it has."""
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    name = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "CPU")
-    found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in info]
+    info = Path("/proc/cpuinfo")
+    known = info.read_text(encoding="utf-8") if info.exists() else ""
+    found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known]
     return f"{name} ({', '.join(found) or 'no bfloat16 instructions'})"
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure what rounding costs the forms of orthogonalisation, against float64 evaluation of the same polynomials.
 
-    python benchmarks/gram_error.py > benchmarks/results/DATE-gram-error.md
+    python -m benchmarks.gram_error > benchmarks/results/DATE-gram-error.md
 
 Prints Markdown. Five questions, one section each: how large is the error of each form, for spectra from flat to
 singular (every shape, then more steps); where should the Gram form restart (the worst of thousands of small matrices,
@@ -13,13 +13,13 @@ import dataclasses
 import itertools
 import math
 import platform
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from benchmarks.common.results import recorded_command, table
 from quintic.optim.polar import orthogonalize as module
 from quintic.optim.polar.coefficients import (
     SAFETY,
@@ -140,11 +140,9 @@ class Exact:
         return torch.linalg.vector_norm(difference, dim=(-2, -1)) / self.norm, singular
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a Markdown table."""
-    for row in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(row) + " |")
-    print(flush=True)
+    print("\n".join(table(head, rows)) + "\n", flush=True)
 
 
 def number(value: float) -> str:
@@ -165,7 +163,7 @@ def error_tables(m: int, n: int, steps: int) -> None:
             cells = [exact[name].errors(module.apply_form(x, form)) for name, x in matrices.items()]
             rows.append([label, *(f"{number(float(norm))} / {number(float(one))}" for norm, one in cells)])
         print(f"### {family}, {steps} steps, {m} x {n}\n")
-        table(["form", *matrices], rows)
+        print_table(["form", *matrices], rows)
 
 
 def worst(coefficients: Coefficients, forms: Mapping[str, Form]) -> list[list[str]]:
@@ -206,7 +204,7 @@ def restart_table() -> None:
                 form = form_of("gram", dtype, coefficients, restarts)
                 share = form.flops(256, 1024) / forms["standard fp16"].flops(256, 1024)
                 forms[f"gram {NAMES[dtype]} {restarts}, {share:.0%} of the operations"] = form
-        table(["form", "levels", "random", "parallel rows"], worst(coefficients, forms))
+        print_table(["form", "levels", "random", "parallel rows"], worst(coefficients, forms))
 
 
 def restart_spectra_table() -> None:
@@ -225,7 +223,7 @@ def restart_spectra_table() -> None:
             label = f"{kind} {NAMES[dtype]}" + (f" {restarts}" if restarts else "")
             errors = [exact[name].errors(module.apply_form(x, form))[0] for name, x in matrices.items()]
             rows.append([label, *(number(float(error)) for error in errors)])
-        table([f"Frobenius, {m} x {n}", *matrices], rows)
+        print_table([f"Frobenius, {m} x {n}", *matrices], rows)
 
 
 def limit_table() -> None:
@@ -240,7 +238,7 @@ def limit_table() -> None:
             share = form.flops(256, 1024) / standard.flops(256, 1024)
             forms[f"{limit:g}: {form.restarts}, {share:.0%} of the operations"] = form
         rows += [[name if index == 0 else "", *row] for index, row in enumerate(worst(coefficients, forms))]
-    table(["polynomials", "limit: restarts", "levels", "random", "parallel rows"], rows)
+    print_table(["polynomials", "limit: restarts", "levels", "random", "parallel rows"], rows)
 
 
 def side_table() -> None:
@@ -255,7 +253,7 @@ def side_table() -> None:
             errors = exact.errors(module.apply_form(x, form_of(kind, torch.float16, coefficients)))[0]
             cells += [number(float(errors.mean())), number(float(errors.max()))]
         rows.append([f"{m} x {4 * m}", *cells])
-    table(["shape", "standard, mean", "standard, largest", "gram, mean", "gram, largest"], rows)
+    print_table(["shape", "standard, mean", "standard, largest", "gram, mean", "gram, largest"], rows)
 
 
 def rule_table() -> None:
@@ -267,7 +265,7 @@ def rule_table() -> None:
             standard, gram = worst(coefficients, forms)
             restarts = str(gram_restarts(coefficients, bits))
             rows += [[name, NAMES[dtype], "standard", *standard[1:]], ["", "", f"gram {restarts}", *gram[1:]]]
-    table(["polynomials", "dtype", "form", "levels", "random", "parallel rows"], rows)
+    print_table(["polynomials", "dtype", "form", "levels", "random", "parallel rows"], rows)
 
 
 def norm_table() -> None:
@@ -286,7 +284,7 @@ def norm_table() -> None:
                 bf16 = form_of("standard", torch.bfloat16, coefficients)
                 cells.append(number(float(exact.errors(module.apply_form(x, bf16))[0])))
                 rows.append([f"{name}, {m} x {n}, {steps} steps", *cells])
-    table(["matrix", "fp16, norm 1", f"fp16, norm {module._ENTRY_NORM:g}", "bf16"], rows)
+    print_table(["matrix", "fp16, norm 1", f"fp16, norm {module._ENTRY_NORM:g}", "bf16"], rows)
 
 
 def main() -> None:
@@ -294,7 +292,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, five steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    command = shlex.join(["python", "benchmarks/gram_error.py", *sys.argv[1:]])
+    command = recorded_command("benchmarks.gram_error", sys.argv[1:], {})
     print("# Rounding errors of the forms of orthogonalisation\n")
     print(
         f"`{command}`; Python {platform.python_version()}, torch {torch.__version__}; 2-core CPU, one thread; seeded.\n"

@@ -18,6 +18,7 @@ import pytest
 import quintic
 
 PACKAGE = Path(quintic.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 LINE_LIMIT = 600
 LINE_LIMIT_OF_KERNELS = 400
 
@@ -441,9 +442,15 @@ def test_no_two_classes_have_one_name():
 
 
 def test_folders_have_few_files():
-    roots = [PACKAGE / "optim", PACKAGE / "kernels"]
+    roots = [PACKAGE / "optim", PACKAGE / "kernels", REPOSITORY / "benchmarks"]
     folders = Counter(path.parent for root in roots for path in root.rglob("*.py"))
+    assert len(folders) > 15
     assert {str(folder): count for folder, count in folders.items() if count > FILES_OF_A_FOLDER} == {}
+
+
+def test_benchmarks_are_short():
+    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in (REPOSITORY / "benchmarks").rglob("*.py")}
+    assert {str(path): length for path, length in lengths.items() if length > 400} == {}
 
 
 # -------------------------------------------------------------------------------- import quintic

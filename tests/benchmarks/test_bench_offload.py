@@ -1,14 +1,10 @@
 """The benchmark of state in host memory, once on the CPU, and what it tells when something is wrong."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_offload
+from benchmarks import offload as bench_offload
 
 ARGUMENTS = ["--device", "cpu", "--set", "tiny", "--dtype", "fp32", "--steps", "2"]
 
@@ -39,14 +35,14 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
 
 
 def test_other_bits_and_errors_are_told(tmp_path, monkeypatch, capsys):
-    make = bench_offload.optimizer_of
+    make = bench_offload.quintic_muon
 
     def changed(weights, *, offload, **options):
         if offload:
             weights.matrices[0].data[0, 0] += 1
         return make(weights, offload=offload, **options)
 
-    monkeypatch.setattr(bench_offload, "optimizer_of", changed)
+    monkeypatch.setattr(bench_offload, "quintic_muon", changed)
     assert bench_offload.main(["--out", str(tmp_path), *ARGUMENTS]) == 1
     assert "OTHER BITS" in capsys.readouterr().out
     assert "| **other** |" in (tmp_path / "offload.md").read_text()
@@ -54,6 +50,6 @@ def test_other_bits_and_errors_are_told(tmp_path, monkeypatch, capsys):
     def broken(weights, **options):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(bench_offload, "optimizer_of", broken)
+    monkeypatch.setattr(bench_offload, "quintic_muon", broken)
     assert bench_offload.main(["--out", str(tmp_path), *ARGUMENTS]) == 1
     assert (tmp_path / "offload.md").read_text().count("OutOfMemoryError: no room") == 2

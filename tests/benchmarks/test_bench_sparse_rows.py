@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-import bench_sparse_rows as bench
 from harness import run
+
+from benchmarks import sparse_rows as bench
 
 ARGUMENTS = ["--device", "cpu", "--rows", "20000", "--columns", "64", "--dtype", "fp32", "--steps", "2"]
 

@@ -1,15 +1,11 @@
 """The table of clients: what it says of results, and two rows run on the CPU."""
 
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import clients
+from benchmarks import clients
 
 PLAIN = {"is_plain": True, "losses": [[4.0, 2.0, 1.0]]}
 

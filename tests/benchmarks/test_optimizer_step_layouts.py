@@ -1,4 +1,4 @@
-"""`optimizer_step.py --layout`: one round on CPUs, contestants that fail, tables and targets."""
+"""`benchmarks.optimizer_step --layout`: one round on CPUs, contestants that fail, tables and targets."""
 
 import json
 import subprocess
@@ -11,20 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-import optimizer_step
-import optimizer_step_collectives as collectives
-import optimizer_step_invariance as invariance
-import optimizer_step_layout_page as page
-import optimizer_step_layouts as layouts
-import optimizer_step_peer_files as peer_files
-import optimizer_step_rows as rows
-import optimizer_step_targets as targets
 from harness import run
 from shared_memory import SharedMemory
 
+from benchmarks.common import peer_files, results
+from benchmarks.optimizer_step import __main__ as optimizer_step
+from benchmarks.optimizer_step import rows
+from benchmarks.optimizer_step.layouts import collectives, invariance, page, targets
+from benchmarks.optimizer_step.layouts import contestants as layouts
 from quintic.optim.comms import peer_memory
 from quintic.optim.comms.channels import Route
 from quintic.optim.comms.copy_engines import CopyEngines
@@ -74,10 +70,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, s
     words += ["--caches", str(folder / "caches"), "--only", "quintic", "quintic-neuron", "dion-muon", "speedrun"]
     words += ["quintic-speedrun"]  # not for float32 weights
     done = subprocess.run(
-        [sys.executable, optimizer_step.__file__, *words], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "benchmarks.optimizer_step", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = rows.read_rows(folder / "out" / "optimizer_step_layouts.jsonl")
+    found = results.read_rows(folder / "out" / "optimizer_step_layouts.jsonl")
     text = (folder / "out" / "optimizer_step_layouts.md").read_text()
     return {(row["contestant"], row["layout"]): row for row in found}, done.stdout, text
 
@@ -142,7 +142,7 @@ def test_failures_cost_the_others_nothing(outcome):
 def test_the_page_names_no_folder_of_the_machine(outcome):
     text = outcome[2]
     assert text.startswith("# `optimizer.step()` in every layout, on 2 x CPU\n")
-    assert "`python benchmarks/optimizer_step.py --out FOLDER --layout single ddp" in text
+    assert "`python -m benchmarks.optimizer_step --out FOLDER --layout single ddp" in text
     assert "/tmp" not in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(page.HEADER) + 1}
@@ -238,7 +238,7 @@ def test_means_are_sums_in_order_rounded_once():
 
 
 def test_gradients_differ_by_rank_and_average_to_the_mean():
-    from optimizer_step_contestants import Weights
+    from benchmarks.optimizer_step.contestants import Weights
 
     weights = Weights([torch.nn.Parameter(torch.zeros(3, 4))], [torch.nn.Parameter(torch.zeros(5))])
     found = []
@@ -356,8 +356,8 @@ def verdicts(*found: dict[str, Any]) -> dict[str, bool | None]:
 
 def test_a_step_that_hides_its_communication():
     parts = {"exchange_device_ms": 6.0, "compute_device_ms": 10.0, "fill_device_ms": 2.0}
-    assert page.compute_ms(measured("quintic", "ddp", 10.0, **parts)) == 8.0
-    assert page.hidden(measured("quintic", "ddp", 10.0, **parts)) == 1.25
+    assert targets.compute_ms(measured("quintic", "ddp", 10.0, **parts)) == 8.0
+    assert targets.hidden(measured("quintic", "ddp", 10.0, **parts)) == 1.25
     subject = "quintic, qwen1.7b, ddp: step over the larger of its parts on 2"
     assert verdicts(measured("quintic", "ddp", 10.0, **parts))[subject] is True
     assert verdicts(measured("quintic", "ddp", 10.1, **parts))[subject] is False
