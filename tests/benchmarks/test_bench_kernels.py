@@ -31,7 +31,7 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert list(dict.fromkeys(row["subject"] for row in rows)) == list(SUBJECTS)
     assert {row["ms"]["n"] for row in rows} == {3}
     for row in rows:
-        assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert 0 < row["ms"]["p10"] <= row["ms"]["median"] <= row["ms"]["p90"]
         # bfloat16 has 8 bits, e4m3 four: of each result one rounding, and those of its inputs.
         limit = 0.12 if "float8" in row["name"] or "fp8_" in row["name"] else 0.02
         assert all(error < limit for error in row.get("errors", []))
