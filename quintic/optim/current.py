@@ -24,7 +24,7 @@ from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
-from quintic.optim.validate import check_group
+from quintic.optim.validate import check_averages, check_group
 
 __all__ = ["Current", "States"]
 
@@ -170,6 +170,8 @@ class Current:
                 was_checked = before is not None and before.algorithm == group.algorithm
                 check_group_is_whole(number, dictionary, was_checked=was_checked)
                 group = _checked(number, dictionary)
+            else:
+                check_averages(number, dictionary)  # schedules change the coefficients at any step
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
             groups.append(group)
         self.groups = groups

@@ -270,9 +270,9 @@ def _copy_in(entries: Sequence[SavedState], owned: Mapping[str, _Owned], mode: S
         seen.add(entry.name)
         copies += _copies(entry, owned[entry.name], mode)
     for target, source, factor in copies:
+        if factor != 1:  # in the precision of the target, and rounded once
+            source = source.to(torch.promote_types(target.dtype, torch.float32)) * factor
         target.copy_(source)
-        if factor != 1:
-            target.mul_(factor)  # after the copy: in the precision of the target
     return [name for name in owned if name in seen]
 
 

@@ -59,8 +59,8 @@ class Muon(Optimizer):
 
     and for `algorithm="adamw"` AdamW with bias correction, with `lr=adamw_lr` and `weight_decay=adamw_weight_decay`.
     `quintic.param_groups(model)` makes the groups; every option below can also be set on a group. Momentum and moments
-    are float32 for low-precision weights. Gradients are never modified; a parameter whose gradient is None keeps its
-    weights and state.
+    are float32 for low-precision weights, too, unless `state_dtype` says otherwise. Gradients are never modified; a
+    parameter whose gradient is None keeps its weights and state.
 
     Args:
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
@@ -112,6 +112,11 @@ class Muon(Optimizer):
             weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
             low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
             none and have none.
+        state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
+            Every step computes in float32 either way; what it stores is rounded to the nearest bfloat16, and its update
+            is made of the values before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
+            groups, of at most 0.98: averages nearer to one change by less than bfloat16 resolves. May be changed at any
+            time, and need not be that of a loaded state: values are converted. float64 parameters keep float64 state.
         qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
             by bucket; the same bits, for less memory and more time (`docs/offload.md`). May be changed at any time: on
@@ -170,6 +175,7 @@ class Muon(Optimizer):
         process_group: ProcessGroup | None = None,
         transport: Literal["collectives", "copy_engines"] = "collectives",
         master: Literal["fp32", "mantissa"] | None = None,
+        state_dtype: Literal["bf16"] | None = None,
         qk_clip: QKClip | None = None,
         offload: bool = False,
         on_nonfinite: Literal["propagate", "skip", "raise"] = "propagate",

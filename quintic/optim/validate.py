@@ -22,9 +22,10 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
+from quintic.optim.rules.narrow_state import MOST_OF_BF16
 from quintic.optim.rules.update import lr_scale_factor
 
-__all__ = ["check_apart", "check_group", "check_keys", "suggests_options"]
+__all__ = ["check_apart", "check_averages", "check_group", "check_keys", "suggests_options"]
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -55,6 +56,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
     "transport": ("collectives", "copy_engines"),
     "master": (None, "fp32", "mantissa"),
+    "state_dtype": (None, "bf16"),
     "offload": (False, True),
     "on_nonfinite": ("propagate", "skip", "raise"),
     "kernels": ("auto", "torch", "triton"),
@@ -167,6 +169,29 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: {error}") from None
 
 
+def check_averages(number: int, group: Mapping[str, Any]) -> None:
+    """Reject averaging coefficients that bfloat16 state cannot follow, whatever a schedule has made of them.
+
+    Args:
+        number: position of the group, for messages.
+        group: complete, with a valid `state_dtype`.
+
+    Raises:
+        ValueError: names the option and its limit. A coefficient that is a tensor on a device is not read.
+    """
+    if group["state_dtype"] is None:
+        return
+    key = "betas" if group["algorithm"] == "adamw" else "momentum"
+    values = group[key] if key == "betas" else (group[key],)
+    above = math.nextafter(MOST_OF_BF16, 1)
+    if not all(_is_number(value, below=above) for value in values):
+        raise ValueError(
+            f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
+            f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None for "
+            f"this group"
+        )
+
+
 def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     view, multipliers = group["view"], group["lr_multipliers"]
     if not isinstance(view, View):
@@ -210,6 +235,7 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check("betas", is_pair, "two numbers in [0, 1), such as (0.9, 0.95)")
     for key, choices in _CHOICES.items():
         check(key, group[key] in choices, " or ".join(map(repr, choices)))
+    check_averages(number, group)
     for key in ("step_every", "orthogonalizer_steps"):
         check(key, _is_count(group[key]), "an integer of at least 1")
     check("max_workspace_bytes", _is_count_or_none(group["max_workspace_bytes"]), "a positive integer, or None")

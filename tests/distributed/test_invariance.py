@@ -24,7 +24,7 @@ LAYOUTS = {
     "replicated-2": Layout((2,), comms="replicated", cases=ALL),
     "replicated-3": Layout((3,), comms="replicated"),
     "sharded-1": Layout((1,), comms="sharded"),
-    "sharded-2": Layout((2,), comms="sharded"),
+    "sharded-2": Layout((2,), comms="sharded", cases=("plain", "cautious", "mantissa", "narrow")),
     "sharded-3": Layout((3,), comms="sharded", cases=ALL),
     "sharded-4": Layout((4,), comms="sharded"),
     "dtensor_copies-2": Layout((2,), wrappings.replicated),

@@ -100,6 +100,7 @@ def cases_of(layouts):
         for options in OPTIONS:
             cases.append((layout, torch.float32, MATRIX, options))
             cases.append((layout, torch.bfloat16, TRANSPOSED, options))
+        cases.append((layout, torch.bfloat16, MATRIX, {**OPTIONS[0], "state_dtype": "bf16"}))
         cases.append((layout, torch.float32, MATRIX, {**OPTIONS[0], "max_workspace_bytes": 1_000_000}))
     return cases
 

@@ -14,8 +14,9 @@ from quintic.optim.interchange import export_torch_state, import_torch_state
 ODD_BITS = {
     torch.float32: [-0x80000000, 0, 0x7F800000, 1, 0x7FC01234, -0x3FEDCC],
     torch.float64: [-0x8000000000000000, 0, 0x7FF0000000000000, 1, 0x7FF8000000001234, -0x7FFFFFFFEDCC],
+    torch.bfloat16: [-0x8000, 0, 0x7F80, 1, 0x7FC1, -0x3E],
 }
-INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
 
 
 def odd_values(numel, dtype):
@@ -29,8 +30,8 @@ def bits_of(tensor):
 
 
 def merged(rank, world_size, dtype):
-    values = odd_values(12, dtype)
-    mine = torch.where(torch.arange(12, device=DEVICE) % world_size == rank, values, 0)
+    values = odd_values(13, dtype)
+    mine = torch.where(torch.arange(13, device=DEVICE) % world_size == rank, values, 0)
     [found], [count] = (merged_over_ranks([t], dist.group.WORLD) for t in (mine, torch.full((1,), rank, device=DEVICE)))
     return bits_of(found), bits_of(values), int(count)
 
@@ -61,13 +62,14 @@ def optimizer_of(params, **options):
 
 def saved(rank, world_size, dtype):
     params = model(dtype)
-    optimizer = optimizer_of(params, comms="sharded", normalize="neuron")
+    narrow = {"state_dtype": "bf16"} if dtype == torch.bfloat16 else {}
+    optimizer = optimizer_of(params, comms="sharded", normalize="neuron", **narrow)
     whole = optimizer.state_dict()
     expected = {}
     for key, tensors in whole["state"].items():
         for name, value in tensors.items():
             if name != "step":
-                value.copy_(odd_values(value.numel(), dtype).view(value.shape))
+                value.copy_(odd_values(value.numel(), value.dtype).view(value.shape))
                 expected[key, name] = bits_of(value)
     optimizer.load_state_dict(whole)
     # What other ranks have, nobody but these may add to.

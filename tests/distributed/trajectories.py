@@ -68,6 +68,8 @@ CASES = {
     "bf16": Case({"weight_decay": 0.1, "adamw_weight_decay": 0.1}, torch.bfloat16),
     "fp32": Case({**_FLOAT32, "master": "fp32"}, torch.bfloat16),
     "mantissa": Case({"master": "mantissa", "normalize": "neuron"}, torch.bfloat16, multipliers=True),
+    "narrow": Case({**_FLOAT32, "state_dtype": "bf16", "normalize": "neuron", "adamw_weight_decay": 0.1}),
+    "narrow_mantissa": Case({"state_dtype": "bf16", "master": "mantissa", "weight_decay": 0.1}, torch.bfloat16),
     # So little that one matrix at a time is computed, and AdamW in pieces.
     "workspace": Case({**_FLOAT32, "normalize": "neuron", "max_workspace_bytes": 512}),
 }
@@ -235,7 +237,7 @@ def _optimizer(model: nn.Module, case: Case, **options: Any) -> quintic.Muon:
 
 def _fused_adamw_names(optimizer: quintic.Muon, case: Case) -> set[str]:
     """Return the parameters whose AdamW is, on one device, PyTorch's fused kernel."""
-    if case.dtype != torch.float32 or "cautious" in case.options:
+    if case.dtype != torch.float32 or {"cautious", "state_dtype"} & case.options.keys():
         return set()
     groups = [group for group in optimizer.param_groups if group["algorithm"] == "adamw"]
     return {name for group in groups for name in group["param_names"]}

@@ -55,8 +55,9 @@ def own_cache(tmp_path, monkeypatch):
 def test_matrices(weight, master, contiguous, grouped):
     flags = {"CONTIGUOUS": contiguous, "GROUPED": grouped, "ALIGNED": contiguous, "GUARDED": grouped}
     where = flags | {"BLOCK": matrix_update._BLOCK}
-    constants = {"MU": 2, "GRADIENT": weight, "NESTEROV": contiguous, **where}
-    compile_kernel(matrix_update._momentum_kernel, constants, matrix_update._NUM_WARPS)
+    for momentum in (tl.float32, tl.bfloat16):
+        constants = {"MU": 2, "GRADIENT": weight, "MOMENTUM": momentum, "NESTEROV": contiguous, **where}
+        compile_kernel(matrix_update._momentum_kernel, constants, matrix_update._NUM_WARPS)
     options = {"LR": 0, "WEIGHT_DECAY": 1, "CAUTIOUS": grouped, "SQUARED": contiguous}
     layout = {"UPDATE_CONTIGUOUS": contiguous, "PER_MATRIX": contiguous, **where}
     constants = {"WEIGHT": weight, "MASTER": master, **options, **layout}
@@ -68,9 +69,13 @@ def test_matrices(weight, master, contiguous, grouped):
 def test_adamw(weight, master, alone):
     indices = {"LR": 0, "WEIGHT_DECAY": 1, "BETA1": 3, "BETA2": 4, "EPS": 5}
     flags = {"ALONE": alone, "CAUTIOUS": alone, "SQUARED": alone, "GUARDED": not alone, "ALIGNED": alone}
-    dtypes = {"WEIGHT": weight, "GRADIENT": weight, "MASTER": master}
-    constants = {**indices, **flags, **dtypes, "BLOCK": adamw._BLOCK}
-    compile_kernel(adamw._adamw_kernel, constants, adamw._NUM_WARPS)
+    for moments in (tl.float32, tl.bfloat16):
+        dtypes = {"WEIGHT": weight, "GRADIENT": weight, "MOMENTS": moments, "MASTER": master}
+        constants = {**indices, **flags, **dtypes, "BLOCK": adamw._BLOCK}
+        compiled = compile_kernel(adamw._adamw_kernel, constants, adamw._NUM_WARPS)
+        # Of float32 weights and gradients nothing else is bfloat16: moments are rounded to the nearest, not cut off.
+        rounds = "cvt.rn.bf16" in compiled.asm["ptx"]
+        assert rounds == (moments == tl.bfloat16) or weight == tl.bfloat16
 
 
 @pytest.mark.parametrize(("given", "made"), [("*bf16", "*fp16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])

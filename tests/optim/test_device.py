@@ -17,6 +17,8 @@ OPTIONS = [
     {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True},
     {"on_nonfinite": "skip", "master": "mantissa"},
     {"orthogonalizer": "newton_schulz", "master": "fp32"},
+    {"state_dtype": "bf16", "normalize": "neuron"},
+    {"state_dtype": "bf16", "master": "mantissa", "adamw_weight_decay": 0.1, "cautious": True},
     {"lr_multipliers": (2.0,), "decay_coupling": "lr_squared", "weight_decay": 1.0, "adamw_weight_decay": 1.0},
 ]
 

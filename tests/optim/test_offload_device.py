@@ -20,6 +20,7 @@ OPTIONS = [
     {"normalize": "neuron", "weight_decay": 0.1, "adamw_weight_decay": 0.1, "cautious": True},
     {"on_nonfinite": "skip", "master": "mantissa"},
     {"master": "fp32"},
+    {"state_dtype": "bf16", "master": "mantissa"},
     {"kernels": "torch", "master": "fp32"},
 ]
 

@@ -139,6 +139,7 @@ KEPT = {
     "transport": ("copy_engines", "collectives"),
     "offload": (True, False),
     "max_workspace_bytes": (1000, 2**31),
+    "state_dtype": ("bf16", None),
 }
 # These decide which state there is, and are equal wherever loading succeeds.
 OF_THE_STATE = {"normalize", "master"}

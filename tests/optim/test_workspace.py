@@ -213,6 +213,8 @@ OPTIONS = [
     {"master": "mantissa", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"orthogonalizer": doubled},
+    {"state_dtype": "bf16"},
+    {"state_dtype": "bf16", "compute_dtype": torch.float32},
 ]
 CASES = [
     (dtype, options)

@@ -92,6 +92,7 @@ def _adamw_kernel(
     EPS: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
     MASTER: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -104,8 +105,8 @@ def _adamw_kernel(
     element = tile * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     gradients = pointers_at(tl.load(addresses + tensor), element, GRADIENT, ALIGNED)
-    exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, tl.float32, ALIGNED)
-    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, tl.float32, ALIGNED)
+    exp_avgs = pointers_at(tl.load(addresses + num_tensors + tensor), element, MOMENTS, ALIGNED)
+    exp_avg_sqs = pointers_at(tl.load(addresses + 2 * num_tensors + tensor), element, MOMENTS, ALIGNED)
     weights = pointers_at(tl.load(addresses + 3 * num_tensors + tensor), element, WEIGHT, ALIGNED)
     master_dtype: tl.constexpr = tl.uint16 if MASTER == 2 else tl.float32
     masters = weights
@@ -117,8 +118,8 @@ def _adamw_kernel(
     correction1 = tl.load(corrections + tensor)
     correction2 = tl.load(corrections + num_tensors + tensor)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
-    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0)
+    exp_avg = tl.load(exp_avgs, mask=inside, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sqs, mask=inside, other=0.0).to(tl.float32)
     exp_avg += (gradient - exp_avg) * rest1
     exp_avg_sq += (gradient * gradient - exp_avg_sq) * rest2
     update = (exp_avg / correction1) / (tl.sqrt_rn(exp_avg_sq / correction2) + eps)
@@ -129,8 +130,8 @@ def _adamw_kernel(
         keep = element < numel * tl.load(go + tensor * go_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
     value = stepped_weight(value, update, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
-    tl.store(exp_avgs, exp_avg, mask=keep)
-    tl.store(exp_avg_sqs, exp_avg_sq, mask=keep)
+    tl.store(exp_avgs, exp_avg.to(MOMENTS), mask=keep)
+    tl.store(exp_avg_sqs, exp_avg_sq.to(MOMENTS), mask=keep)
     store_weight(weights, masters, value, keep, MASTER)
 
 
@@ -143,6 +144,7 @@ def adamw_tensors_(
     *,
     weight_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
+    moment_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype | None,
     indices: tuple[int, int, int, int, int],
     cautious: bool,
@@ -153,7 +155,7 @@ def adamw_tensors_(
     """Advance AdamW on many tensors at once, and the counts of their steps.
 
     Args:
-        addresses: (5, t) int64 on the device: of each tensor's gradient, float32 first and second moment, weight, and
+        addresses: (5, t) int64 on the device: of each tensor's gradient, first and second moment, weight, and
             master (any number without masters); all but the gradient are changed. Entries are paired by their place in
             memory.
         steps: (t,) int64 on the device: addresses of each tensor's count of steps, float32, before this one; changed.
@@ -162,6 +164,7 @@ def adamw_tensors_(
         hyperparameters: (k,) float64 on the device.
         weight_dtype: of the weights.
         gradient_dtype: of the gradients.
+        moment_dtype: float32 or bfloat16, to which both moments are rounded when they are stored.
         master_dtype: as in `matrix_update.apply_updates_`.
         indices: where learning rate, weight decay, beta1, beta2 and eps stand in `hyperparameters`.
         cautious: as in `matrix_update.apply_updates_`.
@@ -208,6 +211,7 @@ def adamw_tensors_(
             EPS=eps,
             WEIGHT=TRITON_DTYPE[weight_dtype],
             GRADIENT=TRITON_DTYPE[gradient_dtype],
+            MOMENTS=TRITON_DTYPE[moment_dtype],
             MASTER=MASTER[master_dtype],
             CAUTIOUS=cautious,
             SQUARED=squared_lr_decay,

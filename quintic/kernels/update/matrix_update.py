@@ -140,6 +140,7 @@ def _momentum_kernel(
     kernel_stride,
     MU: tl.constexpr,
     GRADIENT: tl.constexpr,
+    MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     GUARDED: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
@@ -166,15 +167,15 @@ def _momentum_kernel(
         FILTERS,
     )
     gradients = pointers_at(tl.load(addresses + matrix), offsets, GRADIENT, ALIGNED)
-    momenta = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, tl.float32, ALIGNED)
+    momenta = pointers_at(tl.load(addresses + addresses_stride + matrix), offsets, MOMENTUM, ALIGNED)
     rest = (1.0 - tl.load(hyperparameters + MU)).to(tl.float32)
     gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
-    momentum = tl.load(momenta, mask=inside, other=0.0)
+    momentum = tl.load(momenta, mask=inside, other=0.0).to(tl.float32)
     momentum += (gradient - momentum) * rest
     keep = inside
     if GUARDED:
         keep = element < numel * tl.load(go + matrix * go_stride)
-    tl.store(momenta, momentum, mask=keep)
+    tl.store(momenta, momentum.to(MOMENTUM), mask=keep)
     direction = momentum
     if NESTEROV:
         direction = momentum + (gradient - momentum) * rest
@@ -273,6 +274,7 @@ def momentum_directions_(
     layout: MatrixLayout,
     *,
     gradient_dtype: torch.dtype,
+    momentum_dtype: torch.dtype = torch.float32,
     mu_index: int,
     nesterov: bool,
     go: Tensor | None,
@@ -282,11 +284,12 @@ def momentum_directions_(
 
     Args:
         addresses: (2, b) int64 on the device, a part of the columns of a table perhaps: of each matrix' gradient and
-            float32 momentum, which is changed.
+            momentum, which is changed.
         directions: (b, rows, columns) contiguous, any floating dtype, overwritten, in the order of memory of `layout`.
         hyperparameters: (k,) float64 on the device.
         layout: of every matrix, in gradient and momentum alike.
         gradient_dtype: of the gradients.
+        momentum_dtype: float32 or bfloat16, to which the momentum is rounded when it is stored.
         mu_index: where the momentum coefficient stands in `hyperparameters`.
         nesterov: whether the direction looks one gradient ahead.
         go: () or (b,) int32 on the device, 1 or 0: at 0 no momentum is written. None for always.
@@ -306,6 +309,7 @@ def momentum_directions_(
         *geometry,
         MU=mu_index,
         GRADIENT=TRITON_DTYPE[gradient_dtype],
+        MOMENTUM=TRITON_DTYPE[momentum_dtype],
         NESTEROV=nesterov,
         GUARDED=go is not None,
         CONTIGUOUS=layout.contiguous,

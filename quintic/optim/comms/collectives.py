@@ -115,8 +115,8 @@ def merged_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Te
     """Return tensors with every entry from the rank that has it, to the last bit. All ranks of the group must call it.
 
     Args:
-        tensors: of one device and of four or eight bytes per entry, the same shapes and dtypes on all ranks; zero where
-            another rank has the entry. Not modified.
+        tensors: of one device and of two, four or eight bytes per entry, the same shapes and dtypes on all ranks; zero
+            where another rank has the entry. Not modified.
         group: the process group.
     """
     result: list[Tensor] = [torch.empty(0)] * len(tensors)
@@ -125,9 +125,13 @@ def merged_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Te
         by_dtype.setdefault(tensor.dtype, []).append(number)
     for dtype, numbers in by_dtype.items():
         flat = torch.cat([tensors[number].flatten() for number in numbers])
-        # As integers: a sum of floating-point numbers makes +0 of -0 and changes the payload of NaNs.
-        dist.all_reduce(flat.view({4: torch.int32, 8: torch.int64}[dtype.itemsize]), group=group)
-        parts = flat.split([tensors[number].numel() for number in numbers])
+        sizes = [tensors[number].numel() for number in numbers]
+        if dtype.itemsize == 2 and flat.numel() % 2:
+            flat = torch.cat([flat, flat.new_zeros(1)])
+        # As integers: a sum of floating-point numbers makes +0 of -0 and changes the payload of NaNs. Two entries of
+        # two bytes are one integer: where a rank has only one of them, the other adds zero, and nothing is carried.
+        dist.all_reduce(flat.view({2: torch.int32, 4: torch.int32, 8: torch.int64}[dtype.itemsize]), group=group)
+        parts = flat[: sum(sizes)].split(sizes)
         for number, part in zip(numbers, parts, strict=True):
             result[number] = part.view(tensors[number].shape)
     return result

@@ -61,6 +61,7 @@ class Group:
     """A `ProcessGroup`, where there are any."""
     transport: Literal["collectives", "copy_engines"]
     master: Literal["fp32", "mantissa"] | None
+    state_dtype: Literal["bf16"] | None
     qk_clip: Any
     """A `QKClip`, or None."""
     offload: bool

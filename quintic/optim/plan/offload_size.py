@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from quintic.optim.groups.options import Group
+from quintic.optim.rules.narrow_state import dtype_of_averages
 
 __all__ = [
     "OFFLOAD_BYTES",
@@ -45,7 +46,7 @@ def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
     """Return the bytes of state in host memory per entry of a parameter; 0 without offload."""
     if not group.offload:
         return 0
-    size = (1 if group.algorithm == "muon" else 2) * max(dtype.itemsize, 4)
+    size = (1 if group.algorithm == "muon" else 2) * dtype_of_averages(dtype, group.state_dtype).itemsize
     return size + (_MASTER_BYTES[group.master] if dtype.itemsize < 4 else 0)
 
 

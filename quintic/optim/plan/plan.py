@@ -32,6 +32,7 @@ PLANNED_OPTIONS = (
     "algorithm",
     "view",
     "master",
+    "state_dtype",
     "comms",
     "process_group",
     "transport",

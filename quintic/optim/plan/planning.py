@@ -125,7 +125,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
         g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
         m = g * r
         form = form_of(group, m, n, dtype, device)
-        of = Matrices(dtype, device, kernels, group.normalize is not None)
+        of = Matrices(dtype, device, kernels, group.normalize is not None, narrow=group.state_dtype is not None)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
@@ -195,7 +195,7 @@ def _workspace_bytes(
     held = count * m * n * direction.itemsize
     computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
     applying = work.kept + factors + applied_bytes(largest * m * n, of)
-    starting = directions_bytes(count * m * n, direction, of, in_order=g == 1 or of.kernels == "triton")
+    starting = directions_bytes(count * m * n, direction, of)
     return max(starting, held + max(computing, applying))
 
 

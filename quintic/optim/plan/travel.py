@@ -117,6 +117,7 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
             local.device,
             kernels,
             group.normalize is not None,
+            group.state_dtype is not None,
             param.is_contiguous(),
             group.transport == "copy_engines",
         )

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quintic.optim.rules.narrow_state import widened
 from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.rules.sums import norms, sums
 
@@ -60,7 +61,8 @@ def momentum_(
     m <- m + (1 - mu)(g - m); u = (1 - mu) g + mu m with Nesterov's look-ahead, else u = m.
 
     Args:
-        momenta: float32 tensors, changed in place.
+        momenta: float32 or bfloat16 tensors, changed in place. Arithmetic is in float32 (float64 for float64); what
+            is stored is rounded to the nearest, and the directions are not made of what was rounded.
         gradients: tensors of the same shapes, any floating dtype; not modified.
         mu: averaging coefficient in [0, 1).
         nesterov: whether the direction looks one gradient ahead.
@@ -70,11 +72,14 @@ def momentum_(
         `out`; never aliases of `momenta`.
     """
     if out is None:
-        out = [torch.empty_like(m) for m in momenta]
+        out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
     for momentum, gradient, direction in _pieces(momenta, gradients, out):
-        wide = gradient.to(momentum.dtype)
-        momentum.lerp_(wide, 1 - mu)
-        direction.copy_(torch.lerp(wide, momentum, mu) if nesterov else momentum)
+        average = widened(momentum)
+        wide = gradient.to(average.dtype)
+        average.lerp_(wide, 1 - mu)
+        direction.copy_(torch.lerp(wide, average, mu) if nesterov else average)
+        if average is not momentum:
+            momentum.copy_(average)
     return out
 
 
@@ -224,7 +229,7 @@ def adamw_(
     decay_coupling: DecayCoupling = "lr",
     cautious: bool,
 ) -> None:
-    """Advance one AdamW parameter with bias correction; state and arithmetic in the dtype of `exp_avg`.
+    """Advance one AdamW parameter with bias correction; arithmetic in the dtype of `exp_avg`, at least float32.
 
     The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state,
     cautious decay, decay coupled to lr squared.
@@ -233,8 +238,9 @@ def adamw_(
         weight: floating point, changed in place.
         master: as in `apply_`.
         gradient: same shape; not modified.
-        exp_avg: first moment, changed in place.
-        exp_avg_sq: second moment, changed in place.
+        exp_avg: first moment, changed in place. Of less than float32 it is rounded to the nearest when it is stored,
+            and the update is not made of what was rounded.
+        exp_avg_sq: second moment, of the same dtype, likewise.
         step: 0-D float32, changed in place: number of updates made, this one included after the call.
         lr: learning rate.
         betas: averaging coefficients of the two moments, each in [0, 1).
@@ -246,15 +252,19 @@ def adamw_(
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    g = gradient.to(exp_avg.dtype)
+    mean, mean_square = widened(exp_avg), widened(exp_avg_sq)
+    g = gradient.to(mean.dtype)
     step += 1
-    exp_avg.lerp_(g, 1 - beta1)
-    exp_avg_sq.lerp_(g.square(), 1 - beta2)
+    mean.lerp_(g, 1 - beta1)
+    mean_square.lerp_(g.square(), 1 - beta2)
     # Double precision: 1 - beta^step loses digits; tensor arithmetic, so that a count on a GPU needs no host sync.
     # Rounded here, because a parameter without dimensions would take their dtype.
-    correction1 = (1 - beta1 ** step.double()).to(exp_avg.dtype)
-    correction2 = (1 - beta2 ** step.double()).to(exp_avg.dtype)
-    update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps)
+    correction1 = (1 - beta1 ** step.double()).to(mean.dtype)
+    correction2 = (1 - beta2 ** step.double()).to(mean.dtype)
+    update = (mean / correction1) / ((mean_square / correction2).sqrt() + eps)
+    if mean is not exp_avg:
+        exp_avg.copy_(mean)
+        exp_avg_sq.copy_(mean_square)
     apply_(
         [weight],
         [master],

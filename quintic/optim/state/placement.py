@@ -17,6 +17,7 @@ from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.rules.narrow_state import dtype_of_averages
 from quintic.optim.state.parts import CUT_KEYS, Part
 from quintic.optim.state.state import STATE_KEYS, num_second_moments
 
@@ -37,7 +38,7 @@ def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
     Raises:
         ValueError: the parameter does not have a shape that its view divides.
     """
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    dtype = dtype_of_averages(param.dtype, group.state_dtype)
     found: dict[str, Needed] = {}
     if group.algorithm == "adamw":
         found["step"] = Needed(torch.float32, ())
@@ -45,7 +46,8 @@ def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
     else:
         found["momentum_buffer"] = Needed(dtype, None)
         if group.normalize == "neuron":
-            found["second_momentum_buffer"] = Needed(dtype, (num_second_moments(param.shape, group.view),))
+            wide = torch.promote_types(param.dtype, torch.float32)
+            found["second_momentum_buffer"] = Needed(wide, (num_second_moments(param.shape, group.view),))
     if param.dtype.itemsize < 4 and group.master is not None:
         if group.master == "fp32":
             found["master"] = Needed(torch.float32, None)

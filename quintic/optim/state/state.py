@@ -2,9 +2,9 @@
 
 | algorithm | name                     | shape                             | dtype                          |
 |-----------|--------------------------|-----------------------------------|--------------------------------|
-| muon      | `momentum_buffer`        | of the parameter                  | float32                        |
+| muon      | `momentum_buffer`        | of the parameter                  | float32, or `state_dtype`      |
 | muon      | `second_momentum_buffer` | (rows or columns of all matrices) | float32, `normalize="neuron"`  |
-| adamw     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32                        |
+| adamw     | `exp_avg`, `exp_avg_sq`  | of the parameter                  | float32, or `state_dtype`      |
 | adamw     | `step`                   | ()                                | float32                        |
 | both      | `master`                 | of the parameter                  | float32, `master="fp32"`       |
 | both      | `mantissa`               | of the parameter                  | uint16, `master="mantissa"`    |

@@ -281,6 +281,7 @@ _COLLECTIVE_OPTIONS = (
     "max_workspace_bytes",
     "offload",
     "master",
+    "state_dtype",
     "step_every",
     "qk_clip",
     "on_nonfinite",

@@ -17,6 +17,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import block_of, direction_dtype
 from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, upload
+from quintic.optim.rules.narrow_state import dtype_of_averages
 from quintic.optim.state.state import master_of
 from quintic.optim.step.operands import BucketMemory, Operands
 
@@ -137,11 +138,13 @@ class DevicePasses:
         self._memory = memory
         master = master_of(active.states[0])
         self._master_dtype = None if master is None else master.dtype
-        sizes = [active.gradients[0].dtype.itemsize, 4, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
+        self._momentum_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
+        gradient, momentum = active.gradients[0].itemsize, self._momentum_dtype.itemsize
+        sizes = [gradient, momentum, bucket.dtype.itemsize, 0 if master is None else master.itemsize]
         bases = _addresses(active, "momentum_buffer")
 
         def addresses() -> Tensor:
-            memory.check_state(active, {"momentum_buffer": torch.float32}, bases[len(active.params) :])
+            memory.check_state(active, {"momentum_buffer": self._momentum_dtype}, bases[len(active.params) :])
             owners, offsets = memory.matrix_places(group.view, active)
             return host_tensor(bases).view(4, -1)[:, owners] + offsets * host_tensor(sizes).view(4, 1)
 
@@ -165,6 +168,7 @@ class DevicePasses:
                 self._hyperparameters,
                 layout,
                 gradient_dtype=self._active.gradients[0].dtype,
+                momentum_dtype=self._momentum_dtype,
                 mu_index=_MOMENTUM,
                 nesterov=self._group.nesterov,
                 go=self._go_of(part),
@@ -230,11 +234,11 @@ def step_adamw_on_device(
 
     active = with_one_gradient_dtype(active)
     master = master_of(active.states[0])
+    moment_dtype = dtype_of_averages(bucket.dtype, group.state_dtype)
     bases = _addresses(active, "exp_avg")
 
     def addresses() -> Tensor:
-        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        memory.check_state(active, dtypes, bases[len(active.params) :])
+        memory.check_state(active, dict.fromkeys(("exp_avg", "exp_avg_sq"), moment_dtype), bases[len(active.params) :])
         return host_tensor(bases).view(5, -1)
 
     table = memory.table.get(bases, addresses, bucket.device)
@@ -249,6 +253,7 @@ def step_adamw_on_device(
         hyperparameters.values,
         weight_dtype=bucket.dtype,
         gradient_dtype=active.gradients[0].dtype,
+        moment_dtype=moment_dtype,
         master_dtype=None if master is None else master.dtype,
         indices=(_LR, _WEIGHT_DECAY, _BETA1, _BETA2, _EPS),
         cautious=group.cautious,

@@ -154,7 +154,9 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     plain = not group.cautious and group.decay_coupling == "lr"
     masters: Sequence[Tensor | None] = active.masters() or [None] * len(active.params)
     rows = list(zip(active.params, masters, active.gradients, active.states, strict=True))
-    if plain and all(g.dtype == p.dtype == s["exp_avg"].dtype and master is None for p, master, g, s in rows):
+    # Not for bfloat16 moments of bfloat16 weights, either.
+    plain &= all(g.dtype == p.dtype == s["exp_avg"].dtype and p.itemsize >= 4 for p, _, g, s in rows)
+    if plain and all(master is None for _, master, _, _ in rows):
         torch_adamw(
             active.params,
             active.gradients,

@@ -419,7 +419,8 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
     else:
         update = apply_form(direction, form, "torch")
     # In the dtype of the step, so that on CPUs not even the last bit differs.
-    factor = torch.full((1, 1, 1), lr_scale_factor(group.lr_scale, m, n), dtype=momentum.dtype, device=weight.device)
+    arithmetic = torch.promote_types(weight.dtype, torch.float32)
+    factor = torch.full((1, 1, 1), lr_scale_factor(group.lr_scale, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None
@@ -445,7 +446,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
     forms = [(direction, wide)]
     if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
-        terms = matrix["gradient"].abs().to(momentum.dtype) + momentum.abs()
+        terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
         moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
         # Rounded as well: of a small matrix a single product may be nearly exact by chance.
         forms += [(found, precision) for found in moved for precision in (wide, form)]

@@ -200,7 +200,7 @@ def _compare_adamw(
             allowed = _allowed_change(found.group, expected, old, right, _ADAMW * found.group.learning_rate)
             scale = _largest(right - old)
         else:
-            allowed = torch.full_like(right, 0.0 if key == "step" else _allowed_state(right, old))
+            allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
             scale = _largest(right)
         absolute, ratio = _distance(right, mine, allowed)
         yield Difference(
@@ -241,7 +241,7 @@ def _compare_matrices(
                 slack = _ROUNDINGS * rounding.update + _CHANGE * change
                 allowed = _allowed_change(found.group, expected, old, right, slack)
             else:
-                allowed = torch.full_like(right, _allowed_state(right, old))
+                allowed = _allowed_state(right, old)
             absolute, ratio = _distance(right, mine, allowed)
             yield Difference(
                 name=found.name,
@@ -274,8 +274,8 @@ def _compare_second_moments(
         if right.numel() == 0 or holders.get((block, index), this_rank()) != this_rank():
             continue
         rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
-        slack = _ROUNDINGS * rounding.second_moment + _allowed_state(right, right)
-        absolute, ratio = _distance(right, mine, torch.full_like(right, slack))
+        allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
+        absolute, ratio = _distance(right, mine, allowed)
         yield Difference(
             name=found.name,
             tensor=key,
@@ -333,8 +333,11 @@ def _allowed_change(group: Group, state: Mapping[str, Tensor], old: Tensor, righ
     return allowed
 
 
-def _allowed_state(right: Tensor, old: Tensor) -> float:
-    return _EPS * torch.finfo(right.dtype).eps * (_largest(right) + _largest(old))
+def _allowed_state(right: Tensor, old: Tensor) -> Tensor:
+    """Return for each entry of a state the difference that rounding explains."""
+    wide = torch.promote_types(right.dtype, torch.float32)
+    allowed = right.abs().to(wide) * (torch.finfo(right.dtype).eps if right.itemsize < 4 else 0.0)
+    return allowed + _EPS * torch.finfo(wide).eps * (_largest(right) + _largest(old))
 
 
 def _distance(right: Tensor, mine: Tensor, allowed: Tensor) -> tuple[float, float]:

@@ -53,7 +53,7 @@ def stages_of_parts(
     """
     if travel is not None:
         in_order = all(group.params[part.index].is_contiguous() for part in sharding.parts)
-        of = Matrices(dtype, device, kernels, group.normalize is not None, anywhere)
+        of = Matrices(dtype, device, kernels, group.normalize is not None, anywhere, group.state_dtype is not None)
         work = _matrices_bytes(travel, of, in_order)
     else:
         work = 0 if kernels == "triton" else _adamw_bytes(sharding.parts, group)

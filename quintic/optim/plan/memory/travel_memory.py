@@ -44,6 +44,7 @@ class Key(NamedTuple):
     device: torch.device
     kernels: Any
     normalizes: bool
+    narrow: bool
     in_order: bool
     """Whether parameters lie in memory row by row."""
     elsewhere: bool
@@ -91,7 +92,7 @@ def stages_of(
         anywhere: bound them for any device of the type, see `Matrices`.
         elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
-    of = Matrices(key.dtype, key.device, key.kernels, key.normalizes, anywhere)
+    of = Matrices(key.dtype, key.device, key.kernels, key.normalizes, anywhere, key.narrow)
     direction = max((direction_dtype(kind.form, key.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
     owned, pieces = exchange.num_owned * math.prod(exchange.unit_shape), piece_entries(exchange)
     work = units_work(kinds, key.view, exchange.unit_shape, exchange.num_owned, of)

@@ -65,6 +65,8 @@ class Matrices(NamedTuple):
     anywhere: bool = False
     """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
     and is the same on all ranks."""
+    narrow: bool = False
+    """Whether momentum is in bfloat16, of which plain PyTorch makes copies in float32."""
 
 
 def width_of(dtype: torch.dtype) -> int:
@@ -280,16 +282,14 @@ def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_ord
         numel: entries.
         direction: dtype of directions.
         of: weights, device and kernels.
-        in_order: whether matrices lie in memory row by row, in one group of rows.
+        in_order: whether matrices lie in memory row by row; kernels write them in the order of memory.
     """
     if of.kernels == "triton":
         # Those in other orders are put side by side.
         return numel * direction.itemsize * (1 if in_order else 2)
-    width, item = width_of(of.dtype), direction.itemsize
-    # Gradients widened, and directions of each parameter; or these, in one group of rows and rounded, and all together.
-    widened = width if width == 4 else 0
-    rounded = item if item != width or not in_order else 0
-    return numel * max(widened + width, width + rounded + item)
+    # Directions before they are rounded, and low-precision gradients and momentum widened.
+    wide = 1 + (of.dtype.itemsize < 4) + of.narrow
+    return numel * (direction.itemsize + wide * width_of(of.dtype))
 
 
 def applied_bytes(numel: int, of: Matrices) -> int:
