@@ -132,7 +132,8 @@ class _Gradients(NamedTuple):
 
 def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
     gradients = _Gradients([], [], [], {})
-    current, pending_steps = optimizer.current, optimizer.next_pending_steps()
+    current = optimizer.connected() if has_process_group() else optimizer.current
+    pending_steps = optimizer.next_pending_steps()
     due = [
         group
         for group, pending in zip(current.groups, pending_steps, strict=True)

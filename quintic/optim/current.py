@@ -54,6 +54,8 @@ class Current:
         """Of the plan, if there is one."""
         self._upkeep = Upkeep()
         self._qk_step: QKStep | None = None
+        self._num_planned_hosts = 0
+        """How many sets of ranks had told each other of their hosts when the plan was made."""
 
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
         """Check a new group and connect its ranks. All ranks that share its parameters must call it.
@@ -86,8 +88,25 @@ class Current:
         self.look(dictionaries)
         if self.runner is None:
             self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.early)
+            self._num_planned_hosts = len(self.communicators.hosts)
             self._upkeep.watch([group.params for group in self.groups])
         return self.runner
+
+    def connected(self, dictionaries: _Dictionaries, states: States) -> Runner:
+        """Do the same as `planned`, and connect ranks before the first step. All that share parameters must call it.
+
+        They tell each other then on which hosts they are, which the plan may depend on.
+
+        Raises:
+            ValueError, TypeError: as `planned`.
+        """
+        runner = self.planned(dictionaries, states)
+        if not runner.agreements.has_agreed:
+            self.communicators.connect(self.groups, [layouts_of(group) for group in self.groups])
+            if self._num_planned_hosts != len(self.communicators.hosts):
+                self.forget_plan()
+                runner = self.planned(dictionaries, states)
+        return runner
 
     @property
     def agreements(self) -> Agreements:

@@ -104,6 +104,11 @@ class Muon(Optimizer):
         process_group: the ranks that `comms` applies to; None for all. With `comms="none"`: ranks that decide together
             (`on_nonfinite`, clipping) though they share no parameters, such as stages of a pipeline with tied weights;
             None for none.
+        replicas: for `DTensor`s of which there are several copies, each cut among ranks, as under HSDP: `"divide"`: all
+            ranks divide the orthogonalisation, and updates go to every copy; `"repeat"`: the ranks of each copy do all
+            of it, and nothing of it is sent between copies, which may be nodes with slow links between them; `"auto"`:
+            whichever is estimated to be faster from the plan and the ranks' hosts, see `docs/distributed.md`. The bits
+            are the same.
         transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
@@ -173,6 +178,7 @@ class Muon(Optimizer):
         step_every: int = 1,
         comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
+        replicas: Literal["auto", "divide", "repeat"] = "auto",
         transport: Literal["collectives", "copy_engines"] = "collectives",
         master: Literal["fp32", "mantissa"] | None = None,
         state_dtype: Literal["bf16"] | None = None,
@@ -287,6 +293,11 @@ class Muon(Optimizer):
         self._planned()
         return self._current
 
+    def connected(self) -> Current:
+        """Return `current`, with ranks connected. All ranks that share parameters must call it."""
+        self._connected()
+        return self._current
+
     @property
     def steps_made(self) -> StepsMade:
         """What is known of the steps made. For the other files of the library; use `last_step` instead."""
@@ -300,6 +311,10 @@ class Muon(Optimizer):
     def _planned(self) -> Runner:
         """Return the runner of the current plan; what was changed is checked first. No state is made."""
         return self._current.planned(self.param_groups, self.__dict__["state"])
+
+    def _connected(self) -> Runner:
+        """Return the same, with ranks connected; the plan may depend on their hosts."""
+        return self._current.connected(self.param_groups, self.__dict__["state"])
 
     def _needed_state(self) -> States:
         """Return the state of all parameters, which is made if there is none; nothing is under way."""
@@ -346,7 +361,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, steps_made = self._planned(), self._steps_made
+        runner, steps_made = self._connected(), self._steps_made
         pending_steps = self._pending_steps()
         runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])

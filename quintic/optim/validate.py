@@ -54,6 +54,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
+    "replicas": ("auto", "divide", "repeat"),
     "transport": ("collectives", "copy_engines"),
     "master": (None, "fp32", "mantissa"),
     "state_dtype": (None, "bf16"),

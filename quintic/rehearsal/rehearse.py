@@ -2,32 +2,35 @@
 
 The plans are those that the ranks would make (`travel.shared_buckets`, `planning.local_buckets`), from parameters that
 have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for all
-ranks at a time. Nothing is allocated and nothing is communicated.
+ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that do the
+same. Nothing is allocated and nothing is communicated.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.errors import ConfigError
+from quintic.optim.comms.replicas import ReplicaChoice, renumbered
 from quintic.optim.comms.sharing import travelling
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
-from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.plan.bucket import Bucket, TravellingUnit
+from quintic.optim.plan.exchange import Cargo, per_key, traffic_of
+from quintic.optim.plan.members import Kind
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
+from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
 from quintic.optim.plan.travel import SharedBucket, shared_buckets, travelling_buckets
-from quintic.optim.rules.update import second_moment_shape
 from quintic.optim.state.owners import balance
 from quintic.rehearsal.parallelism import layouts_by_name
-from quintic.rehearsal.traffic import Cargo, per_key, traffic_of
 
 __all__ = ["Load", "Rehearsal", "rehearse"]
 
@@ -49,6 +52,8 @@ class Load:
     workspace_bytes: Tensor
     bytes_sent: Tensor
     bytes_received: Tensor
+    bytes_between: Tensor
+    """Sent to ranks of other nodes; zeros where nothing is known of nodes."""
     cargo: Cargo | None = None
     """What is sent; None where nothing is."""
 
@@ -65,6 +70,8 @@ class Rehearsal:
     """Of the optimizer's state on each rank, (ranks,) int64."""
     workspace_bytes: Tensor
     """The most temporary memory on each rank, as its plan has it, (ranks,) int64."""
+    choices: tuple[ReplicaChoice, ...] = ()
+    """Which ranks divide the work on parameters with several copies, where that was to be chosen."""
 
     @property
     def num_ranks(self) -> int:
@@ -87,12 +94,19 @@ class Rehearsal:
         return _sum([load.bytes_received for load in self.loads], self.num_ranks)
 
     @property
+    def bytes_between(self) -> Tensor:
+        """Return the bytes that leave each rank for ranks of other nodes, (ranks,) int64."""
+        return _sum([load.bytes_between for load in self.loads], self.num_ranks)
+
+    @property
     def balance(self) -> float:
         """Return the operations of the busiest rank over the mean; 1 is perfect."""
         return balance(self.flops.tolist())  # in integers that do not overflow
 
 
-def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda") -> Rehearsal:
+def rehearse(
+    optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda", node_size: int | None = None
+) -> Rehearsal:
     """Return what one step of an optimizer does on a mesh of ranks.
 
     Args:
@@ -102,10 +116,15 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
         names: for each dimension what it does, see `parallelism.PARALLELISMS`.
         device: the ranks' type of device; the choice of methods and kernels depends on it. Kernels are those that
             would be chosen here: Triton's need an installed Triton.
+        node_size: consecutive ranks that are on one node; None if nothing is known of nodes. Then all ranks divide the
+            work of groups with `replicas="auto"`.
 
     Raises:
-        ConfigError: the mesh or a name does not fit; the message begins with `mesh=` or `layout=`.
+        ConfigError: the mesh, a name or the node does not fit; the message begins with `mesh=`, `layout=` or
+            `node_size=`.
     """
+    if node_size is not None and node_size < 1:
+        raise ConfigError(f"node_size={node_size}: give at least one rank per node")
     shadows = _Shadows(device)
     groups = [
         replace(
@@ -121,29 +140,70 @@ def rehearse(optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, devi
         travelling(group, found) if num_ranks > 1 else [None] * len(found)
         for group, found in zip(groups, everywhere, strict=True)
     ]
-    shared, _ = shared_buckets(groups, layouts)
+    nodes = [rank // (node_size or num_ranks) for rank in range(num_ranks)]
+    choices = choose_ways(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
+    alike = [(one, shared_buckets(groups, one.layouts)[0]) for one in _alike(groups, layouts, choices, nodes)]
     loads: list[Load] = []
-    moving: list[_Moving] = []
+    moving: list[list[_Moving]] = [[] for _ in alike]
+    counted: set[tuple[int, TravellingUnit]] = set()
     for number, (group, found, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
-        for one in shared:
-            if one.key.group != number:
-                continue
-            stages = _stages_of_ranks(one)
-            loads.append(_travelling_load(one, group, stages))
-            if not one.exchange.is_local:
-                moving += [_Moving(bucket, stages) for bucket in travelling_buckets(one, found, one.key.ranks[0])]
+        for (ranks, shared), moves in zip(alike, moving, strict=True):
+            for one in shared:
+                if one.key.group != number:
+                    continue
+                stages = _stages_of_ranks(one)
+                loads.append(_travelling_load(one, stages, ranks.like, nodes, counted))
+                if not one.exchange.is_local:
+                    buckets = travelling_buckets(one, ranks.layouts[number], one.key.ranks[0])
+                    moves += [_Moving(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
-    in_order, schedule = arranged([one.bucket for one in moving], groups, optimizer.current.orders.resolved(groups))
-    of_bucket = {id(one.bucket): one.stages for one in moving}
-    workspaces = _workspaces([of_bucket[id(bucket)] for bucket in in_order], schedule, loads, num_ranks)
+    orders = optimizer.current.orders.resolved(groups)
+    workspaces = torch.zeros(num_ranks, dtype=torch.int64)
+    for (ranks, _), moves in zip(alike, moving, strict=True):
+        in_order, schedule = arranged([one.bucket for one in moves], groups, orders)
+        stages_of = {id(one.bucket): dict(zip(one.bucket.ranks, one.stages, strict=True)) for one in moves}
+        _fill_workspaces_(workspaces, [stages_of[id(bucket)] for bucket in in_order], schedule, loads, ranks.like)
     workspaces += small_bytes(param.device for group in groups for param in group.params)
     state = _state_bytes(optimizer, everywhere, num_ranks)
-    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces)
+    return Rehearsal(tuple(mesh), tuple(names), tuple(loads), state, workspaces, tuple(choices.values()))
+
+
+class _Alike(NamedTuple):
+    """Ranks whose plans differ in nothing but the numbers of the ranks."""
+
+    layouts: list[list[Layout | None]]
+    """As one of them sees them."""
+    like: dict[int, int]
+    """Each of these ranks -> the rank in these layouts that does what it does."""
+
+
+def _alike(
+    groups: Sequence[Group],
+    layouts: Sequence[Sequence[Layout | None]],
+    choices: Mapping[tuple[int, ...], ReplicaChoice],
+    nodes: Sequence[int],
+) -> list[_Alike]:
+    """Return all ranks, those with equal plans together."""
+    found: dict[Any, tuple[_Alike, list[int]]] = {}
+    left = dict.fromkeys(range(len(nodes)))
+    known = {tuple(left): nodes}
+    while left:
+        divided = divided_layouts(groups, layouts, choices, known, next(iter(left)))
+        distinct = list(dict.fromkeys(layout for of_group in divided for layout in of_group if layout is not None))
+        everyone = sorted({rank for layout in distinct for rank in layout.ranks}) or list(left)
+        numbers = {rank: number for number, rank in enumerate(everyone)}
+        cuts = tuple((tuple(numbers[rank] for rank in one.ranks), one.boxes, one.copies) for one in distinct)
+        key = cuts, tuple(renumbered(nodes[rank] for rank in everyone))
+        alike, like = found.setdefault(key, (_Alike(divided, {}), everyone))
+        for rank in [rank for rank in left if all(rank in layout.ranks for layout in distinct)]:
+            alike.like[rank] = like[numbers[rank]]
+            del left[rank]
+    return [alike for alike, _ in found.values()]
 
 
 class _Moving(NamedTuple):
-    """A bucket with collectives, as the first rank has it, and the memory that each rank needs for it."""
+    """A bucket with collectives, as the first rank has it, and the memory that each of its ranks needs for it."""
 
     bucket: Bucket
     stages: list[Stages]
@@ -180,32 +240,49 @@ class _Shadows:
         return self._made[key]
 
 
-def _travelling_load(shared: SharedBucket, group: Group, stages: Sequence[Stages]) -> Load:
-    exchange, kinds = shared.exchange, shared.kinds
+def _travelling_load(
+    shared: SharedBucket,
+    stages: Sequence[Stages],
+    like: Mapping[int, int],
+    nodes: Sequence[int],
+    counted: set[tuple[int, TravellingUnit]],
+) -> Load:
+    """Return what a bucket asks of the ranks that have it, or one like it.
+
+    Args:
+        shared: the bucket.
+        stages: temporary bytes on each of its ranks.
+        like: rank -> the one among the bucket's that does the same.
+        nodes: of all ranks.
+        counted: (group, unit) whose matrices were counted before; those of this bucket are put to them.
+    """
+    exchange, kinds, cargo = shared.exchange, shared.kinds, shared.cargo
+    positions = torch.tensor([exchange.ranks.index(rank) for rank in like.values()])
+
+    def of_all(of_ranks: Tensor) -> Tensor:
+        """Return numbers of all ranks, given those of the bucket's; zero where a rank has nothing like it."""
+        return of_ranks.new_zeros(len(nodes)).index_copy_(0, torch.tensor(list(like)), of_ranks[positions])
+
     counts = torch.tensor(exchange.counts)
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
-    cargo = None
-    if not exchange.is_local:
-        direction = max(direction_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
-        update = max(update_dtype(kind.form, shared.key.dtype).itemsize for kind in kinds)
-        factors = 0
-        if group.normalize is not None:
-            neurons = sum(math.prod(second_moment_shape(*kind.shape)) for kind in kinds)
-            factors = 2 * neurons * max(4, shared.key.dtype.itemsize)
-        cargo = Cargo(exchange, direction, update, factors)
-    traffic = None if cargo is None else traffic_of(cargo)
-    zeros = torch.zeros_like(counts)
+    sent = received = between = torch.zeros_like(counts)
+    if cargo is not None:
+        sent, received = traffic_of(cargo).sent, traffic_of(cargo).received
+        between = traffic_of(cargo, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
+    units = {(shared.key.group, unit) for unit in shared.units} - counted
+    counted |= units
     return Load(
         group=shared.key.group,
         method=_method(kinds[0]),
         shapes=tuple(kind.shape for kind in kinds),
-        num_matrices=len(kinds) * len(shared.units),
+        num_matrices=len(kinds) * len(units),
         dtype=shared.key.dtype,
-        present=present,
-        flops=counts * shared.unit_flops,
-        workspace_bytes=torch.tensor([stage.most for stage in stages]) * present,
-        bytes_sent=zeros if traffic is None else traffic.gather_sent + traffic.scatter_sent,
-        bytes_received=zeros if traffic is None else traffic.gather_received + traffic.scatter_received,
+        present=of_all(present),
+        flops=of_all(counts * shared.unit_flops),
+        workspace_bytes=of_all(torch.tensor([stage.most for stage in stages]) * present),
+        bytes_sent=of_all(sent),
+        bytes_received=of_all(received),
+        bytes_between=of_all(between),
         cargo=cargo,
     )
 
@@ -228,26 +305,29 @@ def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
     return found
 
 
-def _workspaces(
-    stages: Sequence[Sequence[Stages]], schedule: Schedule, loads: Sequence[Load], num_ranks: int
-) -> Tensor:
-    """Return the most temporary bytes on each rank: computed once for ranks that need the same.
+def _fill_workspaces_(
+    workspaces: Tensor,
+    stages: Sequence[Mapping[int, Stages]],
+    schedule: Schedule,
+    loads: Sequence[Load],
+    like: Mapping[int, int],
+) -> None:
+    """Fill in the most temporary bytes on each rank: computed once for ranks that need the same.
 
     Args:
-        stages: of the buckets with collectives, in the order in which they are worked on, and of each rank.
+        workspaces: (ranks,) int64.
+        stages: of the buckets with collectives, in the order in which they are worked on, and of each of their ranks.
         schedule: in which order their parts are run.
         loads: all.
-        num_ranks: how many there are.
+        like: rank -> the one among the buckets' that does the same; others are left alone.
     """
     alone = [load.workspace_bytes.tolist() for load in loads if load.cargo is None]
     alike: dict[Any, int] = {}
-    found = []
-    for rank in range(num_ranks):
-        key = tuple(of_bucket[rank] for of_bucket in stages), max((sizes[rank] for sizes in alone), default=0)
+    for rank, other in like.items():
+        key = tuple(of_bucket[other] for of_bucket in stages), max((sizes[rank] for sizes in alone), default=0)
         if key not in alike:
             alike[key] = overlapping_bytes(key[0], schedule, key[1])
-        found.append(alike[key])
-    return torch.tensor(found)
+        workspaces[rank] = alike[key]
 
 
 def _local_loads(
@@ -289,6 +369,7 @@ def _local_load(bucket: Bucket, present: Tensor) -> Load:
         workspace_bytes=bucket.workspace_bytes * present,
         bytes_sent=zeros,
         bytes_received=zeros,
+        bytes_between=zeros,
     )
 
 

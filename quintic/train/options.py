@@ -100,6 +100,10 @@ class RehearsalOptions:
     """Ranks along each dimension of the mesh, as in 8x4."""
     layout: str = "fsdp"
     """What each dimension does: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
+    node_size: int = 8
+    """Consecutive ranks that are on one node."""
+    replicas: Literal["auto", "divide", "repeat"] = "auto"
+    """Whether all ranks divide the work on several copies, or those of each copy do all of it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the parameters."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"

@@ -33,11 +33,13 @@ def rehearsal_text(options: "RehearsalOptions") -> str:
             orthogonalizer=options.orthogonalizer,
             normalize=options.normalize,
             master=options.master,
+            replicas=options.replicas,
         )
-        rehearsal = rehearse(optimizer, mesh, names)
+        rehearsal = rehearse(optimizer, mesh, names, node_size=options.node_size)
     except ConfigError as error:
         # The library speaks of its argument, the user of the option.
-        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", str(error))) from None
+        text = re.sub("^node_size=", "--node-size ", str(error))
+        raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
     except ValueError as error:
         # Parameters that nobody decided about.
         raise ConfigError(f"--model {options.model}: {error}") from None
@@ -78,7 +80,10 @@ def table(rehearsal: Rehearsal) -> str:
         "state": f"{_most_and_mean(rehearsal.state_bytes, 2**20)} MiB",
         "temporary memory": f"at most {_most_and_mean(rehearsal.workspace_bytes, 2**20)} MiB",
     }
-    return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items())])
+    if rehearsal.bytes_between.any():
+        totals["sent between nodes"] = f"{_most_and_mean(rehearsal.bytes_between, 1e6)} MB"
+    chosen = map(str, rehearsal.choices)
+    return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
 
 
 def _num_buckets(loads: Sequence[Load]) -> int:

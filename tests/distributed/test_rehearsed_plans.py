@@ -132,7 +132,10 @@ CASES = {
         ((3,), ("fsdp",), DENSE, torch.float32, {"max_workspace_bytes": 8000}),
     ],
     4: [
+        ((2, 2), ("replicate", "fsdp"), DENSE, torch.float32, {"normalize": "neuron", "replicas": "divide"}),
+        ((2, 2), ("replicate", "fsdp"), DENSE, torch.float32, {"normalize": "neuron", "replicas": "repeat"}),
         ((2, 2), ("replicate", "fsdp"), DENSE, torch.float32, {"normalize": "neuron"}),
+        ((2, 2), ("fsdp", "tp"), DENSE, torch.float32, {"replicas": "repeat", "max_workspace_bytes": 8000}),
         ((2, 2), ("fsdp", "tp"), DENSE, torch.bfloat16, {"master": "fp32"}),
         ((2, 2), ("fsdp", "ep"), MIXTURE, torch.float32, {"normalize": "neuron"}),
     ],
@@ -150,7 +153,8 @@ def test_every_rank_does_what_was_rehearsed(world_size):
         with torch.device("meta"):
             model = Decoder(sizes).to(dtype)
         optimizer = quintic.Muon(quintic.param_groups(model), **options)
-        rehearsal = rehearse(optimizer, shape, names, device=DEVICE)
+        # The ranks of a test are on one host.
+        rehearsal = rehearse(optimizer, shape, names, device=DEVICE, node_size=world_size)
         places = {}
         for group, found in zip(
             optimizer.typed_groups, layouts_by_name(optimizer.typed_groups, shape, names), strict=True

@@ -15,12 +15,13 @@ import quintic
 from quintic.errors import ConfigError
 from quintic.optim.comms.sharing import travelling
 from quintic.optim.layout.layouts import mesh_layout
+from quintic.optim.plan.exchange import traffic_of
 from quintic.optim.plan.members import direction_dtype, update_dtype
 from quintic.optim.plan.planning import build_plan
+from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import overlapping_bytes
 from quintic.rehearsal.parallelism import layouts_by_name
 from quintic.rehearsal.rehearse import rehearse
-from quintic.rehearsal.traffic import traffic_of
 from quintic.train.planned_models import Decoder, Sizes, planned_model
 
 MESHES = [
@@ -29,6 +30,7 @@ MESHES = [
     ((5,), ("dp",)),
     ((3,), ("tp",)),
     ((2, 3), ("replicate", "fsdp")),
+    ((3, 2), ("replicate", "fsdp")),
     ((3, 2), ("fsdp", "tp")),
     ((4,), ("ep",)),
     ((2, 2), ("fsdp", "ep")),
@@ -65,18 +67,22 @@ options = st.fixed_dictionaries(
         "normalize": st.sampled_from([None, "neuron"]),
         "master": st.sampled_from([None, "fp32", "mantissa"]),
         "max_workspace_bytes": st.sampled_from([None, 2000, 2**20]),
+        "replicas": st.sampled_from(["auto", "divide", "repeat"]),
     }
 )
 
 
-def plans_of(optimizer, mesh, names):
+def plans_of(optimizer, mesh, names, node_size):
     """The plan of every rank, each made alone."""
     groups = [replace(group, comms="averaged" if "dp" in names else "none") for group in optimizer.typed_groups]
     found = layouts_by_name(groups, mesh, names)
     if len(found[0][0].ranks) == 1:
         found = [[None] * len(layouts) for layouts in found]
     layouts = [travelling(group, of_group) for group, of_group in zip(groups, found, strict=True)]
-    return [build_plan(groups, layouts, rank) for rank in range(torch.Size(mesh).numel())]
+    ranks = tuple(range(torch.Size(mesh).numel()))
+    hosts = {} if node_size is None else {ranks: [rank // node_size for rank in ranks]}
+    choices = choose_ways(groups, layouts, hosts)
+    return [build_plan(groups, divided_layouts(groups, layouts, choices, hosts, rank), rank) for rank in ranks]
 
 
 def bytes_sent(bucket, normalizes):
@@ -97,12 +103,12 @@ def bytes_sent(bucket, normalizes):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MESHES), sizes, options)
-def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options):
+@given(st.sampled_from(MESHES), sizes, options, st.sampled_from([None, 1, 2, 4]))
+def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, node_size):
     mesh, names = where
     optimizer = optimizer_of(decoder(**sizes).to(torch.bfloat16), **options)
-    rehearsal = rehearse(optimizer, mesh, names, device="meta")
-    for rank, plan in enumerate(plans_of(optimizer, mesh, names)):
+    rehearsal = rehearse(optimizer, mesh, names, device="meta", node_size=node_size)
+    for rank, plan in enumerate(plans_of(optimizer, mesh, names, node_size)):
         loads = [load for load in rehearsal.loads if load.present[rank] and load.shapes]
         buckets = [bucket for bucket in plan if bucket.algorithm == "muon"]
         normalizes = options["normalize"] is not None

@@ -101,6 +101,17 @@ def test_plan_prints_a_table_and_totals(capsys):
     assert balance == pytest.approx(most / mean, abs=0.01)
 
 
+def test_plan_tells_what_crosses_between_nodes(capsys):
+    printed = {}
+    for replicas in ("divide", "repeat", "auto"):
+        arguments = ["--mesh=8x2", "--layout=replicate,fsdp", "--node-size=2", f"--replicas={replicas}"]
+        assert main(["plan", "--model", "gpt2", *arguments]) == 0
+        printed[replicas] = capsys.readouterr().out
+    assert "sent between nodes" in printed["divide"]
+    assert "sent between nodes" not in printed["repeat"]
+    assert "copies on 16 ranks: those of each copy divide the work" in printed["auto"].splitlines()[-1]
+
+
 def test_help_names_the_options_of_both(capsys):
     assert main(["plan", "--model", "gpt2", "--help"]) == 0
     printed = capsys.readouterr().out
@@ -120,6 +131,7 @@ MISTAKES = [
     (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
     (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose of dp, replicate, fsdp"),
     (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
+    (["--model", "gpt2", "--node-size", "0"], "--node-size 0: give at least one rank per node"),
     (["--model", "gpt2", "--dtype", "fp8"], "--dtype fp8: give bfloat16 or float32"),
     (["--model", "gpt2", "--depth", "3"], "unknown option --depth"),
 ]

@@ -33,7 +33,7 @@ _Groups = Sequence[Mapping[str, Any]]
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 
 # Where the work is done and in how much memory: of this run, not of the one that was saved.
-_PLACE_KEYS = ("comms", "transport", "offload", "max_workspace_bytes", "state_dtype")
+_PLACE_KEYS = ("comms", "replicas", "transport", "offload", "max_workspace_bytes", "state_dtype")
 
 # What older versions left in every saved group.
 _NO_OPTIONS = ("not_of_groups",)

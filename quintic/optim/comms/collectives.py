@@ -1,6 +1,9 @@
 """The collectives that run in process groups: with `peer_memory.py` the only code that talks to other ranks."""
 
+import hashlib
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +20,8 @@ __all__ = [
     "default_group",
     "group_ranks",
     "has_process_group",
+    "host_name",
+    "hosts_of",
     "merged_over_ranks",
     "new_group",
     "num_ranks",
@@ -238,6 +243,24 @@ def warm_up(group: ProcessGroup, device: torch.device) -> None:
     _all_gather(torch.empty(size * size, device=device), one, group=group)
     dist.all_reduce(one, group=group)
     dist.broadcast(one, dist.get_global_rank(group, 0), group=group)
+
+
+def host_name() -> str:
+    """Return what processes of one host have in common, and those of several have not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
+
+
+def hosts_of(group: ProcessGroup, device: torch.device) -> tuple[int, ...]:
+    """Return a number for each rank, equal for ranks of one host; waits. All ranks of the group must call it.
+
+    Args:
+        group: the process group, which gives the order of the ranks.
+        device: of this rank, which the group can send from.
+    """
+    digest = hashlib.sha256(host_name().encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], dtype=torch.int64, device=device)
+    return tuple(start_all_gather(own, dist.get_world_size(group), group).wait().tolist())
 
 
 def connects(group: ProcessGroup, device: torch.device) -> bool:

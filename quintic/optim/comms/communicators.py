@@ -19,6 +19,7 @@ from quintic.optim.comms.collectives import (
     connects,
     default_group,
     group_ranks,
+    hosts_of,
     new_group,
     this_rank,
     warm_up,
@@ -63,6 +64,8 @@ class Communicators:
         self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
         self._warm: set[tuple[ProcessGroup, str]] = set()
         """Process groups whose ranks are connected, with the type of device."""
+        self.hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Ranks that are connected, in ascending order -> a number for each, equal for ranks of one host."""
 
     def connect(self, groups: Iterable[Group], layouts: Iterable[Sequence[Layout | None]]) -> None:
         """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
@@ -96,6 +99,9 @@ class Communicators:
         if key not in self._warm and connects(group, device):
             warm_up(group, device)
             self._warm.add(key)
+            ranks = group_ranks(group)
+            if ranks not in self.hosts:
+                self.hosts[ranks] = hosts_of(group, device)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these global ranks, in ascending order."""

@@ -5,16 +5,14 @@ GPUs run on copy engines, and streams write and wait for flags (`cuStreamBatchMe
 anywhere; without a GPU nothing of it can be made.
 """
 
-import socket
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, group_ranks, this_rank
+from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, group_ranks, host_name, this_rank
 from quintic.optim.comms.lost_ranks import LostRanks, timeout_of
 
 __all__ = ["MOST_MESSAGES", "PeerMemory"]
@@ -71,7 +69,7 @@ class PeerMemory:
                 handle = self._allocate(self._flags_start + _FLAGS * len(ranks) * _FLAG_BYTES)
             except RuntimeError as failure:
                 error = str(failure)
-            everyone = all_gather_values((_host(), handle, error), group)
+            everyone = all_gather_values((host_name(), handle, error), group)
             self._raise_together([found[2] for found in everyone], ranks)
             try:
                 self._open([found[:2] for found in everyone])
@@ -271,12 +269,6 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _host() -> str:
-    """Return what processes of one host have in common, and those of several have not."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 
 
 def _import_driver() -> Any:

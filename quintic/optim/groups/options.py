@@ -59,6 +59,7 @@ class Group:
     comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"]
     process_group: Any
     """A `ProcessGroup`, where there are any."""
+    replicas: Literal["auto", "divide", "repeat"]
     transport: Literal["collectives", "copy_engines"]
     master: Literal["fp32", "mantissa"] | None
     state_dtype: Literal["bf16"] | None

@@ -8,7 +8,7 @@ anywhere.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -84,6 +84,20 @@ class Layout:
     def is_replicated(self) -> bool:
         """Whether every rank holds a complete copy of its own."""
         return self.num_copies == len(self.ranks)
+
+    def among(self, ranks: Collection[int]) -> "Layout":
+        """Return the layout without other ranks than these, which hold one or more complete copies."""
+        kept = [position for position, rank in enumerate(self.ranks) if rank in ranks]
+        if len(kept) == len(self.ranks):
+            return self
+        numbers: dict[int, int] = {}
+        copies = tuple(numbers.setdefault(self.copies[position], len(numbers)) for position in kept)
+        return Layout(
+            self.shape,
+            tuple(self.ranks[position] for position in kept),
+            tuple(self.boxes[position] for position in kept),
+            copies,
+        )
 
 
 def intersection(a: Box, b: Box) -> Box | None:

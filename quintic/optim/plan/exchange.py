@@ -9,21 +9,23 @@ owner among these ranks. Units are in the order of their owners.
 
 One all-to-all each; where every rank holds everything, gathering costs nothing and scattering is one all-gather, or a
 broadcast by each of few owners. What a rank receives, and in which order, follows from the plan: no sizes are sent.
+`Exchange` answers for one rank, `traffic_of` for all of them at a time.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quintic.optim.comms.channels import Channel, Route
 from quintic.optim.comms.collectives import Pending
-from quintic.optim.layout.layouts import Box, relative, size_of
+from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
-__all__ = ["Exchange"]
+__all__ = ["Cargo", "Exchange", "Traffic", "per_key", "piece_numels", "traffic_of"]
 
 
 @dataclass(frozen=True)
@@ -222,3 +224,79 @@ class Exchange:
 
 def _shape_of(box: Box | None, unit_shape: Sequence[int]) -> tuple[int, ...]:
     return (0, *unit_shape[1:]) if box is None else size_of(box)
+
+
+class Cargo(NamedTuple):
+    """An exchange, and the bytes of what it moves."""
+
+    exchange: Exchange
+    direction: int
+    """Of one entry of a gather."""
+    update: int
+    """Of one entry of a scatter."""
+    factors: int
+    """Of NorMuon's factors and second moments of one unit, which every rank gets with a scatter; 0 for none."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that each rank sends and receives, (ranks,) int64."""
+
+    gather_sent: Tensor
+    gather_received: Tensor
+    scatter_sent: Tensor
+    scatter_received: Tensor
+
+    @property
+    def sent(self) -> Tensor:
+        """Return the bytes that each rank sends."""
+        return self.gather_sent + self.scatter_sent
+
+    @property
+    def received(self) -> Tensor:
+        """Return the bytes that each rank receives."""
+        return self.gather_received + self.scatter_received
+
+
+def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
+    """Return what moves from place to place, of an exchange that is not local.
+
+    Args:
+        cargo: the exchange.
+        places: (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of
+            its own.
+    """
+    exchange = cargo.exchange
+    counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
+    pieces = piece_numels(exchange)
+    places = torch.arange(len(counts), device="cpu") if places is None else places
+    elsewhere, owned_elsewhere = len(counts) - per_key(torch.ones_like(counts), places), _elsewhere(counts, places)
+    if exchange.is_sparse:  # broadcasts of what there is
+        given, taken = counts * elsewhere, owned_elsewhere
+    else:  # all-gathers of parts as long as the longest
+        given = taken = max(exchange.counts) * elsewhere
+    if exchange.is_replicated:
+        zeros, entries = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update + cargo.factors
+        return Traffic(zeros, zeros, entries * given, entries * taken)
+    # A gather stays within a copy of the parameters, a scatter reaches all of them.
+    of_copy = copies * (int(places.max()) + 1) + places
+    return Traffic(
+        gather_sent=pieces * (per_key(counts, copies) - per_key(counts, of_copy)) * cargo.direction,
+        gather_received=counts * (per_key(pieces, copies) - per_key(pieces, of_copy)) * cargo.direction,
+        scatter_sent=counts * _elsewhere(pieces, places) * cargo.update + cargo.factors * given,
+        scatter_received=pieces * owned_elsewhere * cargo.update + cargo.factors * taken,
+    )
+
+
+def piece_numels(exchange: Exchange) -> Tensor:
+    """Return the entries of each rank's piece of a unit, (ranks,) int64."""
+    return torch.tensor([0 if piece is None else numel_of(piece) for piece in exchange.pieces], device="cpu")
+
+
+def per_key(values: Tensor, keys: Tensor) -> Tensor:
+    """Return for each position the sum of the values whose keys, whole numbers from 0, are that position's."""
+    return values.new_zeros(int(keys.max()) + 1).index_add_(0, keys, values)[keys]
+
+
+def _elsewhere(values: Tensor, places: Tensor) -> Tensor:
+    """Return for each position the sum of the values whose place is another one."""
+    return values.sum() - per_key(values, places)

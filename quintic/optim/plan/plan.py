@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
@@ -35,6 +36,7 @@ PLANNED_OPTIONS = (
     "state_dtype",
     "comms",
     "process_group",
+    "replicas",
     "transport",
     "offload",
     "on_nonfinite",
@@ -60,6 +62,8 @@ class Plan:
     """Floating-point operations of the busiest rank over the mean, where ranks divide the work."""
     schedule: Schedule = (None,)
     """In which order the parts of the buckets with collectives are run."""
+    choices: tuple[ReplicaChoice, ...] = ()
+    """Who divides the work on parameters with several copies, where `replicas="auto"` had to choose."""
     averaging_bytes: int = 0
     """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
     kept_bytes: int = 0
@@ -117,6 +121,7 @@ class Plan:
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
         )
+        lines += map(str, self.choices)
         if self.kept_bytes:
             lines.append(f"{self.kept_bytes / 2**20:.1f} MiB for messages besides, kept between steps")
         if offloaded:

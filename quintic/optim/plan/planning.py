@@ -2,13 +2,14 @@
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket
@@ -41,6 +42,7 @@ def build_plan(
     rank: int = 0,
     divided: Mapping[int, tuple[int, ...]] | None = None,
     orders: Orders | None = None,
+    choices: Iterable[ReplicaChoice] = (),
 ) -> Plan:
     """Return the plan of one rank.
 
@@ -50,6 +52,7 @@ def build_plan(
         rank: the global rank whose plan this is.
         divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
         orders: in which buckets with collectives start and are worked on, where the user wants another.
+        choices: from `choose_ways`, to be told; `layouts` are from `divided_layouts` then.
     """
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []
@@ -62,7 +65,9 @@ def build_plan(
                 buckets += travelling_buckets(one, found, rank)
         buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
     in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
-    return Plan((*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule)
+    return Plan(
+        (*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule, choices=tuple(choices)
+    )
 
 
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from quintic.kernels.dispatch import choose_kernels
+from quintic.optim.comms.replicas import speed_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Bucket, Travel, TravellingUnit
-from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, Member, form_of
+from quintic.optim.plan.exchange import Cargo, Exchange
+from quintic.optim.plan.members import Kind, Member, direction_dtype, form_of, update_dtype
 from quintic.optim.plan.memory.travel_memory import Key, different_positions, piece_entries, stages_of
+from quintic.optim.plan.memory.workspace import width_of
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.state.owners import assign_owners, balance, loads_of, shape_cost
@@ -58,9 +60,33 @@ class SharedBucket:
     """As the first rank sees it; `replace(exchange, position=...)` is another's."""
 
     @property
+    def cargo(self) -> Cargo | None:
+        """Return what travels, in bytes; None if nothing does."""
+        if self.exchange.is_local:
+            return None
+        dtype, factors = self.key.dtype, 0
+        if self.key.normalizes:
+            factors = 2 * width_of(dtype) * sum(max(kind.shape) for kind in self.kinds)
+        return Cargo(
+            self.exchange,
+            max(direction_dtype(kind.form, dtype).itemsize for kind in self.kinds),
+            max(update_dtype(kind.form, dtype).itemsize for kind in self.kinds),
+            factors,
+        )
+
+    @property
     def unit_flops(self) -> int:
         """Return the floating-point operations of one unit's orthogonalisation."""
         return sum(kind.form.flops(*kind.shape) for kind in self.kinds if kind.form is not None)
+
+    @property
+    def unit_seconds(self) -> float:
+        """Return how long one unit's orthogonalisation takes, by `SPEEDS`."""
+        seconds = 0.0
+        for form, shape in ((kind.form, kind.shape) for kind in self.kinds):
+            flops = shape_cost(*shape) if form is None else form.flops(*shape)
+            seconds += flops / speed_of(self.key.device.type, self.key.dtype if form is None else form.compute_dtype)
+        return seconds
 
     def workspace_bytes(self, exchange: Exchange) -> int:
         """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""

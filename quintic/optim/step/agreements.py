@@ -1,7 +1,7 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_values, start_sum, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
+from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
@@ -40,6 +41,8 @@ class Agreements:
     Args:
         groups: parameter groups.
         layouts: of their parameters, from `layouts_of`.
+        travels: of those whose matrices travel, from `divided_layouts`.
+        choices: which ranks divide the work.
         communicators: of the optimizer.
         orders: which buckets the user wants to come first.
     """
@@ -48,10 +51,13 @@ class Agreements:
         self,
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
+        travels: Sequence[Sequence[Layout | None]],
+        choices: Mapping[tuple[int, ...], ReplicaChoice],
         communicators: Communicators,
         orders: Orders,
     ) -> None:
-        self._groups, self._layouts, self._communicators, self._orders = groups, layouts, communicators, orders
+        self._groups, self._communicators, self._orders = groups, communicators, orders
+        self._layouts, self._travels, self._choices = layouts, travels, choices
         self.has_agreed = False
         """Whether ranks have compared their plans."""
         self.partial = PartialGradients()
@@ -75,7 +81,9 @@ class Agreements:
         problem = None
         for ranks, found in _describe(self._groups, self._layouts).items():
             descriptions = [description for _, description in found]
-            differs = _difference([*descriptions, str(self._orders)], ranks, self._communicators[ranks])
+            way = self._choices[ranks].way if ranks in self._choices else None
+            everything = [*descriptions, str(self._orders), f"replicas={way}"]
+            differs = _difference(everything, ranks, self._communicators[ranks])
             if differs is not None:
                 problem = problem or differs
                 continue
@@ -91,6 +99,7 @@ class Agreements:
             if theirs.problem is not None:
                 # Also on ranks that do not share these parameters, and would wait for those that do.
                 raise RuntimeError(problem or f"on rank {rank}: {theirs.problem}")
+        self._communicators.connect(self._groups, self._travels)
         self.connected = Connected(facts, self._groups, self._communicators)
         self.connected.connect()
         self.has_agreed = True
@@ -273,6 +282,7 @@ class _Selection(NamedTuple):
 _COLLECTIVE_OPTIONS = (
     "algorithm",
     "comms",
+    "replicas",
     "transport",
     "view",
     "orthogonalizer",

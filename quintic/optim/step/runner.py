@@ -22,6 +22,7 @@ from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
+from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import restricted, run_overlapping
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
@@ -79,11 +80,14 @@ class Runner:
         self.groups, self._state, self._communicators = groups, state, communicators
         orders = orders.resolved(groups)
         layouts = [layouts_of(group) for group in groups]
-        self.agreements = Agreements(groups, layouts, communicators, orders)
         travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
+        choices = choose_ways(groups, travels, communicators.hosts)
+        travels = divided_layouts(groups, travels, choices, communicators.hosts, this_rank())
+        self.agreements = Agreements(groups, layouts, travels, choices, communicators, orders)
         divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
         dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
-        self.plan = build_plan(groups, travels, this_rank(), dividing, orders)
+        told = [choice for choice in choices.values() if this_rank() in choice.ranks]
+        self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
         self._rows = rows
         rows.adopt(self.plan, groups)
         self._memories = [self._new_memory(bucket) for bucket in self.plan]

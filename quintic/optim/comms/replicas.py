@@ -1,0 +1,128 @@
+"""Which ranks divide the work on parameters of which there are several copies, each cut among ranks, as under HSDP.
+
+All ranks may: then each matrix is orthogonalised once, and its owner sends the update to every copy. Or only those that
+hold one copy, or the copies of one host: then others repeat the work, and nothing of it is sent between them. The
+update of a matrix has the same bits on any rank, so that copies stay equal.
+
+What is faster depends on links and devices that nobody can ask about. `LINKS` and `SPEEDS` stand for them: an estimate
+from the plan alone, the same on all ranks.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from quintic.optim.layout.layouts import Layout
+
+__all__ = [
+    "LINKS",
+    "SPEEDS",
+    "WAYS",
+    "Links",
+    "ReplicaChoice",
+    "Way",
+    "dividing_sets",
+    "has_replicas",
+    "renumbered",
+    "speed_of",
+]
+
+Way: TypeAlias = Literal["divide", "repeat", "host"]
+"""Who divides the work on a matrix: all ranks that share it, those of one copy, or those of the copies of one host."""
+
+WAYS: tuple[Way, ...] = ("divide", "repeat", "host")
+"""In the order in which equal ones, and equally fast ones, are preferred: the first repeats nothing."""
+
+
+class Links(NamedTuple):
+    """Bytes per second that one rank sends, and receives at the same time."""
+
+    within_host: float
+    between_hosts: float
+
+
+LINKS = Links(within_host=250e9, between_hosts=25e9)
+"""NVLink: the exchange alone of 1.7B parameters moves 275 GB/s to and from each of two H200
+(benchmarks/results/2026-11-22-2xh200-step-layouts.md). Networks: half of what one 400 Gb/s card per GPU could do, which
+all-to-alls among several hosts do not reach."""
+
+SPEEDS = {"cuda": (600e12, 50e12), "cpu": (1e12, 1e12)}
+"""Type of device -> operations per second of orthogonalisation with 16-bit products, and with wider ones, as plans
+count them. An H200 does 630 (124M parameters) to 930 TFLOP/s (1.7B) in the same file."""
+
+
+def speed_of(device_type: str, dtype: torch.dtype) -> float:
+    """Return the operations per second that are assumed of a device; any accelerator is taken for a GPU.
+
+    Args:
+        device_type: such as "cuda".
+        dtype: of the matrix products.
+    """
+    narrow, wide = SPEEDS["cpu" if device_type == "cpu" else "cuda"]
+    return narrow if dtype.itemsize <= 2 else wide
+
+
+class ReplicaChoice(NamedTuple):
+    """Which of the ranks that share some parameters divide the work on them."""
+
+    ranks: tuple[int, ...]
+    """Those that share them, in ascending order."""
+    way: Way
+    seconds: Mapping[Way, float]
+    """Of one step, as estimated, for each way that differs from those before."""
+
+    def __str__(self) -> str:
+        """Return the choice and the estimates in one line."""
+        texts = {
+            "divide": "all divide the work",
+            "repeat": "those of each copy divide the work, which others repeat",
+            "host": "those of each host's copies divide the work, which others repeat",
+        }
+        estimates = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self.seconds.items())
+        return f"copies on {len(self.ranks)} ranks: {texts[self.way]} (estimated: {estimates})"
+
+
+def has_replicas(layout: Layout) -> bool:
+    """Return whether a tensor has several copies, each cut among ranks."""
+    return layout.num_copies > 1 and not layout.is_replicated
+
+
+def dividing_sets(layout: Layout, way: Way, hosts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that each do all of the work on a tensor.
+
+    Args:
+        layout: of the tensor.
+        way: who divides the work.
+        hosts: a number for each rank, in ascending order of the ranks, equal for ranks of one host. Read for "host"
+            only: copies that share a host are worked on together.
+
+    Returns:
+        Ranks in ascending order; every rank of the layout is in one of the sets.
+    """
+    if way == "divide":
+        return [tuple(sorted(layout.ranks))]
+    of_copy: dict[int, set[int]] = {}
+    for rank, copy in zip(layout.ranks, layout.copies, strict=True):
+        of_copy.setdefault(copy, set()).add(rank)
+    found = list(of_copy.values())
+    if way == "host":
+        host_of = dict(zip(sorted(layout.ranks), hosts, strict=True))
+        found = _joined([(ranks, {host_of[rank] for rank in ranks}) for ranks in found])
+    return sorted(tuple(sorted(ranks)) for ranks in found)
+
+
+def renumbered(hosts: Iterable[int]) -> list[int]:
+    """Return numbers from 0, in the order in which they come, equal where the given ones are."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host, len(numbers)) for host in hosts]
+
+
+def _joined(found: Sequence[tuple[set[int], set[int]]]) -> list[set[int]]:
+    """Return sets of ranks, with those made one that have a host in common, be it through others."""
+    joined: list[tuple[set[int], set[int]]] = []
+    for ranks, hosts in found:
+        meeting = [other for other in joined if other[1] & hosts]
+        joined = [other for other in joined if not other[1] & hosts]
+        joined.append((ranks.union(*(one for one, _ in meeting)), hosts.union(*(one for _, one in meeting))))
+    return [ranks for ranks, _ in joined]
