@@ -102,6 +102,7 @@ def cases_of(layouts):
             cases.append((layout, torch.bfloat16, TRANSPOSED, options))
         cases.append((layout, torch.bfloat16, MATRIX, {**OPTIONS[0], "state_dtype": "bf16"}))
         cases.append((layout, torch.float32, MATRIX, {**OPTIONS[0], "max_workspace_bytes": 1_000_000}))
+    cases += [(*case[:3], {**case[3], "replicas": "repeat"}) for case in cases if case[0] == "copies"]
     return cases
 
 

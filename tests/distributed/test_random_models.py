@@ -127,6 +127,8 @@ def draw(seed: int, world_size: int) -> Drawn:
     if options["cautious"] or dtype == torch.bfloat16:
         # PyTorch's fused AdamW may differ in a last bit, which makes another bfloat16 of what lies half-way.
         found.changes["state_dtype"] = choose.choice([None, "bf16"])
+    options["replicas"] = choose.choice(["auto", "divide", "repeat", "repeat"])
+    found.changes["replicas"] = choose.choice(["auto", "divide", "repeat"])
     return found
 
 
