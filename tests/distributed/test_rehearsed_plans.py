@@ -108,7 +108,7 @@ def real(rank, shape, names, sizes, dtype, options):
         optimizer.step()
     layouts = {}
     for group in optimizer.param_groups:
-        for name, param in zip(group.param_names, group["params"], strict=True):
+        for name, param in zip(group["param_names"], group["params"], strict=True):
             layouts[name] = layout_of(name, param)
     state = sum(local_tensor(value).nbytes for values in optimizer.state.values() for value in values.values())
     plan = optimizer.plan()
