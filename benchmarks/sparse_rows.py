@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import quintic
+from benchmarks.common.ranks import Team, join
 from benchmarks.common.results import (
     add_options,
     device_name,
@@ -45,8 +45,6 @@ LR = 0.01
 
 WARMUP_STEPS = 3
 
-LIMIT = timedelta(seconds=120)
-
 NOTES = """\
 **whole**: `comms="sharded"`. The others `"sharded_sparse"`, made to send touched rows always: **announced** before a
 backward pass (products of matrices that take {backward:.1f} ms), **found** in the gradient by the step. Times are those
@@ -58,21 +56,6 @@ of {steps} steps, the ways in turn; quartiles in brackets.
   busiest rank sends or receives. **rule**: what `"sharded_sparse"` would send by itself.
 - **saved**: whole less announced.
 - **differing**: entries whose bits are not those of whole after all steps so far, on the worst rank."""
-
-
-@dataclass(frozen=True)
-class Team:
-    """This process among the others."""
-
-    device: torch.device
-    control: dist.ProcessGroup
-    """All ranks, for what is not measured."""
-
-    def from_all(self, value: Any) -> list[Any]:
-        """Return what each rank gives. All ranks must call it."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self.control)
-        return found
 
 
 @dataclass
@@ -87,7 +70,7 @@ class Contestant:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Join the other processes, measure, and write."""
     options = parse(arguments)
-    team = join(options)
+    team = join(options.device, "benchmarks.sparse_rows")
     result = measure(options, team)
     if dist.get_rank() == 0:
         write_result(options.out / options.name, result, page(result))
@@ -117,21 +100,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def join(options: argparse.Namespace) -> Team:
-    """Return this process' place among those that torchrun started."""
-    if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("start it with torchrun --standalone --nproc-per-node N -m benchmarks.sparse_rows ...")
-    cuda = options.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # The machine's own name need not lead anywhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=LIMIT)
-    return Team(device, dist.new_group(backend="gloo", timeout=LIMIT))
-
-
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
@@ -154,14 +122,15 @@ def measure(options: argparse.Namespace, team: Team) -> dict[str, Any]:
                 elapsed = timed(one, gradient, tokens, backward, team)
                 if number >= WARMUP_STEPS:
                     times[one.way].append(elapsed)
-        rows.append({"touched": touched, **slowest(times, team), **volume(contestants[1], tokens, team)})
+        spreads = {way: spread(team.slowest(found)) for way, found in times.items()}
+        rows.append({"touched": touched, **spreads, **volume(contestants[1], tokens, team)})
         rows[-1]["differing"] = max(team.from_all(differing(contestants)))
     return {
         "command": options.command,
         "commit": options.commit or git_commit(),
         "device": device_name(cuda),
         "ranks": dist.get_world_size(),
-        "versions": versions() | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
+        "versions": versions(nccl=cuda),
         "table": {"rows": options.rows, "columns": options.columns, "dtype": options.dtype},
         "backward_ms": backward_ms,
         "steps": options.steps,
@@ -219,12 +188,6 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
         events[1].record()
         synchronize(cuda)
         return events[0].elapsed_time(events[1])
-
-
-def slowest(times: dict[str, list[float]], team: Team) -> dict[str, Any]:
-    """Return the spread of the slowest ranks' times by way. All ranks must call it."""
-    by_rank = team.from_all(times)
-    return {way: spread([max(of_ranks) for of_ranks in zip(*(r[way] for r in by_rank), strict=True)]) for way in times}
 
 
 def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:

@@ -28,11 +28,18 @@ def git_commit() -> str:
     return "unknown"
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """Return the versions that every result depends on, and those of further packages that are installed."""
+def versions(*packages: str, nccl: bool = False) -> dict[str, str]:
+    """Return the versions that a result depends on.
+
+    Args:
+        packages: that count besides Python, torch and Triton; those that are not installed are left out.
+        nccl: whether NCCL's counts.
+    """
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    if nccl:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in ("triton", *packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

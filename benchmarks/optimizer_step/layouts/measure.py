@@ -62,8 +62,7 @@ def measure_in_layout(job: dict[str, Any], row: Row) -> bool:
     ranks = join(job["device"], job["store"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     contestant = contestant_of(job)
     clean()
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if ranks.cuda else {}
-    row.set(part="construction", versions=versions() | nccl, device=device_name(ranks.cuda))
+    row.set(part="construction", versions=versions(nccl=ranks.cuda), device=device_name(ranks.cuda))
     subject: Subject | None = None
     error = ""
     try:
