@@ -1,7 +1,7 @@
 """Measure whether scaling rows first, as Turbo-Muon does, saves a step of orthogonalisation.
 
-    python benchmarks/aol_error.py                                          # ten minutes on two cores
-    python benchmarks/aol_error.py --loss --jobs 16 --rates 0.03 0.04       # 30 runs of the quick start
+    python -m benchmarks.aol_error                                       # ten minutes on two cores
+    python -m benchmarks.aol_error --loss --jobs 16 --rates 0.03 0.04    # 30 runs of the quick start
 
 The first trains a small GPT on the quick start's text, keeps directions that Muon orthogonalises, and compares results
 of every variant with the exact polar factor, also for made-up matrices. The second compares validation losses.
@@ -23,7 +23,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository's quintic, also if not installed
-
+from benchmarks.common.results import print_table, recorded_command
 from quintic.data.dataset import Dataset
 from quintic.data.shards import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
@@ -211,10 +210,6 @@ def directions(config: Config, dataset: Dataset) -> dict[tuple[int, int, int], l
     return dict(sorted(found.items()))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print(*("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)), "", sep="\n", flush=True)
-
-
 def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
@@ -228,7 +223,7 @@ def error_page(config: Config, dataset: Dataset, side: int) -> None:
     for name, variant in VARIANTS.items():
         own = zip(*(one[name] for found in errors.values() for one in found), strict=True)
         rows.append([variant.label, *map(spread, own)])
-    table(["variant", "distance", "in fp16", "in bf16", "bias", "singular", "cosine", "orthogonality"], rows)
+    print_table(["variant", "distance", "in fp16", "in bf16", "bias", "singular", "cosine", "orthogonality"], rows)
     print("## Distance by shape and step: medians\n")
     norms = torch.linalg.matrix_norm
     ranks = [statistics.median(float(norms(x) / norms(x, 2)) ** 2 for x in found) for found in kept.values()]
@@ -237,13 +232,13 @@ def error_page(config: Config, dataset: Dataset, side: int) -> None:
         medians = [statistics.median(one[name].distance for one in found) for found in errors.values()]
         rows.append([variant.label, *(f"{median:.3f}" for median in medians)])
     heads = [f"{m} x {n}, step {step} ({len(found)})" for (step, m, n), found in kept.items()]
-    table(["variant", *heads], rows)
+    print_table(["variant", *heads], rows)
     print(f"## Made-up matrices, {side} x {2 * side}: distance / bias\n")
     made = {name: errors_of(x) for name, x in made_up(side)}
     rows = []
     for name, variant in VARIANTS.items():
         rows.append([variant.label, *(f"{one[name].distance:.3f} / {one[name].bias:.3f}" for one in made.values())])
-    table(["variant", *made], rows)
+    print_table(["variant", *made], rows)
 
 
 def final_loss(name: str, rate: float, seed: int, config: Config, dataset: Path) -> float:
@@ -271,7 +266,7 @@ def loss_page(config: Config, dataset: Dataset, options: argparse.Namespace) -> 
         own = [losses[name, rate, seed] for seed in options.seeds]
         more = [losses[name, rate, seed] - losses["five", rate, seed] for seed in options.seeds]
         rows.append([VARIANTS[name].label, f"{rate:g}", spread(own), spread(more)])
-    table(["variant", "learning rate", "loss (nats per token)", "more than today's with the same seed"], rows)
+    print_table(["variant", "learning rate", "loss (nats per token)", "more than today's with the same seed"], rows)
 
 
 def main() -> None:
@@ -290,7 +285,7 @@ def main() -> None:
     facts, versions = machine_facts(choose_hardware(config.run)), package_versions()
     machine = f"{facts['cores']}-core {facts['cpu']} CPU" if facts["device"] == "CPU" else f"one {facts['device']}"
     print(f"# {'Losses' if options.loss else 'Errors'} with and without AOL scaling\n")
-    print(f"`{shlex.join(['python', 'benchmarks/aol_error.py', *sys.argv[1:]])}`; {machine},", end=" ")
+    print(f"`{recorded_command('benchmarks.aol_error', sys.argv[1:], {})}`; {machine},", end=" ")
     print(f"model in {facts['dtype']}; Python {versions['python']}, torch {versions['torch']}.\n")
     loss_page(config, dataset, options) if options.loss else error_page(config, dataset, options.side)
 

@@ -14,12 +14,12 @@ import itertools
 import math
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from benchmarks.common.results import recorded_command, table
+from benchmarks.common.results import print_table, recorded_command
 from quintic.optim.polar import orthogonalize as module
 from quintic.optim.polar.coefficients import (
     SAFETY,
@@ -138,11 +138,6 @@ class Exact:
         singular = (rotated.diagonal(dim1=-2, dim2=-1) - self.s).abs().amax(-1)
         difference = out.double() - (self.u * self.s.unsqueeze(-2)) @ self.vh
         return torch.linalg.vector_norm(difference, dim=(-2, -1)) / self.norm, singular
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table."""
-    print("\n".join(table(head, rows)) + "\n", flush=True)
 
 
 def number(value: float) -> str:

@@ -144,6 +144,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a Markdown table and an empty line."""
+    print("\n".join(table(heads, rows)) + "\n", flush=True)
+
+
 def middle(row: Mapping[str, Any], name: str) -> str:
     """Return the median of a time with three digits, or a dash."""
     if name not in row:

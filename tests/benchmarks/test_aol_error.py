@@ -3,7 +3,6 @@
 import functools
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ from hypothesis import strategies as st
 from tiny_runs import write_text_folder
 
 import quintic
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import aol_error
+from benchmarks import aol_error
 
 SCALINGS = [
     aol_error.frobenius,
