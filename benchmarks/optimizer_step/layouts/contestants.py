@@ -206,6 +206,15 @@ LAYOUT_CONTESTANTS = (
         graph=True,
         preload=("torch", "torch.distributed.tensor"),
     ),
+    # Each copy's ranks do all of the work, and send nothing to other copies.
+    LayoutContestant(
+        name="quintic-repeat",
+        family="quintic",
+        layouts=("hsdp",),
+        build=_quintic(replicas="repeat"),
+        graph=True,
+        preload=("torch", "torch.distributed.tensor"),
+    ),
     # What the speedrun's optimizer does: the neurons' statistics, cautious decay, and low bits of the weights kept.
     LayoutContestant(
         name="quintic-speedrun",

@@ -34,6 +34,7 @@ Medians of n steps; of each step the time of the slowest rank.
   for its own: efficiency of the work's division. Nothing but the orthogonalisation of random numbers, in the batches of
   the plan, on all ranks at the same time with busy devices.
 - **quintic-engines**: the same with `transport="copy_engines"`.
+- **quintic-repeat**: the same with `replicas="repeat"`, of which there is something to see with four ranks or more.
 - **sent**: what leaves a rank in a step's collectives, or messages, at most. **state**: on a rank, at most.
 - **peak**: most memory allocated over weights and gradients, with the first step. **temporary**: the same of a later
   step over state, too, and what Quintic's plan promises, of the rank where the former is largest; bold where any needs
