@@ -85,10 +85,13 @@ def plans_of(optimizer, mesh, names, node_size):
     return [build_plan(groups, divided_layouts(groups, layouts, choices, hosts, rank), rank) for rank in ranks]
 
 
-def bytes_sent(bucket, normalizes):
-    """What one rank sends for a bucket, by the exchange of this rank."""
+def bytes_sent(bucket, normalizes, nodes=None):
+    """What one rank sends for a bucket, by the exchange of this rank; with `nodes`, what it sends to other ones."""
     exchange = bucket.travel.exchange
-    others = len(exchange.ranks) - 1
+    here = exchange.position
+    nodes = exchange.ranks if nodes is None else [nodes[rank] for rank in exchange.ranks]
+    elsewhere = [other for other, node in enumerate(nodes) if node != nodes[here]]
+    others = len(elsewhere)
     directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
     updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
     # Padded to the longest, but where few ranks own anything: they broadcast it.
@@ -96,14 +99,13 @@ def bytes_sent(bucket, normalizes):
     factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.travel.kinds) * normalizes
     if exchange.is_replicated:
         return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors
-    here = exchange.position
-    gather = sum(exchange.gather_sends()) - exchange.gather_sends()[here]
-    scatter = sum(exchange.scatter_sends()) - exchange.scatter_sends()[here]
+    gather = sum(exchange.gather_sends()[other] for other in elsewhere)
+    scatter = sum(exchange.scatter_sends()[other] for other in elsewhere)
     return gather * directions + scatter * updates + factors
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MESHES), sizes, options, st.sampled_from([None, 1, 2, 4]))
+@given(st.sampled_from(MESHES), sizes, options, st.sampled_from([None, 1, 2, 3, 4]))
 def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, node_size):
     mesh, names = where
     optimizer = optimizer_of(decoder(**sizes).to(torch.bfloat16), **options)
@@ -121,6 +123,9 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, n
             for one in buckets
         )
         assert sum(load.cargo is not None for load in loads) == sum(bucket.travels for bucket in buckets)
+        nodes = [other // (node_size or 64) for other in range(rehearsal.num_ranks)]
+        crossing = sum(bytes_sent(bucket, normalizes, nodes) for bucket in buckets if bucket.travels)
+        assert rehearsal.bytes_between[rank] == crossing
         # Of what AdamW updates these plans have the whole.
         sizes = [int(load.workspace_bytes[rank]) for load in rehearsal.loads if not load.shapes]
         alone = max([*sizes, *(bucket.workspace_bytes for bucket in buckets if not bucket.travels)], default=0)

@@ -186,6 +186,13 @@ def test_a_rehearsal_tells_what_crosses_between_nodes():
     assert rehearsed(64, 8, (2, 4), None, replicas="divide").bytes_between.tolist() == [0] * 8
 
 
+def test_a_copy_on_two_nodes_is_not_like_one_on_a_single_node():
+    # Each rank of the second copy sends half of four matrices, and then half of the other four's updates.
+    assert rehearsed(64, 8, (3, 2), 3, replicas="repeat").bytes_between.tolist() == [
+        *(0, 0, 4 * 64 * 64 * 2, 4 * 64 * 64 * 2, 0, 0)
+    ]
+
+
 def test_a_node_without_ranks_is_an_error():
     with pytest.raises(ConfigError, match="node_size=0: give at least one rank"):
         rehearsed(64, 8, (2, 2), 0)
