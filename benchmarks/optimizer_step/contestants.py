@@ -171,6 +171,7 @@ CONTESTANTS = (
         family="quintic",
         dtypes=("bf16",),
     ),
+    Contestant(name="quintic-bf16-state", build=_quintic(orthogonalizer="auto", state_dtype="bf16"), family="quintic"),
     Contestant(name="quintic-neuron", build=_quintic(orthogonalizer="auto", normalize="neuron"), family="quintic"),
     Contestant(name="quintic-polar-express", build=_quintic(orthogonalizer="polar_express"), family="quintic"),
     Contestant(name="quintic-gram", build=_quintic(orthogonalizer="gram"), family="quintic"),

@@ -113,6 +113,8 @@ class OptimConfig:
     """How Muon orthogonalises its updates; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron"] | None = None
     """'neuron' is NorMuon: updates evened out per neuron; None is plain Muon."""
+    state_dtype: Literal["bf16"] | None = None
+    """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
     weight_decay: float = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls linearly to zero over the run."""
     adamw_weight_decay: float = 0.1
@@ -138,7 +140,14 @@ class OptimConfig:
             weight_decay=self.weight_decay,
             adamw_weight_decay=self.adamw_weight_decay,
         )
-        _check_below_one(momentum=self.momentum, momentum_start=self.momentum_start, beta1=self.beta1, beta2=self.beta2)
+        averages = {name: getattr(self, name) for name in ("momentum", "momentum_start", "beta1", "beta2")}
+        _check_below_one(**averages)
+        if self.state_dtype is not None:
+            from quintic.optim.rules.narrow_state import MOST_OF_BF16
+
+            for name, value in averages.items():
+                if value > MOST_OF_BF16:
+                    raise ConfigError(f"{_option(name)} {value}: must be at most {MOST_OF_BF16} with bfloat16 state")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,8 @@ class RehearsalOptions:
     """'neuron' for NorMuon."""
     master: Literal["fp32", "mantissa"] | None = None
     """What stands behind bfloat16 parameters."""
+    state_dtype: Literal["bf16"] | None = None
+    """'bf16' for momentum and moments in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,7 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
         # A CPU without bfloat16 instructions multiplies float32 faster; CUDA devices have every method's own dtype.
         compute_dtype=None if model.head.weight.is_cuda or optim.orthogonalizer == "svd" else model.compute_dtype,
         normalize=optim.normalize,
+        state_dtype=optim.state_dtype,
         betas=(optim.beta1, optim.beta2),
         eps=1e-10,
     )

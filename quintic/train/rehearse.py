@@ -34,6 +34,7 @@ def rehearsal_text(options: "RehearsalOptions") -> str:
             normalize=options.normalize,
             master=options.master,
             replicas=options.replicas,
+            state_dtype=options.state_dtype,
         )
         rehearsal = rehearse(optimizer, mesh, names, node_size=options.node_size)
     except ConfigError as error:

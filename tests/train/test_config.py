@@ -161,6 +161,14 @@ def test_a_number_out_of_range_names_its_option(section: Any, name: str, bad: An
         section(**{name: bad})
 
 
+@pytest.mark.parametrize("name", ["momentum", "momentum_start", "beta1", "beta2"])
+def test_bfloat16_state_needs_averages_that_it_can_follow(name: str) -> None:
+    OptimConfig(**{name: 0.999})
+    OptimConfig(state_dtype="bf16", **{name: 0.98})
+    with pytest.raises(ConfigError, match=rf"^--{name.replace('_', '-')} 0\.999: must be at most 0\.98 with bfloat16"):
+        OptimConfig(state_dtype="bf16", **{name: 0.999})
+
+
 def test_a_given_tokenizer_makes_the_size_of_the_vocabulary_unimportant() -> None:
     assert DataConfig(tokenizer="gpt2", vocab_size=1).tokenizer == "gpt2"
 

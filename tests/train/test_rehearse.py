@@ -112,6 +112,15 @@ def test_plan_tells_what_crosses_between_nodes(capsys):
     assert "copies on 16 ranks: those of each copy divide the work" in printed["auto"].splitlines()[-1]
 
 
+def test_plan_counts_bfloat16_state(capsys):
+    found = []
+    for more in ([], ["--state-dtype", "bf16"]):
+        assert main(["plan", "--model", "gpt2", "--mesh", "2", "--layout", "fsdp", *more]) == 0
+        [state] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("state")]
+        found.append(numbers(state)[0])
+    assert found[1] == pytest.approx(found[0] / 2, rel=0.01)
+
+
 def test_help_names_the_options_of_both(capsys):
     assert main(["plan", "--model", "gpt2", "--help"]) == 0
     printed = capsys.readouterr().out

@@ -95,6 +95,7 @@ def test_a_run_killed_after_any_step_resumes_exactly(
     "changes",
     [
         {"normalize": "neuron"},
+        {"state_dtype": "bf16"},
         {"optimizer": "adamw", "cautious": False},
         {"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16},
     ],
