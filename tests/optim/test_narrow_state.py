@@ -16,6 +16,7 @@ import quintic
 from quintic.optim.interchange import export_torch_state, import_state, import_torch_state
 from quintic.optim.rules.narrow_state import MOST_OF_BF16, dtype_of_averages
 from quintic.optim.rules.update import adamw_, momentum_
+from quintic.optim.step import pipeline
 
 AVERAGES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 ORTHOGONALIZE = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -144,6 +145,16 @@ def test_a_first_step_is_that_of_float32_state(dtype, options, master):
     assert {value.dtype for value in averages(narrow, optimizer).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_are_not_left_to_the_fused_kernel(dtype, monkeypatch):
+    """It rounds last bits by where an entry lies, and bfloat16 makes whole steps of them."""
+    monkeypatch.setattr(pipeline, "torch_adamw", None)
+    stepped(dtype, state_dtype="bf16")
+    if dtype == torch.float32:
+        with pytest.raises(TypeError, match="not callable"):
+            stepped(dtype)
+
+
 def test_the_default_keeps_float32():
     params, optimizer = stepped()
     twin_params, twin = stepped(state_dtype=None)
@@ -210,6 +221,17 @@ def test_host_memory_is_half_as_much():
         plan = optimizer_of(params, offload=True, state_dtype=state_dtype).plan()
         found.append(sum(bucket.offloaded.num_bytes for bucket in plan))
     assert found[1] * 2 == found[0] == 4 * (30 + 24 + 7 + 0 + 2 * 36 + 2)
+
+
+def test_twice_as_many_entries_are_brought_from_the_host_at_a_time():
+    loads = []
+    for state_dtype in (None, "bf16"):
+        groups = [{"params": [nn.Parameter(torch.ones(900))], "algorithm": "adamw"}]
+        optimizer = quintic.Muon(groups, offload=True, max_workspace_bytes=3 * 4000, state_dtype=state_dtype)
+        [bucket] = optimizer.plan()
+        loads.append(bucket.offloaded.num_loads)
+    # Of 8 bytes each 448 fit (a multiple of 64), of 4 bytes 960.
+    assert loads == [3, 1]
 
 
 def test_the_explanation_tells_of_half_the_state():
@@ -414,8 +436,6 @@ def test_verify_finds_a_right_step_right_and_rounding_twice_wrong(monkeypatch):
     model = nn.ParameterDict(params)
     give(params, 5)
     assert quintic.verify(model, optimizer).ok, str(quintic.verify(model, optimizer))
-
-    from quintic.optim.step import pipeline
 
     def stale(momenta, gradients, **options):
         found = momentum_(momenta, gradients, **options)
