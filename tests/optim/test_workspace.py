@@ -13,11 +13,12 @@ from torch import nn
 from quintic import Experts, Heads, Matrix, Muon, Rows
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.plan.members import direction_dtype
-from quintic.optim.plan.memory.workspace import Matrices, polar_work
+from quintic.optim.plan.memory.workspace import Matrices, directions_bytes, polar_work
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.program import products_of, run_products, run_queue
+from quintic.optim.rules.update import momentum_
 from quintic.rehearsal.rehearse import rehearse
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -173,6 +174,27 @@ def test_bounds_for_any_device_grow_with_the_number_of_matrices(method, m, n, ei
     exact = polar_work(form, batch, m, n, of._replace(anywhere=False))
     assert exact.peak <= fewer.peak
     assert exact.kept <= fewer.kept
+
+
+# -- the first pass --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_plain_directions_allocate(dtype, state, direction, nesterov):
+    gradient, momentum = torch.randn(300, 400).to(dtype), torch.zeros(300, 400, dtype=state)
+
+    def run():
+        out = [torch.empty(300, 400, dtype=direction)]
+        return momentum_([momentum], [gradient], mu=0.9, nesterov=nesterov, out=out)
+
+    peak = peak_bytes(run)
+    of = Matrices(dtype, CPU, "torch", False, narrow=state == torch.bfloat16)
+    planned = directions_bytes(gradient.numel(), direction, of)
+    # Without looking ahead nothing is new but what is widened.
+    assert peak <= planned == peak + (0 if nesterov else 4 * gradient.numel())
 
 
 # -- whole steps -----------------------------------------------------------------------------------------------------
