@@ -137,6 +137,7 @@ KEPT = {
     "process_group": (None, None),
     "comms": ("averaged", "none"),
     "transport": ("copy_engines", "collectives"),
+    "replicas": ("repeat", "auto"),
     "offload": (True, False),
     "max_workspace_bytes": (1000, 2**31),
     "state_dtype": ("bf16", None),
