@@ -5,6 +5,7 @@ many small matrices is launches. Here the answer is kept under what it depends o
 directly.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from quintic.kernels.jit import triton
 
-__all__ = ["launch"]
+__all__ = ["launch", "variants"]
 
 # What is compiled for a device and arguments like these, and the constants, in the order of the kernel's signature.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -43,7 +44,7 @@ def _launch_here(
     kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     # Kernels are compared by address: they hash their source. Those that are compiled for are never collected.
-    key = (id(kernel), device, *map(variant, args), *options.items())
+    key = (id(kernel), device, *variants(args), *options.items())
     found = _compiled.get(key)
     if found is None or _is_watched():
         _check_descriptors(args)
@@ -67,20 +68,24 @@ def _is_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
-def variant(arg: Any) -> Any:
-    """Return what differs between two values of a parameter wherever Triton compiles them differently."""
-    kind = type(arg)
-    if kind is int:
-        # A one is a constant, multiples of 16 promise alignment, and large numbers need wider types.
-        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63)
-    if kind is float:
-        return float
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if kind is bool or arg is None:
-        return kind, arg
-    base = arg.base
-    return base.dtype, base.data_ptr() % 16 == 0, tuple(arg.block_shape)
+def variants(args: Iterable[Any]) -> list[Any]:
+    """Return what differs between two values of each parameter wherever Triton compiles them differently."""
+    found: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is int:
+            # A one is a constant, multiples of 16 promise alignment, and large numbers need wider types.
+            found.append(1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
+        elif kind is float:
+            found.append(float)
+        elif isinstance(arg, Tensor):
+            found.append((arg.dtype, arg.data_ptr() % 16 == 0))
+        elif kind is bool or arg is None:
+            found.append((kind, arg))
+        else:
+            base = arg.base
+            found.append((base.dtype, base.data_ptr() % 16 == 0, tuple(arg.block_shape)))
+    return found
 
 
 def _check_descriptors(args: tuple[Any, ...]) -> None:

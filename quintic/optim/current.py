@@ -53,6 +53,8 @@ class Current:
         self.runner: Runner | None = None
         """Of the plan, if there is one."""
         self._upkeep = Upkeep()
+        self.qk_clip: QKClip | None = None
+        """Of the first group that has one."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
         """How many sets of ranks had told each other of their hosts when the plan was made."""
@@ -194,6 +196,7 @@ class Current:
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
             groups.append(group)
         self.groups = groups
+        self.qk_clip = next((group.qk_clip for group in groups if group.qk_clip is not None), None)
         if must_plan:
             self.outdate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:

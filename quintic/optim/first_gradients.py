@@ -53,8 +53,8 @@ class FirstGradients:
                 f"optimizer has the old ones: make it afterwards; quintic.verify(model, optimizer) names them"
             )
 
-    def ask_others(self, present: Iterable[Tensor]) -> None:
-        """Begin to find out whether other ranks have gradients, after the step.
+    def ask_others(self, present: Iterable[Tensor]) -> bool:
+        """Begin to find out whether other ranks have gradients, after the step. Return whether nothing is left to do.
 
         Args:
             present: () on a device, whether any rank of those that share parameters has one; looked at only if this
@@ -63,6 +63,7 @@ class FirstGradients:
         if self._suspect and self._present is None:
             self._present = list(map(HostCopy, present))
             self._warn()
+        return self._is_over and not self._suspect
 
     def _warn(self) -> None:
         """Warn, as soon as all answers are there; the host waits for none of them."""

@@ -2,8 +2,8 @@
 
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
-is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `pipeline.py`. Where matrices lie on several
-ranks: `travel.py`.
+is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `bucket_step.py`. Where matrices lie on several
+ranks: `travel_step.py`.
 """
 
 from collections import defaultdict
@@ -361,22 +361,27 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, steps_made = self._connected(), self._steps_made
+        runner, steps_made, groups = self._connected(), self._steps_made, self._current.groups
         pending_steps = self._pending_steps()
-        runner.agreements.check_sums(pending_steps)
+        if not runner.is_alone:
+            runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])
-        steps_made.first_gradients.look(self._current.groups, may_lack=closure is not None and loss is None)
+        first = steps_made.first_gradients
+        if first is not None:
+            first.look(groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
         done = runner.step(pending_steps, steps_made.num_steps)
-        steps_made.first_gradients.ask_others(runner.agreements.any_present())
+        if first is not None and first.ask_others(runner.agreements.any_present()):
+            steps_made.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        for group, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
-            group["pending_steps"] = pending
-        waiting = sum(len(group.params) for group, n in zip(self._current.groups, pending_steps, strict=True) if n)
-        steps_made.count(done, waiting=waiting, clipped_layers=len(qk_logits or {}))
-        self._current.rows.check(wait=False)
+        for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
+            dictionary["pending_steps"] = pending
+        waiting = [len(group.params) for group, n in zip(groups, pending_steps, strict=True) if n]
+        steps_made.count(done, waiting=sum(waiting), clipped_layers=len(qk_logits or {}))
+        if self._current.rows.tables:
+            self._current.rows.check(wait=False)
         return loss
 
     @opaque
@@ -445,7 +450,7 @@ class Muon(Optimizer):
         """
         self._cycled.follow()
         if self._current.runner is not None:
-            self._current.runner.upload_hyperparameters()
+            self._planned().upload_hyperparameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
@@ -509,7 +514,7 @@ class Muon(Optimizer):
 
     def _start_qk_step(self, runner: Runner, qk_logits: Mapping[str | int, Tensor]) -> QKStep | None:
         """Begin QK-clip of a step, if it was asked for; every mistake in `qk_logits` is found here."""
-        qk_clip = next((group.qk_clip for group in self._current.groups if group.qk_clip is not None), None)
+        qk_clip = self._current.qk_clip
         if qk_clip is None:
             if qk_logits:
                 raise ValueError(

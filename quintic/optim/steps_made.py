@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.step.runner import Done
-from quintic.optim.step.telemetry import StepReport
+from quintic.optim.step.telemetry import Counts, StepReport, report_of
 
 __all__ = ["StepsMade"]
 
@@ -17,8 +17,10 @@ class StepsMade:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.first_gradients = FirstGradients()
-        self._report = StepReport()
+        self.first_gradients: FirstGradients | None = FirstGradients()
+        """None when there is nothing to find out any more."""
+        self._counts: list[Counts] = []
+        self._waiting = self._clipped_layers = 0
         self._go: Tensor | None = None
         """() int32 on a device: 0 if non-finite gradients stopped the last step; None if it asked nobody."""
         self._skipped: Tensor | None = None
@@ -38,12 +40,18 @@ class StepsMade:
             if self._skipped is None:
                 self._skipped = torch.zeros((), dtype=torch.int64, device=self._go.device)
             self._skipped += 1 - self._go
-        self._report = replace(done.report, waiting=waiting, clipped_layers=clipped_layers)
+        self._counts, self._waiting, self._clipped_layers = done.counts, waiting, clipped_layers
 
     def report(self) -> StepReport:
         """Return what the last step did; waits for the device."""
         skipped_steps = int(self._skipped) if self._skipped is not None else 0
-        return replace(self._report, skipped=self._go is not None and not bool(self._go), skipped_steps=skipped_steps)
+        return replace(
+            report_of(self._counts),
+            waiting=self._waiting,
+            clipped_layers=self._clipped_layers,
+            skipped=self._go is not None and not bool(self._go),
+            skipped_steps=skipped_steps,
+        )
 
     def copy(self) -> "StepsMade":
         """Return what is known now, which later steps do not change."""
@@ -55,7 +63,8 @@ class StepsMade:
     def restore(self, kept: "StepsMade") -> None:
         """Take back what was known when `copy` was called."""
         self.num_steps, self.first_gradients = kept.num_steps, kept.first_gradients
-        self._report, self._go = kept._report, kept._go
+        self._counts, self._waiting, self._clipped_layers = kept._counts, kept._waiting, kept._clipped_layers
+        self._go = kept._go
         if kept._skipped is None or self._skipped is None:
             self._skipped = kept._skipped
         else:

@@ -16,7 +16,7 @@ from trajectories import CASES, Layout
 
 import quintic
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.step import travel_step
+from quintic.optim.step import operands
 from quintic.optim.step.runner import Runner
 
 # Second moments everywhere; where it is hardest also masters that are two tensors, and directions in 16 bits.
@@ -140,7 +140,7 @@ def check_broken(rank, world_size):
 
     # Rank 2 computes another learning-rate scale.
     optimizer.current.forget_plan()
-    scale = mock.patch.object(travel_step, "lr_scale_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
+    scale = mock.patch.object(operands, "lr_scale_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
     with scale:
         report = quintic.verify(model, optimizer)
     said_by_all(report)

@@ -21,9 +21,10 @@ from quintic.optim.plan.members import Member
 from quintic.optim.polar.orthogonalize import apply_form, resolve
 from quintic.optim.rules.device_memory import DeviceHyperparameters
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.step import pipeline
+from quintic.optim.step import updates
 from quintic.optim.step.device_passes import DeviceMemory, DevicePasses
 from quintic.optim.step.operands import Operands
+from quintic.optim.step.plain_passes import PlainPasses
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -415,7 +416,7 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
-    monkeypatch.setattr(pipeline, "orthogonalized", lambda directions, form, bucket, group: directions)
+    monkeypatch.setattr(updates, "orthogonalized", lambda directions, form, bucket, group: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
     optimizer = Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], kernels="triton")
@@ -522,16 +523,16 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         params = [nn.Parameter(pair[0].clone()) for pair in pairs]
         common = {"momentum": 0.8, "weight_decay": 0.1, "compute_dtype": torch.float32, **options}
         optimizer = Muon(params, kernels=kernels, **common)
-        bucket, group = optimizer.plan().buckets[0], optimizer.param_groups[0]
+        bucket, group = optimizer.plan().buckets[0], optimizer.typed_groups[0]
         states = [optimizer.state[param] for param in params]
         active = Operands(members, [param.detach() for param in params], [pair[1] for pair in pairs], states, 5)
         if kernels == "triton":
             hyperparameters = DeviceHyperparameters(torch.device(DEVICE))
-            hyperparameters.update(group)
+            hyperparameters.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), 1.0)
             go = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
             passes = DevicePasses(bucket, group, active, DeviceMemory(), hyperparameters, go)
         else:
-            passes = pipeline.PlainPasses(bucket, group, active, flags)
+            passes = PlainPasses(bucket, group, active, flags)
         directions = passes.directions()
         passes.apply(update, factors)
         found.append((directions[stepped], params, [state[key] for state in states for key in sorted(state)]))

@@ -16,7 +16,7 @@ import quintic
 from quintic.optim.interchange import export_torch_state, import_state, import_torch_state
 from quintic.optim.rules.narrow_state import MOST_OF_BF16, dtype_of_averages
 from quintic.optim.rules.update import adamw_, momentum_
-from quintic.optim.step import pipeline
+from quintic.optim.step import plain_passes
 
 AVERAGES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 ORTHOGONALIZE = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -148,7 +148,7 @@ def test_a_first_step_is_that_of_float32_state(dtype, options, master):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_are_not_left_to_the_fused_kernel(dtype, monkeypatch):
     """It rounds last bits by where an entry lies, and bfloat16 makes whole steps of them."""
-    monkeypatch.setattr(pipeline, "torch_adamw", None)
+    monkeypatch.setattr(plain_passes, "torch_adamw", None)
     stepped(dtype, state_dtype="bf16")
     if dtype == torch.float32:
         with pytest.raises(TypeError, match="not callable"):
@@ -443,7 +443,7 @@ def test_verify_finds_a_right_step_right_and_rounding_twice_wrong(monkeypatch):
             momentum.mul_(1 + 2.0**-6)  # two or three numbers on
         return found
 
-    monkeypatch.setattr(pipeline, "momentum_", stale)
+    monkeypatch.setattr(plain_passes, "momentum_", stale)
     report = quintic.verify(model, optimizer)
     assert not report.ok
     assert "momentum_buffer" in str(report)

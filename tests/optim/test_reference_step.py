@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split, reference_step, verify
-from quintic.optim.step import operands, pipeline
+from quintic.optim.step import operands, plain_passes, updates
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float64}
 FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -296,7 +296,7 @@ def test_the_matrix_that_is_wrong_is_named(monkeypatch):
     model = Model()
     give(model, 0)
     optimizer = Muon(model.groups(), **FLOAT32)
-    right = pipeline.orthogonalized
+    right = updates.orthogonalized
 
     def swapped(directions, form, bucket, group):
         update = right(directions, form, bucket, group)
@@ -304,7 +304,7 @@ def test_the_matrix_that_is_wrong_is_named(monkeypatch):
             update[1] = update[1].flip(0)
         return update
 
-    monkeypatch.setattr(pipeline, "orthogonalized", swapped)
+    monkeypatch.setattr(updates, "orthogonalized", swapped)
     report = verify(model, optimizer)
     (wrong,) = report.wrong
     assert (wrong.name, wrong.tensor, wrong.matrix, wrong.num_matrices, wrong.ranks) == ("bank", "weight", 1, 3, (0,))
@@ -319,7 +319,7 @@ def test_wrong_state_is_found(monkeypatch):
     model = Model()
     give(model, 0)
     optimizer = Muon(model.groups(), **FLOAT32)
-    right = pipeline.momentum_
+    right = plain_passes.momentum_
 
     def late(momenta, gradients, **options):
         found = right(momenta, gradients, **options)
@@ -327,7 +327,7 @@ def test_wrong_state_is_found(monkeypatch):
             momentum *= 1.001
         return found
 
-    monkeypatch.setattr(pipeline, "momentum_", late)
+    monkeypatch.setattr(plain_passes, "momentum_", late)
     report = verify(model, optimizer)
     assert {wrong.tensor for wrong in report.wrong} == {"momentum_buffer"}
     assert report.worst.relative == pytest.approx(1e-3, rel=1e-2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from quintic import Experts, Heads, Muon, Rows, Split
 from quintic.optim.step.operands import BucketMemory
-from quintic.optim.step.pipeline import PlainPasses
+from quintic.optim.step.plain_passes import PlainPasses
 
 EXACT = {"compute_dtype": torch.float64}
 

@@ -273,7 +273,7 @@ def test_large_tensors_in_pieces_have_the_same_bits(piece, master, cautious, mon
 def test_pieces_are_no_larger_than_they_may_be(shape, monkeypatch):
     monkeypatch.setattr(update_module, "_PIECE", 200)
     tensor = torch.arange(math.prod(shape)).view(shape)
-    pieces = [piece for (piece,) in update_module._pieces([tensor])]
+    pieces = [piece for (piece,) in update_module.in_pieces([tensor], entries=200)]
     assert max(piece.numel() for piece in pieces) <= 200
     assert sorted(torch.cat([piece.flatten() for piece in pieces]).tolist()) == list(range(tensor.numel()))
     assert len(pieces) <= 2 * tensor.numel() / 200

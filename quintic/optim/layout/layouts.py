@@ -230,18 +230,20 @@ def local_gradient(param: Tensor) -> Tensor | None:
 
 def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return `local_gradient` of many parameters."""
+    gradients = [param.grad for param in params]
     kind = _dtensor_type()
-    found = [(param, param.grad) for param in params]
-    return [
-        _local_gradient(param, gradient) if isinstance(gradient, kind) and isinstance(param, kind) else gradient
-        for param, gradient in found
-    ]
+    if kind == ():
+        return gradients
+    rows = zip(params, gradients, strict=True)
+    return [_local_gradient(p, g) if isinstance(g, kind) and isinstance(p, kind) else g for p, g in rows]
 
 
 def _local_gradient(param: Any, gradient: Any) -> Tensor:
-    if gradient.placements != param.placements:
+    # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
+    if gradient._spec is not param._spec and gradient.placements != param.placements:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return _waited_for(gradient._local_tensor)
+    local: Tensor = gradient._local_tensor
+    return local if type(local) is Tensor else _waited_for(local)
 
 
 def _waited_for(local: Tensor) -> Tensor:

@@ -99,6 +99,12 @@ class Exchange:
         return tuple(0 if piece is None else math.prod(size_of(piece)) for piece in self.pieces)
 
     @cached_property
+    def _places(self) -> list[tuple[slice, ...]]:
+        """Where each rank's pieces are in a batch of whole units."""
+        whole = tuple((0, size) for size in self.unit_shape)
+        return [() if piece is None else (slice(None), *relative(piece, whole)) for piece in self.pieces]
+
+    @cached_property
     def _same_copy(self) -> tuple[bool, ...]:
         return tuple(copy == self.copies[self.position] for copy in self.copies)
 
@@ -154,10 +160,10 @@ class Exchange:
         if self.is_local or self.is_replicated:
             return received.view(self.num_owned, *self.unit_shape)
         units = received.new_empty((self.num_owned, *self.unit_shape))
-        for part, box in zip(received.split(self.gather_receives()), self.pieces, strict=True):
+        for part, place in zip(received.split(self.gather_receives()), self._places, strict=True):
             if part.numel():
-                assert box is not None
-                self._within(units, box).copy_(part.view(self.num_owned, *size_of(box)))
+                target = units[place]
+                target.copy_(part.view(target.shape))
         return units
 
     def scatter(self, units: Tensor, channel: Channel) -> Pending:
@@ -174,10 +180,10 @@ class Exchange:
             return self.all_gather(units, channel)
         sends = self.scatter_sends()
         send = units.new_empty(sum(sends))
-        for part, box in zip(send.split(sends), self.pieces, strict=True):
+        for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():
-                assert box is not None
-                part.view(self.num_owned, *size_of(box)).copy_(self._within(units, box))
+                source = units[place]
+                part.view(source.shape).copy_(source)
         return channel.all_to_all(send, self._scattering)
 
     def pieces_of(self, received: Tensor) -> Tensor:
@@ -216,10 +222,6 @@ class Exchange:
             return received
         parts = received.split(most)
         return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
-
-    def _within(self, units: Tensor, box: Box) -> Tensor:
-        whole = tuple((0, size) for size in self.unit_shape)
-        return units[(slice(None), *relative(box, whole))]
 
 
 def _shape_of(box: Box | None, unit_shape: Sequence[int]) -> tuple[int, ...]:

@@ -183,7 +183,7 @@ def _is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form 
 def _workspace_bytes(
     count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
-    """Return an upper bound of what `pipeline.step_matrices` allocates.
+    """Return an upper bound of what `local_step.py` allocates.
 
     Args:
         count: matrices.

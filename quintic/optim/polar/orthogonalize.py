@@ -139,7 +139,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     _check_matrices(x)
     if (x.is_cuda or kernels == "triton") and not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()  # kernels take no gaps, and strides must not decide which kernels run
-    on_device = choose_kernels(kernels, x) == "triton" and not x.requires_grad
+    on_device = kernels != "torch" and choose_kernels(kernels, x) == "triton" and not x.requires_grad
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=dtype or form.compute_dtype, device=x.device)
     with nothing_ambient(x.device.type, form.compute_dtype):

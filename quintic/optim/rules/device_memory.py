@@ -64,6 +64,10 @@ class DeviceHyperparameters:
     def __init__(self, device: torch.device) -> None:
         self.values = torch.zeros(len(HYPERPARAMETERS), dtype=torch.float64, device=device)
         self._uploaded: tuple[float, ...] | None = None
+        self.is_of: object = None
+        """For who looks after it: what the values are those of."""
+        self.is_live = False
+        """Whether a value is a tensor on the device, which may change there."""
 
     def update(self, found: Sequence[float | Tensor], lr_ratio: float) -> None:
         """Bring the device's values up to date.
@@ -78,6 +82,7 @@ class DeviceHyperparameters:
             RuntimeError: a number changed since the last upload and a CUDA graph is being captured.
         """
         live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
+        self.is_live = any(live)
         lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
         numbers = (lr * lr_ratio, *others)
         if numbers != self._uploaded:

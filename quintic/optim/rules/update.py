@@ -17,6 +17,7 @@ no function changes a gradient. On CUDA devices kernels compute the same in one 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "LrScale",
     "adamw_",
     "apply_",
+    "in_pieces",
     "lr_scale_factor",
     "momentum_",
     "neuron_factors_",
@@ -73,8 +75,8 @@ def momentum_(
     """
     if out is None:
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
-    for momentum, gradient, direction in _pieces(momenta, gradients, out):
-        average = widened(momentum)
+    for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=_piece_for(momenta)):
+        average = momentum if momentum.itemsize >= 4 else momentum.float()
         wide = gradient.to(average.dtype)
         average.lerp_(wide, 1 - mu)
         direction.copy_(torch.lerp(wide, average, mu) if nesterov else average)
@@ -83,24 +85,37 @@ def momentum_(
     return out
 
 
-def _pieces(*rows: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield what stands at the same place of each sequence; of large tensors on CPUs one piece after the other.
+def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
+    """Yield what stands at the same place of each sequence; of large tensors one piece after the other.
 
     Args:
         rows: tensors, those of the first sequence as large as all that stand at their place, which may also be
             numbers, None, or tensors to be broadcast.
+        entries: that a piece may have, at least 1; None for whole tensors.
     """
     for items in zip(*rows, strict=True):
-        like = items[0]
-        if like.device.type != "cpu" or like.numel() <= _PIECE:
+        if entries is None or items[0].numel() <= entries:
             yield items
-            continue
-        # The first dimension of whose slices one fits; if none does, the tensor has many dimensions.
-        dim = next((dim for dim, size in enumerate(like.shape) if like.numel() // size <= _PIECE), like.ndim - 1)
-        length = max(1, _PIECE * like.shape[dim] // like.numel())
-        parts = [item.expand(like.shape).split(length, dim) if isinstance(item, Tensor) else None for item in items]
-        for number in range(-(-like.shape[dim] // length)):
-            yield tuple(item if part is None else part[number] for item, part in zip(items, parts, strict=True))
+        else:
+            yield from _pieces_of(items, entries)
+
+
+def _pieces_of(items: tuple[Any, ...], entries: int) -> Iterator[tuple[Any, ...]]:
+    like = items[0]
+    if like.numel() <= entries:
+        yield items
+        return
+    length = entries // (like.numel() // like.shape[0])
+    split = [i.expand(like.shape).split(max(1, length)) if isinstance(i, Tensor) else repeat(i) for i in items]
+    for piece in zip(*split, strict=False):
+        if length:
+            yield piece
+        else:  # one slice along the first dimension is too large still
+            yield from _pieces_of(tuple(i[0] if isinstance(i, Tensor) else i for i in piece), entries)
+
+
+def _piece_for(tensors: Sequence[Tensor]) -> int | None:
+    return _PIECE if tensors and tensors[0].device.type == "cpu" else None
 
 
 def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
@@ -200,8 +215,9 @@ def apply_(
             works against the update. Source: cautious weight decay, arXiv 2510.12402.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
-    for weight, master, update, factor in _pieces(weights, masters, updates, factors):
-        current = full_precision(weight, master)
+    entries = _piece_for(weights)
+    for weight, master, update, factor in in_pieces(weights, masters, updates, factors, entries=entries):
+        current = weight if master is None else full_precision(weight, master)
         wide = torch.promote_types(torch.float32, weight.dtype)
         step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)
         if decay_rate != 0.0 and cautious:

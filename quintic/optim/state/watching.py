@@ -56,7 +56,7 @@ class WatchedParameters:
         for group, params in zip(groups, self._params, strict=True):
             if not _are_same(group, params):
                 return False
-        if any(local_tensor(param) is not local for param, local in self._dtensors):
+        if any(param._local_tensor is not local for param, local in self._dtensors):
             return False
         return (
             list(map(_address, self._locals)) == self._addresses and list(map(_dtype_of, self._locals)) == self._dtypes
@@ -66,7 +66,7 @@ class WatchedParameters:
         self._params = [list(group) for group in groups]
         params = [param for of_group in self._params for param in of_group]
         self._locals = list(map(local_tensor, params))
-        self._dtensors = [(p, local) for p, local in zip(params, self._locals, strict=True) if local is not p]
+        self._dtensors: list[tuple[Any, Tensor]] = [(p, p._local_tensor) for p in params if is_dtensor(p)]
         self._addresses = list(map(_address, self._locals))
         self._dtypes = list(map(_dtype_of, self._locals))
         self._facts = list(map(_facts_of, params, self._locals))

@@ -69,6 +69,11 @@ class Agreements:
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, _Selection | None]] = {}
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether ranks have agreed, and this one has nobody to agree with in a step."""
+        return self.has_agreed and not self._counted and self.connected.is_alone
+
     def agree(self) -> None:
         """Compare plans before the first step. All ranks that share parameters must call it.
 

@@ -110,7 +110,7 @@ class DeviceMemory(BucketMemory):
 
 
 class DevicePasses:
-    """The passes over a bucket's matrices with the kernels, see `pipeline.Passes`.
+    """The passes over a bucket's matrices with the kernels, see `updates.Passes`.
 
     Args:
         bucket: of the plan.

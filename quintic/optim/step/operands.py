@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import local_gradients, local_tensor
+from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member
+from quintic.optim.plan.members import Member, block_of
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import master_key, second_moments
 
-__all__ = ["BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
@@ -54,8 +54,37 @@ class Operands(NamedTuple):
 
     def masters(self) -> list[Tensor] | None:
         """Return what completes each parameter to float32, or None."""
+        if self.params[0].itemsize >= 4:
+            return None
         key = master_key(self.states[0])
         return None if key is None else [state[key] for state in self.states]
+
+
+class BlockPlaces:
+    """Where in the memory of its tensors each member's matrices are: looked up once, as it follows from the plan.
+
+    No views are kept: they would keep a parameter's memory from being exchanged (`torch.utils.swap_tensors`).
+    """
+
+    def __init__(self) -> None:
+        self._members: tuple[Member, ...] = ()
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
+
+    def blocks(self, tensors: Sequence[Tensor], active: "Operands", view: View) -> list[Tensor]:
+        """Return the matrices of the members in tensors that are like their parameters, sharing memory."""
+        if self._members is not active.members:
+            rows = list(zip(active.params, active.members, strict=True))
+            found = [(param, block_of(param.detach(), member, view)) for param, member in rows]
+            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in found]
+            self._members = active.members
+        return [
+            tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
+            if tensor.stride() == param.stride()
+            else block_of(tensor, member, view)
+            for tensor, param, member, (shape, stride, offset) in zip(
+                tensors, active.params, active.members, self._places, strict=True
+            )
+        ]
 
 
 class BucketMemory:
@@ -66,16 +95,18 @@ class BucketMemory:
         """All members, without gradients."""
         self._owners: list[Tensor] = []
         """The parameter of each member."""
-        self._contiguous = False
+        self._contiguous = self._are_cut = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
-        self._factors_key: tuple[object, ...] | None = None
-        self._factors = torch.empty(0)
+        self._scales_key: object = None
+        self._scales = torch.empty(0)
+        self.places = BlockPlaces()
 
     def renew(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
         self.everything = None
         self._moments_key, self._moments = None, []
+        self.places = BlockPlaces()
 
     def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
@@ -91,10 +122,12 @@ class BucketMemory:
         if everything is None:
             self._owners = [group.params[member.index] for member in bucket.members]
             params = [local_tensor(owner) for owner in self._owners]
+            self._are_cut = any(map(is_dtensor, self._owners))
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
-        gradients = local_gradients(self._owners)
+        owners = self._owners
+        gradients = local_gradients(owners) if self._are_cut else [owner.grad for owner in owners]
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         if bucket.travel is None:
@@ -105,22 +138,34 @@ class BucketMemory:
         missing = tuple(member.index for member, _, gradient in rows if gradient is None)
         return everything.present(whole)._replace(missing=missing)
 
-    def base_factors(self, bucket: Bucket, group: Group, active: Operands) -> Tensor:
-        """Return the learning-rate scale times each matrix' own multiplier, (b, 1, 1)."""
-        assert bucket.shape is not None
-        scale = lr_scale_factor(group.lr_scale, *bucket.shape)
+    def scales(
+        self,
+        bucket: Bucket,
+        group: Group,
+        shapes: Sequence[tuple[int, int]],
+        count: int,
+        numbers: Iterable[Sequence[int]],
+    ) -> Tensor:
+        """Return the learning-rate scale times the own multiplier of each matrix, (count, kinds).
+
+        Args:
+            bucket: of the plan.
+            group: its parameter group.
+            shapes: (m, n) of each kind of matrix.
+            count: how many there are of each kind.
+            numbers: of each of them, by kind, the position among the matrices of its parameter.
+        """
         multipliers = group.lr_multipliers
-        count = active.num_matrices
-        key = (scale, multipliers, count if multipliers is None else active.members)
-        if key != self._factors_key:
+        key = group.lr_scale, multipliers, count, None if multipliers is None else tuple(numbers)
+        if key != self._scales_key:
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            values = torch.full((count, 1, 1), scale, dtype=dtype, device="cpu")
+            scales = host_tensor([lr_scale_factor(group.lr_scale, m, n) for m, n in shapes], dtype)
+            scales = scales.expand(count, -1).clone()
             if multipliers is not None:
-                ranges = [(member.first_matrix, member.num_matrices) for member in active.members]
-                each = [multiplier for first, number in ranges for multiplier in multipliers[first : first + number]]
-                values *= host_tensor(each, dtype).view(-1, 1, 1)
-            self._factors, self._factors_key = upload(values, bucket.device), key
-        return self._factors
+                each = [[multipliers[number] for number in row] for row in key[-1] or ()]
+                scales *= host_tensor(each, dtype).view_as(scales)
+            self._scales, self._scales_key = upload(scales, bucket.device), key
+        return self._scales
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""

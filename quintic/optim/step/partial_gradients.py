@@ -122,7 +122,8 @@ class PartialGradients:
         for param in params:
             gradient = param.grad
             # Hundreds of gradients in every step, nearly all cut as their parameters, and most by the very same object.
-            if gradient is None or getattr(gradient, "_spec", None) is param._spec:
+            spec = getattr(gradient, "_spec", None)
+            if gradient is None or spec is param._spec or (spec and spec.placements == param._spec.placements):
                 continue
             cut, known = cut_of(param), self._known.get(param)
             if cut is None or cut == known:

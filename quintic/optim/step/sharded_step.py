@@ -1,253 +1,89 @@
 """Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel, Route
-from quintic.optim.groups.options import Group
-from quintic.optim.layout.packing import Packing, Run, in_memory_order, run_of
 from quintic.optim.plan.bucket import Bucket, Sharding
-from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import host_tensor, upload
-from quintic.optim.rules.means import mean_of_ranks
-from quintic.optim.state.parts import shaped, state_of_part
-from quintic.optim.step.operands import Operands, State, are_contiguous
-from quintic.optim.step.pipeline import Observer, Passes
-from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
-from quintic.optim.step.travel_step import TravelMemory, as_rows, factors_of_pieces, orthogonalized_units
+from quintic.optim.step.averages.divided import ShardedMemory, start_mean, start_weights
+from quintic.optim.step.averages.gradient_averages import GradientAverages
+from quintic.optim.step.bucket_step import BucketStep
+from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.sparse_rows import start_mean_of_rows
+from quintic.optim.step.travel_step import as_rows, factors_of_pieces, orthogonalized_units
 
-__all__ = ["ShardedMemory", "start_mean", "step_sharded"]
-
-
-class ShardedMemory(TravelMemory):
-    """What a bucket with divided state keeps between steps, besides state.
-
-    Args:
-        bucket: of the plan.
-        params: of its group.
-        table: if only touched rows need to travel, what is known of them.
-    """
-
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], table: Table | None) -> None:
-        super().__init__()
-        self.sparse_table = table
-        assert bucket.sharding is not None
-        self.sharding = sharding = bucket.sharding
-        indices = list(dict.fromkeys(part.index for part in sharding.parts))
-        places = {index: place for place, index in enumerate(indices)}
-        self.params = [params[index] for index in indices]
-        """The parameters that have parts in the bucket."""
-        names = dict.fromkeys(part.name for part in sharding.parts)
-        members = tuple(Member(name=name, index=index) for name, index in zip(names, indices, strict=True))
-        self._local = Operands(members, self.params, [], [{}] * len(members), bucket.num_matrices)
-        self._contiguous = all(param.is_contiguous() for param in self.params)
-
-        def packing(owners: Iterable[int], width: int | None) -> Packing:
-            """Pack the parts of some owners, without gaps or so many entries for each owner."""
-            runs, end = [], 0
-            for owner in owners:
-                start = end if width is None else owner * width
-                for part in sharding.parts[sharding.of_owners[owner]]:
-                    runs.append(Run(places[part.index], part.start, part.stop, start))
-                    start += part.numel
-                end = start
-            return Packing(runs, bucket.kernels, bucket.device)
-
-        everybody, own = range(len(sharding.ranks)), sharding.position
-        self.gradients, self.own_weights = packing(everybody, None), packing([own], None)
-        self.weights = packing([owner for owner in everybody if owner != own], max(sharding.entries))
-        """What the others own, as they send it."""
-        self.route = Route(len(sharding.ranks), sharding.position, lambda _, owner: sharding.entries[owner])
-        """Of gradients to their owners."""
-        self.early_mean: Tensor | None = None
-        """The mean of this rank's parts in the next step, where it was made before."""
-        self._owned: Operands | None = None
-        self._spans: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        self.elsewhere: tuple[list[Tensor], Tensor] | None = None
-        """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
-
-    def renew(self) -> None:
-        """Forget where weights and state are."""
-        super().renew()
-        self._owned = self.elsewhere = None
-
-    def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
-        """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
-        local = self.local_operands()
-        if self.sparse_table is not None:
-            self.sparse_table.hold(next(iter(local.gradients), None))
-        return local
-
-    def local_operands(self) -> Operands:
-        """Return the same, which follows from nothing else.
-
-        Raises:
-            ValueError: a gradient is sparse; the message names the parameter.
-        """
-        gradients = [param.grad for param in self.params]
-        if self._contiguous and are_contiguous(gradients):
-            return self._local._replace(gradients=gradients)
-        return self._local.present(gradients)
-
-    def owned_operands(self, bucket: Bucket, group: Group, state: State, mean: Tensor) -> Operands:
-        """Return the parts that this rank owns.
-
-        Args:
-            bucket: of the plan.
-            group: its parameter group.
-            state: of all parameters.
-            mean: (entries,) of their gradients.
-        """
-        if self._owned is None:
-            owned = [(part, group.params[part.index]) for part in self.sharding.owned]
-            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
-            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
-            self._owned = Operands(bucket.members, pieces, [], states, len(owned))
-            starts = accumulate((part.numel for part, _ in owned), initial=0)
-            self._spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
-        first = mean.storage_offset()
-        gradients = [mean.as_strided(shape, stride, first + start) for shape, stride, start in self._spans]
-        return self._owned._replace(gradients=gradients)
+__all__ = ["ShardedStep"]
 
 
-def step_sharded(
-    bucket: Bucket,
-    group: Group,
-    memory: ShardedMemory,
-    state: State,
-    channel: Channel,
-    local: Operands,
-    stepped: Callable[[], Tensor],
-    make_passes: Callable[[Operands, Tensor], Passes],
-    step_adamw: Callable[[Operands, Tensor], None],
-    observer: Observer | None,
-) -> Iterator[None]:
-    """Step a bucket of parts; yields twice, while a collective is under way.
+class ShardedStep(BucketStep):
+    """Steps a bucket of parts, whose memory is a `ShardedMemory`.
 
     Args:
-        bucket: of the plan.
-        group: its parameter group.
-        memory: the bucket's own.
-        state: of all parameters.
-        channel: of the ranks.
-        local: the parameters that have a gradient on this rank, from `ShardedMemory.operands`.
-        stepped: returns (parts,) int32 on the device: where it is zero a part stays as it was. The device waits for
-            what ranks agree on, so it is called after the first messages have started.
-        make_passes: returns the passes over this rank's parts, given what was returned of these.
-        step_adamw: steps them, for AdamW, likewise.
-        observer: is shown what this rank orthogonalises, or None.
+        averages: of gradients, some of which may be made before the step.
+        others: as for `BucketStep`.
     """
-    sharding, params = memory.sharding, group.params
-    table = memory.sparse_table
-    if table is not None and (memory.early_mean is not None or not table.is_sparse()):
-        table = None
-    if table is not None:
-        wait_for_mean = start_mean_of_rows(bucket, table, channel.group)
-    else:
-        wait_for_mean = start_mean(bucket, memory, local, channel)
-    yield
-    gradients = wait_for_mean()
-    del wait_for_mean  # and what was sent
-    go = stepped() if table is None else table.guarded(stepped())
-    of_owned = go[sharding.of_owners[sharding.position]]
-    owned = memory.owned_operands(bucket, group, state, gradients)
-    del gradients
-    if bucket.travel is not None:
-        _step_matrices(bucket, group, memory, state, owned, go, partial(make_passes, owned, of_owned), observer)
-    else:
-        if owned.params:
-            step_adamw(owned, of_owned)
-        _count_elsewhere(bucket, sharding, memory, params, state, go)
-    del owned
-    wait_for_weights = _start_weights(bucket, memory, channel)
-    yield
-    wait_for_weights()
 
+    def __init__(self, *others: Any, averages: GradientAverages) -> None:
+        super().__init__(*others)
+        self._averages = averages
 
-def start_mean(bucket: Bucket, memory: ShardedMemory, local: Operands, channel: Channel) -> Callable[[], Tensor]:
-    """Send gradients to the owners of their parts; the function returned waits for the mean of this rank's parts.
-
-    Nothing is sent where the mean was made before (`memory.early_mean`). Arguments as those of `step_sharded`.
-    """
-    if memory.early_mean is not None:
-        early, memory.early_mean = memory.early_mean, None
-        return lambda: early
-    sharding = memory.sharding
-    gradients: Sequence[Tensor | None] = local.gradients
-    if len({gradient.dtype for gradient in local.gradients}) > 1:
-        gradients = [gradient.to(bucket.dtype) for gradient in local.gradients]
-    if local.missing:
-        found = dict(zip(local.params, gradients, strict=True))
-        gradients = [found.get(param) for param in memory.params]
-    mine, num_ranks = sharding.entries[sharding.position], len(sharding.ranks)
-    if sharding.is_direct and gradients[0] is not None:
-        send = in_memory_order(gradients[0]).to(bucket.dtype)
-    else:
-        send = torch.empty(sum(sharding.entries), dtype=bucket.dtype, device=bucket.device)
-        memory.gradients.pack(gradients, send)
-    pending = channel.all_to_all(send, memory.route, own=False)
-    own = None
-    if pending.lacks_own:
-        first = sum(sharding.entries[: sharding.position])
-        own = sharding.position, send.view(-1)[first : first + mine]
-
-    def finish() -> Tensor:
-        mean = mean_of_ranks(pending.wait().view(num_ranks, mine), bucket.kernels, own=own)
-        pending.release()
-        return mean
-
-    return finish
-
-
-def _start_weights(bucket: Bucket, memory: ShardedMemory, channel: Channel) -> Callable[[], None]:
-    """Send this rank's weights to everybody; the function returned waits for those of the others."""
-    sharding = memory.sharding
-    entries = sharding.entries
-    most = max(entries)
-    if sharding.is_direct:
-        whole = in_memory_order(memory.params[0].detach())
-        if min(entries) == most:
-            own = whole[sharding.position * most :][:most]
-            pending = channel.all_gather(own, out=whole)
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, while a message is under way."""
+        bucket, memory, channel, state = self.bucket, self.memory, self.channel, self._common.state
+        assert isinstance(memory, ShardedMemory)
+        sharding = memory.sharding
+        early_mean = self._averages.of_bucket(bucket)
+        table = memory.sparse_table
+        if table is not None and (early_mean is not None or not table.is_sparse()):
+            table = None
+        if table is not None:
+            wait_for_mean = start_mean_of_rows(bucket, table, channel.group)
+        elif early_mean is not None:
+            wait_for_mean = partial(_given, early_mean)
         else:
-            pending = channel.broadcasts(whole, entries)
-    else:
-        weights = torch.empty(most, dtype=bucket.dtype, device=bucket.device)
-        memory.own_weights.pack(memory.params, weights)
-        pending = channel.all_gather(weights, own=False)
+            wait_for_mean = start_mean(bucket, memory, self.active, channel)
+        del early_mean
+        yield
+        gradients = wait_for_mean()
+        del wait_for_mean  # and what was sent
+        # The device waits for what ranks agree on: so this comes after the first messages have started.
+        stepped = self.stepped(go, sharding.parts, (part.index for part in sharding.parts))
+        assert stepped is not None
+        if table is not None:
+            stepped = table.guarded(stepped)
+        owned = memory.owned_operands(bucket, self.group, state, gradients)
+        del gradients
+        if bucket.travel is not None:
+            self._step_matrices(owned, stepped)
+        else:
+            if owned.params:
+                self.step_vectors(owned, stepped[sharding.of_owners[sharding.position]])
+            _count_elsewhere(bucket, sharding, memory, self.group.params, state, stepped)
+        del owned
+        wait_for_weights = start_weights(bucket, memory, channel)
+        yield
+        wait_for_weights()
 
-    def finish() -> None:
-        received = pending.wait()
-        if not sharding.is_direct:
-            memory.weights.unpack(received, memory.params)
-        pending.release()
+    def _step_matrices(self, owned: Operands, stepped: Tensor) -> None:
+        bucket, group, memory, state = self.bucket, self.group, self.memory, self._common.state
+        assert isinstance(memory, ShardedMemory)
+        travel = bucket.travel
+        assert travel is not None
+        if not owned.params:
+            return
+        passes = self.passes(owned, stepped[memory.sharding.of_owners[memory.sharding.position]])
+        directions = passes.directions()
+        units = directions.contiguous().view(len(owned.params), *travel.exchange.unit_shape)
+        updates, factors = orthogonalized_units(bucket, group, memory, state, units, stepped, self.observer())
+        passes.apply(as_rows(updates), factors_of_pieces(factors, travel))
 
-    return finish
 
-
-def _step_matrices(
-    bucket: Bucket,
-    group: Group,
-    memory: ShardedMemory,
-    state: State,
-    active: Operands,
-    go: Tensor,
-    make_passes: Callable[[], Passes],
-    observer: Observer | None,
-) -> None:
-    travel = bucket.travel
-    assert travel is not None
-    if not active.params:
-        return
-    passes = make_passes()
-    directions = passes.directions()
-    units = directions.contiguous().view(len(active.params), *travel.exchange.unit_shape)
-    updates, factors = orthogonalized_units(bucket, group, memory, state, units, go, observer)
-    passes.apply(as_rows(updates), factors_of_pieces(factors, travel))
+def _given(mean: Tensor) -> Tensor:
+    return mean
 
 
 def _count_elsewhere(

@@ -252,8 +252,8 @@ class AnnouncedRows:
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
-        self._tables: dict[Tensor, Table] = {}
-        """In the order in which ranks send marks."""
+        self.tables: dict[Tensor, Table] = {}
+        """By parameter, in the order in which ranks send marks."""
         self._due: list[Table] = []
 
     def adopt(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
@@ -263,16 +263,16 @@ class AnnouncedRows:
             if bucket.sharding is not None and bucket.sharding.rows is not None:
                 part = bucket.sharding.parts[0]
                 param = groups[bucket.group].params[part.index]
-                table = self._tables.get(param)
+                table = self.tables.get(param)
                 known = (bucket.sharding.rows, bucket.sharding.ranks, bucket.device)
                 if table is None or (table.division, table.ranks, table.device) != known:
                     table = Table(part.name, param, bucket.group, bucket.sharding)
                 found[bucket.group, part.index] = table
-        self._tables = {table.param: table for _, table in sorted(found.items())}
+        self.tables = {table.param: table for _, table in sorted(found.items())}
 
     def table_of(self, param: Tensor) -> Table | None:
         """Return what is known of a parameter's rows; None if it always travels whole."""
-        return self._tables.get(param)
+        return self.tables.get(param)
 
     def announce(
         self,
@@ -299,7 +299,7 @@ class AnnouncedRows:
         if not isinstance(rows, Tensor) or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
             what = f"a {type(rows).__name__}" if not isinstance(rows, Tensor) else f"of dtype {rows.dtype}"
             raise TypeError(f"rows announced are {what}: they must be a tensor of integers, the numbers of rows")
-        table = self._tables.get(found)
+        table = self.tables.get(found)
         if table is None:
             return
         if is_capturing(found.device):
@@ -310,7 +310,7 @@ class AnnouncedRows:
 
     def withdraw(self, pending_steps: Sequence[int], *, may_have_sent: bool) -> None:
         """See `Muon.withdraw_rows`; arguments as in `announce`."""
-        for table in self._tables.values():
+        for table in self.tables.values():
             if not table.is_sent and may_have_sent and pending_steps[table.group] == 0:
                 # Other ranks may wait for it.
                 table.send(self._communicators.of_marks(table.ranks))
@@ -323,11 +323,11 @@ class AnnouncedRows:
             RuntimeError: the step before found rows that had not been announced, or a CUDA graph is being captured.
             ValueError: a gradient is sparse.
         """
-        for table in self._tables.values():
+        for table in self.tables.values():
             if is_capturing(table.param.device):
                 raise RuntimeError(_no_capture(table.name))
         self.check(wait=True)
-        self._due = [table for table in self._tables.values() if pending_steps[table.group] == 0]
+        self._due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
         for table in self._due:
             if not table.is_sent:
                 table.send(self._communicators.of_marks(table.ranks))
@@ -336,18 +336,18 @@ class AnnouncedRows:
         """Forget what was announced for the step."""
         for table in self._due:
             table.reset()
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.release()
         self._due = []
 
     def check(self, wait: bool) -> None:
         """Raise if the last step found rows that had not been announced, see `Table.check`."""
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.check(wait)
 
     def _send_complete(self, pending_steps: Sequence[int]) -> None:
         """Send the marks of tables that are announced, and none after one that is not: all ranks keep the order."""
-        for table in self._tables.values():
+        for table in self.tables.values():
             if table.is_sent or pending_steps[table.group] != 0:
                 continue
             if not table.is_complete:

@@ -4,7 +4,7 @@ The measurements come from Gram matrices alone (traces of G and G^2), so that th
 on the steps that are sampled and wait for nothing; numbers reach the host when the user asks for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member
 
-__all__ = ["MatrixTelemetry", "Measured", "StepReport", "collected", "measure"]
+__all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "measure", "report_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,31 @@ class StepReport:
                 parts.append(f"{number} {what}")
         parts.append(f"{self.skipped_steps} steps skipped" + (", this one too" if self.skipped else ""))
         return "; ".join(parts)
+
+
+class Counts(NamedTuple):
+    """What a step does with one bucket."""
+
+    bucket: Bucket
+    num_members: int
+    num_matrices: int
+    missing: tuple[int, ...]
+    """Positions in their group of parameters without a gradient."""
+
+
+def report_of(buckets: Iterable[Counts]) -> StepReport:
+    """Return what a step did, by its buckets."""
+    matrices: dict[str, int] = {}
+    num_adamw = 0
+    missing: set[tuple[int, int]] = set()
+    for bucket, num_members, num_matrices, without in buckets:
+        # A parameter can have members in several buckets.
+        missing.update((bucket.group, index) for index in without)
+        if bucket.algorithm == "adamw":
+            num_adamw += num_members
+        elif num_matrices:
+            matrices[bucket.method] = matrices.get(bucket.method, 0) + num_matrices
+    return StepReport(matrices=matrices, adamw_parameters=num_adamw, without_gradient=len(missing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

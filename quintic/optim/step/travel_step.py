@@ -20,20 +20,20 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import Bucket, Travel
 from quintic.optim.plan.members import Kind, Member, direction_dtype, update_dtype
-from quintic.optim.rules.device_memory import host_tensor, upload
-from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import second_moments
+from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.device_passes import DeviceMemory
 from quintic.optim.step.operands import State
-from quintic.optim.step.pipeline import Observer, Passes, advance_neurons_, orthogonalized
+from quintic.optim.step.updates import Moments, Observer, make_updates
 
 __all__ = [
     "Neurons",
     "TravelMemory",
+    "TravelStep",
     "as_rows",
     "factors_of_pieces",
     "orthogonalized_units",
-    "step_travelling",
+    "scales_of_units",
 ]
 
 
@@ -42,8 +42,6 @@ class TravelMemory(DeviceMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scales_key: object = None
-        self._scales = torch.empty(0)
         self._moments_of_units: list[list[Tensor]] | None = None
         self._moments_packing: Packing | None = None
 
@@ -51,21 +49,6 @@ class TravelMemory(DeviceMemory):
         """Forget where weights and state are."""
         super().renew()
         self._moments_of_units = None
-
-    def scales(self, bucket: Bucket, group: Group) -> Tensor:
-        """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
-        travel = _travel_of(bucket)
-        key = (group.lr_scale, group.lr_multipliers)
-        if key != self._scales_key:
-            dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = host_tensor([lr_scale_factor(group.lr_scale, *kind.shape) for kind in travel.kinds], dtype)
-            scales = scales.expand(len(travel.units), -1).clone()
-            multipliers = group.lr_multipliers
-            if multipliers is not None:
-                each = [[multipliers[matrix] for matrix in unit.first_matrices] for unit in travel.units]
-                scales *= host_tensor(each, dtype)
-            self._scales, self._scales_key = upload(scales, bucket.device), key
-        return self._scales
 
     def moments_of_units(self, bucket: Bucket, group: Group, state: State) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
@@ -95,53 +78,47 @@ class TravelMemory(DeviceMemory):
         return self._moments_packing
 
 
-def step_travelling(
-    bucket: Bucket,
-    group: Group,
-    memory: TravelMemory,
-    passes: Passes | None,
-    state: State,
-    channel: Channel,
-    go: Tensor | None,
-    observer: Observer | None,
-) -> Iterator[None]:
-    """Step a bucket whose matrices travel; yields twice, while a collective is under way.
+class TravelStep(BucketStep):
+    """Steps a bucket whose matrices travel; its memory is a `TravelMemory`."""
 
-    Args:
-        bucket: of the plan.
-        group: its parameter group.
-        memory: the bucket's own.
-        passes: over this rank's pieces; None if it has none.
-        state: of all parameters.
-        channel: of the bucket's ranks.
-        go: (units,) int32 on the device: where it is zero the unit stays as it was. None for all.
-        observer: is shown what this rank orthogonalises, or None.
-    """
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, while a message is under way."""
+        bucket, group, memory, active = self.bucket, self.group, self.memory, self.active
+        assert isinstance(memory, TravelMemory)
+        travel, channel, state = _travel_of(bucket), self.channel, self._common.state
+        exchange = travel.exchange
+        stepped = self.stepped(go, travel.units, (unit.index for unit in travel.units))
+        passes = self.passes(active, stepped) if active.params else None
+        pieces = _empty_pieces(bucket) if passes is None else passes.directions()
+        gathered = exchange.gather(pieces.contiguous(), channel)
+        del pieces
+        yield
+        updates, factors = orthogonalized_units(
+            bucket, group, memory, state, exchange.assemble(gathered.wait()), stepped, self.observer()
+        )
+        scattered = exchange.scatter(updates, channel)
+        gathered.release()
+        neurons = Neurons(bucket, group, memory, state, factors, channel) if group.normalize is not None else None
+        del updates, factors
+        yield
+        received = exchange.pieces_of(scattered.wait())
+        if neurons is None:
+            scales = scales_of_units(bucket, group, memory)
+            factors = [scales[:, number].view(-1, 1, 1) for number in range(len(travel.kinds))]
+        else:
+            factors = neurons.wait()
+        if passes is not None:
+            passes.apply(as_rows(received), factors_of_pieces(factors, travel))
+        scattered.release()
+        if neurons is not None:
+            neurons.release()
+
+
+def scales_of_units(bucket: Bucket, group: Group, memory: TravelMemory) -> Tensor:
+    """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
     travel = _travel_of(bucket)
-    exchange = travel.exchange
-    pieces = _empty_pieces(bucket) if passes is None else passes.directions()
-    gathered = exchange.gather(pieces.contiguous(), channel)
-    del pieces
-    yield
-    updates, factors = orthogonalized_units(
-        bucket, group, memory, state, exchange.assemble(gathered.wait()), go, observer
-    )
-    scattered = exchange.scatter(updates, channel)
-    gathered.release()
-    neurons = Neurons(bucket, group, memory, state, factors, channel) if group.normalize is not None else None
-    del updates, factors
-    yield
-    received = exchange.pieces_of(scattered.wait())
-    if neurons is None:
-        scales = memory.scales(bucket, group)
-        factors = [scales[:, number].view(-1, 1, 1) for number in range(len(travel.kinds))]
-    else:
-        factors = neurons.wait()
-    if passes is not None:
-        passes.apply(as_rows(received), factors_of_pieces(factors, travel))
-    scattered.release()
-    if neurons is not None:
-        neurons.release()
+    shapes = [kind.shape for kind in travel.kinds]
+    return memory.scales(bucket, group, shapes, len(travel.units), (unit.first_matrices for unit in travel.units))
 
 
 def orthogonalized_units(
@@ -161,8 +138,8 @@ def orthogonalized_units(
         memory: the bucket's own.
         state: of all parameters.
         units: (num_owned, *unit_shape) contiguous: directions.
-        go: (units of all ranks,) int32 or None, as for `step_travelling`.
-        observer: likewise.
+        go: (units of all ranks,) int32 on the device: where it is zero the unit stays as it was. None for all.
+        observer: is shown what this rank orthogonalises, or None.
 
     Returns:
         The updates (num_owned, *unit_shape), and for each kind of matrix the factors (num_owned, m or 1, n or 1).
@@ -170,7 +147,7 @@ def orthogonalized_units(
     travel = _travel_of(bucket)
     exchange = travel.exchange
     owned = exchange.owned
-    scales = memory.scales(bucket, group)[owned]
+    scales = scales_of_units(bucket, group, memory)[owned]
     normalizes = group.normalize is not None
     moments = [of_kind[owned] for of_kind in memory.moments_of_units(bucket, group, state)] if normalizes else []
     updates, factors = [], []
@@ -180,11 +157,12 @@ def orthogonalized_units(
             directions = directions.contiguous()
         found = scales[:, number].view(-1, 1, 1)
         if exchange.num_owned:
-            update = orthogonalized(directions, kind.form, bucket, group)
             of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
+            of_kind = None
             if normalizes:
                 table = memory.neuron_table(bucket, moments[number], (unit.name for unit in travel.owned), number)
-                found = advance_neurons_(update, moments[number], found, group, of_owned, table)
+                of_kind = Moments(moments[number], table)
+            update, found = make_updates(directions, kind.form, bucket, group, found, of_kind, of_owned)
             if observer is not None:
                 observer(_owned_members(bucket, number), directions, update, found, of_owned)
         else:
@@ -254,6 +232,9 @@ def _empty_pieces(bucket: Bucket) -> Tensor:
 
 def _blocks(units: Tensor, travel: Travel) -> list[Tensor]:
     """Return for each kind the matrices of (count, *unit_shape) contiguous units, (count, g, r, n), sharing memory."""
+    if len(travel.kinds) == 1 and travel.is_plain:
+        m, n = travel.kinds[0].shape
+        return [units.view(-1, 1, n, m).mT if travel.is_transposed else units.view(-1, 1, m, n)]
     unit = torch.empty(travel.exchange.unit_shape, device="meta")
     return [
         units.as_strided(

@@ -11,7 +11,7 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update import neuron
 from quintic.kernels.update.neuron import advance_neuron_factors_
 from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.step.pipeline import advance_neurons_
+from quintic.optim.step.updates import advance_neurons_
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

@@ -17,9 +17,9 @@ from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.schedule import run_overlapping
 from quintic.optim.step.averages.averaging import Averaging
+from quintic.optim.step.averages.divided import ShardedMemory, start_mean
 from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
 from quintic.optim.step.operands import BucketMemory, dense_gradient
-from quintic.optim.step.sharded_step import ShardedMemory, start_mean
 
 __all__ = ["GradientAverages"]
 
@@ -68,6 +68,11 @@ class GradientAverages:
             if groups[number].comms == "replicated":
                 # Most gradients have the dtype of their parameter.
                 self._averagings_of(number, groups[number].params)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are gradients to average."""
+        return bool(self._ranks)
 
     @property
     def workspace_bytes(self) -> int:

@@ -34,7 +34,7 @@ from quintic.optim.state.state import master_key
 from quintic.optim.step.device_passes import DeviceMemory, with_one_gradient_dtype
 from quintic.optim.step.offload.transfers import Copies, Loan, Ring, copies_for
 from quintic.optim.step.operands import Operands, State
-from quintic.optim.step.pipeline import Passes
+from quintic.optim.step.updates import Passes
 
 __all__ = ["Offload", "OffloadedPart", "Visit"]
 
@@ -125,7 +125,8 @@ class Offload:
         number: int,
         active: Operands,
         group: Group,
-        make: Callable[[Operands, Group, DeviceMemory], Passes],
+        stepped: Tensor | None,
+        make: Callable[[Operands, Group, DeviceMemory, Tensor | None], Passes],
     ) -> Passes:
         """Return passes over a bucket that borrow what they need.
 
@@ -133,13 +134,14 @@ class Offload:
             number: of the bucket.
             active: its members, at least one.
             group: its parameter group.
+            stepped: flags for `make`.
             make: returns the passes over other operands, of another view, with the memory that belongs to them.
         """
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, _Matrices)
         rings = [self._rings[device, kind] for kind, _ in enumerate(hosted.loans)]
         twins = [ring.twins(loan) for ring, loan in zip(rings, hosted.loans, strict=True)]
-        passes = make(hosted.operands(active, twins), replace(group, view=_BLOCKS), hosted.memory)
+        passes = make(hosted.operands(active, twins), replace(group, view=_BLOCKS), hosted.memory, stepped)
         return _BorrowingPasses(passes, list(zip(rings, hosted.loans, strict=True)))
 
     def parts(self, number: int, active: Operands) -> Iterator[OffloadedPart]:
@@ -285,7 +287,7 @@ class _Matrices:
 
 
 class _BorrowingPasses:
-    """Passes over a bucket, see `pipeline.Passes`, that have their state on the device while they run."""
+    """Passes over a bucket, see `updates.Passes`, that have their state on the device while they run."""
 
     def __init__(self, passes: Passes, loans: Sequence[tuple[Ring, Loan]]) -> None:
         self._passes, self._loans = passes, loans

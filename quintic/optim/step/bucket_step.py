@@ -1,0 +1,215 @@
+"""What steps one bucket of a plan: `local_step.py`, `travel_step.py` and `sharded_step.py` have the three kinds.
+
+Here is what they have in common: which of its parameters are stepped, which passes do it, and who looks on.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.channels import Channel
+from quintic.optim.comms.communicators import Communicators
+from quintic.optim.groups.options import Group
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import Member
+from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.step.agreements import Agreements
+from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
+from quintic.optim.step.offload.offload import Offload, OffloadedPart
+from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.plain_passes import PlainPasses, step_adamw
+from quintic.optim.step.telemetry import Counts, Measured, measure
+from quintic.optim.step.updates import Observer, Passes
+
+__all__ = ["BucketStep", "PlanWide"]
+
+_NOTHING = Operands((), [], [], [], 0)
+
+
+@dataclass(slots=True)
+class PlanWide:
+    """What the buckets of a plan are stepped with."""
+
+    groups: Sequence[Group]
+    """As they are now."""
+    state: State
+    communicators: Communicators
+    agreements: Agreements
+    offload: Offload | None = None
+    is_alone: bool = False
+    """Whether a step needs nobody else's agreement or gradients; not before ranks have agreed."""
+    num_steps: int = 0
+    """Made before this one."""
+    measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
+    """Telemetry of the last sampled step of each bucket, by kind of matrix."""
+    hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
+
+    def hyperparameters_of(self, number: int, device: torch.device) -> DeviceHyperparameters:
+        """Return a group's hyperparameters on a device, up to date."""
+        found = self.hyperparameters.get((number, device))
+        if found is None:
+            found = self.hyperparameters[number, device] = DeviceHyperparameters(device)
+        group = self.groups[number]
+        # Most steps ask once for each bucket, and a group is another object when it has changed.
+        if found.is_of is not group:
+            found.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), group.lr_ratio)
+            found.is_of = None if found.is_live else group
+        return found
+
+
+class BucketStep:
+    """Steps one bucket.
+
+    Args:
+        number: of the bucket in the plan.
+        bucket: of the plan.
+        memory: what it keeps between steps.
+        common: what all buckets are stepped with.
+    """
+
+    def __init__(self, number: int, bucket: Bucket, memory: DeviceMemory, common: PlanWide) -> None:
+        self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
+        self.group = common.groups[bucket.group]
+        """As it is now."""
+        self.travels = bucket.travels
+        self.active = _NOTHING
+        """The members that have a gradient, within a step."""
+
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, while a message is under way, or not at all.
+
+        Args:
+            go: () int32 on a device; where it is zero nothing changes. None for always.
+        """
+        raise NotImplementedError
+
+    @property
+    def channel(self) -> Channel:
+        """What sends messages among the bucket's ranks."""
+        bucket = self.bucket
+        return self._common.communicators.channel(bucket.ranks, self.group.transport, bucket.device)
+
+    def begin(self) -> None:
+        """Find the tensors of a step.
+
+        Raises:
+            ValueError: a gradient is sparse; the message names the parameter.
+        """
+        self.group = self._common.groups[self.bucket.group]
+        self.active = self.memory.operands(self.bucket, self.group, self._common.state)
+        if self.group.telemetry_every is not None and self._is_sampled():
+            # Also without anything to step now: what was measured before is of another step.
+            self._common.measured[self.number] = {}
+
+    def end(self) -> None:
+        """Let go of the gradients."""
+        self.active = _NOTHING
+
+    def runs_alone(self, host_go: bool) -> bool:
+        """Return whether this rank has something to do that needs no messages.
+
+        Args:
+            host_go: False if the host knows that a gradient is not finite.
+        """
+        bucket = self.bucket
+        if self.travels or (not host_go and self.group.on_nonfinite != "propagate"):
+            return False
+        if bucket.travel is not None:
+            return True
+        # AdamW counts steps also of parameters of which this rank holds no entry.
+        return bool(self.active.params) and (bucket.numel > 0 or bucket.algorithm == "adamw")
+
+    def counts(self) -> Counts:
+        """Return what the step does."""
+        active = self.active
+        return Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
+
+    def stepped(self, go: Tensor | None, parts: object, indices: Iterable[int]) -> Tensor | None:
+        """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
+
+        Args:
+            go: of the whole step.
+            parts: what of it; `indices` are looked at only where this is not what it was in the last step.
+            indices: positions of the parameters in their group.
+        """
+        if self.group.on_nonfinite == "propagate":
+            go = None
+        elif go is not None:
+            go = go.to(self.bucket.device, non_blocking=True)
+        if self._common.is_alone:
+            return go
+        stepped = self._common.agreements.stepped(self.number, self.bucket, parts, indices)
+        return go if stepped is None else stepped if go is None else stepped * go
+
+    def passes(self, active: Operands, stepped: Tensor | None) -> Passes:
+        """Return the passes over some operands; `stepped` is () or (matrices,) int32, see `stepped`."""
+        offload = self._common.offload
+        if offload is not None and offload.is_offloaded(self.number):
+            return offload.passes(self.number, active, self.group, stepped, self.passes_over)
+        return self.passes_over(active, self.group, self.memory, stepped)
+
+    def passes_over(self, active: Operands, group: Group, memory: DeviceMemory, stepped: Tensor | None) -> Passes:
+        """Return the same for operands with the state on the device, of another view perhaps, with their memory."""
+        bucket = self.bucket
+        if bucket.kernels == "torch":
+            present = None if stepped is None or stepped.ndim == 0 else _present(active, stepped)
+            return PlainPasses(bucket, group, active, present, memory.places)
+        hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
+        return DevicePasses(bucket, group, active, memory, hyperparameters, stepped)
+
+    def step_vectors(self, active: Operands, stepped: Tensor | None) -> None:
+        """Step AdamW parameters; `stepped` is () or (members,) int32, see `stepped`."""
+        bucket, group, offload = self.bucket, self.group, self._common.offload
+        parts: Iterable[OffloadedPart] = [OffloadedPart(active, self.memory, slice(None))]
+        if offload is not None and offload.is_offloaded(self.number):
+            parts = offload.parts(self.number, active)
+        for part in parts:
+            of_part = stepped if stepped is None or stepped.ndim == 0 else stepped[part.members]
+            if bucket.kernels == "torch":
+                found = part.active
+                if of_part is not None and of_part.ndim:
+                    found = _those_stepped(found, of_part)
+                step_adamw(bucket, group, found)
+            else:
+                hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
+                step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)
+
+    def observer(self) -> Observer | None:
+        """Return what is to be shown the updates of this step, if anybody is."""
+        return self._observe if self.group.telemetry_every is not None and self._is_sampled() else None
+
+    def _is_sampled(self) -> bool:
+        every = self.group.telemetry_every
+        return every is not None and self._common.num_steps % every == 0 and not is_capturing(self.bucket.device)
+
+    def _observe(
+        self, members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor, go: Tensor | None
+    ) -> None:
+        # A unit that travels may hold matrices of several kinds, measured one kind after the other.
+        kind = members[0].first_matrix if members and members[0].piece is None else 0
+        found = Measured(list(members), measure(directions, updates, factors), go)
+        self._common.measured[self.number][kind] = found
+
+
+def _present(active: Operands, stepped: Tensor) -> list[bool]:
+    """Return for each member whether it is stepped; waits for the device."""
+    # All of a member's matrices are taken, whatever they are, so that the next one finds its own.
+    of_matrices = iter(stepped.bool().tolist())
+    return [all([*islice(of_matrices, member.num_matrices)]) for member in active.members]
+
+
+def _those_stepped(active: Operands, stepped: Tensor) -> Operands:
+    """Return the members that are stepped; waits for the device."""
+    if bool(stepped.all()):
+        return active
+    keep = [number for number, flag in enumerate(stepped.tolist()) if flag]
+    return Operands(
+        tuple(active.members[number] for number in keep),
+        [active.params[number] for number in keep],
+        [active.gradients[number] for number in keep],
+        [active.states[number] for number in keep],
+        active.num_matrices,
+    )

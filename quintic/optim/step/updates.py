@@ -1,0 +1,123 @@
+"""The update of a batch of matrices, whoever calls: orthogonalisation, neuron factors, and telemetry.
+
+Before and after it come the passes over gradients, momentum and weights: `plain_passes.py`, or `device_passes.py` as
+kernels. Both hand over the same things: directions (b, m, n), updates (b, m, n) and factors (b, m or 1, n or 1).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.options import Group
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import Member
+from quintic.optim.polar.forms import Form
+from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.rules.update import neuron_factors_
+
+__all__ = ["Moments", "Observer", "Passes", "advance_neurons_", "make_updates", "orthogonalized"]
+
+# Called where telemetry is sampled, with members of a bucket, their directions, updates and factors, and flags, () or
+# (matrices,) int32, that are zero for matrices which are not stepped; None if all are.
+Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor, Tensor | None], None]
+
+
+class Passes(Protocol):
+    """The two passes over a bucket's own tensors, before and after its matrices are orthogonalised."""
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the update directions, (b, m, n), rounded to `direction_dtype`."""
+        ...
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights against updates (b, m, n), times factors (b, m or 1, n or 1) and the learning rate."""
+        ...
+
+
+class Moments(NamedTuple):
+    """NorMuon's second moments of a batch of matrices."""
+
+    tensors: Sequence[Tensor]
+    """(matrices, m, 1) or (matrices, 1, n), together those of the batch in order; changed."""
+    table: Tensor | None
+    """(b,) int64 on the device: where the kernels find each matrix' second moments; None for plain PyTorch."""
+
+
+def make_updates(
+    directions: Tensor,
+    form: Form | None,
+    bucket: Bucket,
+    group: Group,
+    scales: Tensor,
+    moments: Moments | None,
+    go: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the updates of a batch of matrices, and what multiplies them besides the learning rate.
+
+    Args:
+        directions: (b, m, n).
+        form: how they are orthogonalised; None by the group's function.
+        bucket: that they belong to.
+        group: its parameter group.
+        scales: (b, 1, 1): learning-rate scale times own multiplier.
+        moments: with `normalize="neuron"`; None without.
+        go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
+
+    Returns:
+        (b, m, n) in `update_dtype`, and (b, m or 1, n or 1).
+    """
+    update = orthogonalized(directions, form, bucket, group)
+    if moments is None:
+        return update, scales
+    return update, advance_neurons_(update, moments.tensors, scales, group, go, moments.table)
+
+
+def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
+    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `plan.update_dtype`."""
+    if form is not None:
+        return apply_form(directions, form, bucket.kernels)
+    assert callable(group.orthogonalizer)
+    update = group.orthogonalizer(directions)
+    if update.shape != directions.shape:
+        raise ValueError(
+            f"{bucket.name}: the orthogonalizer returned shape {tuple(update.shape)} "
+            f"for matrices of shape {tuple(directions.shape)}"
+        )
+    return update.to(directions.dtype)
+
+
+def advance_neurons_(
+    update: Tensor,
+    moments: Sequence[Tensor],
+    scale: Tensor,
+    group: Group,
+    go: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
+    """Advance NorMuon's second moments; return the factors that even out the neurons, times the learning-rate scale.
+
+    Args:
+        update: (b, m, n).
+        moments: (matrices, m, 1) or (matrices, 1, n), together those of the update's matrices in order; changed.
+        scale: (b, 1, 1), of the dtype of the moments.
+        group: the parameter group.
+        go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
+        table: (b,) int64 on the device: where the kernels find each matrix' second moments; None for plain PyTorch.
+
+    Returns:
+        (b, m or 1, n or 1), float32 (float64 for float64 weights) on the device of the update.
+    """
+    beta = float(group.normalize_beta)
+    if table is not None:
+        from quintic.kernels.update.neuron import advance_neuron_factors_
+
+        return advance_neuron_factors_(update, table, scale, beta=beta, go=go)
+    before = torch.cat(list(moments))
+    after = before.clone()
+    factors = neuron_factors_(update, after, beta=beta)
+    if go is not None:
+        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
+    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
+    return scale * factors
