@@ -45,6 +45,9 @@ commands:
 """
 
 
+# Comparing less with its checksums takes about a second at most, unless the disk is slow.
+_LONG_CHECK_BYTES = 1 << 30
+
 # Its number everywhere; Windows has no such signal, but the same exit code serves there.
 _SIGPIPE = 13
 
@@ -156,7 +159,9 @@ def _prepare(arguments: list[str]) -> int:
     from quintic.train.config import DataConfig
     from quintic.train.options import parse
 
-    dataset = _prepared(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
+    options = parse(DataConfig, arguments, "prepare", "Turn text into tokens.")
+    # Asked whether the data is whole, the answer is no good when it was made anew first.
+    dataset = _prepared(options, repair=not options.verify)
     summary = dataset.summary()
     for split in ("train", "val"):
         documents, tokens, size = (summary[f"{split}_{what}"] for what in ("documents", "tokens", "bytes"))
@@ -209,11 +214,13 @@ def _eval(arguments: list[str]) -> int:
     if options.tokens is not None and options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
     model, trained_on, config = _trained(options.runs_dir, options.run, options.device)
+    _verify(trained_on, again=options.verify)  # its training text makes the bigram model
     dataset = trained_on
     splits: tuple[SplitName, ...] = ("val",)
     if options.data is not None:
         tokenizer = str(trained_on.path / "tokenizer.json")
-        dataset = _prepared(dataclasses.replace(config.data, data=options.data, tokenizer=tokenizer))
+        data = dataclasses.replace(config.data, data=options.data, tokenizer=tokenizer, verify=options.verify)
+        dataset = _prepared(data)
         splits = ("train", "val")
     batches = validation_rows(
         dataset, rows=config.schedule.rows, seq_len=config.model.seq_len, max_tokens=options.tokens, splits=splits
@@ -285,7 +292,7 @@ def _training_options(arguments: list[str], command: str) -> "Start":
     return training_options(arguments, command=command, description=f"{descriptions[command]}\n\n{extra}")
 
 
-def _prepared(data: "DataConfig") -> "Dataset":
+def _prepared(data: "DataConfig", *, repair: bool = True) -> "Dataset":
     from quintic.data.shards import prepare
 
     shown = ""
@@ -301,15 +308,26 @@ def _prepared(data: "DataConfig") -> "Dataset":
             print(f"Preparing data: {words[stage]} ...", flush=True)
         shown = stage
 
-    return prepare(
+    dataset = prepare(
         data.data,
         data_dir=data.data_dir,
         vocab_size=data.vocab_size,
         tokenizer=data.tokenizer,
         val_frac=data.val_frac,
         max_bytes=data.max_bytes,
+        repair=repair,
         progress=progress,
     )
+    _verify(dataset, again=data.verify)
+    return dataset
+
+
+def _verify(dataset: "Dataset", *, again: bool) -> None:
+    def begin(num_bytes: int) -> None:
+        if num_bytes >= _LONG_CHECK_BYTES:
+            print(f"Checking data: {num_bytes / 1e9:.1f} GB of {dataset.path} ...", flush=True)
+
+    dataset.verify(once=not again, begin=begin)
 
 
 def _check_options(config: "Config") -> None:

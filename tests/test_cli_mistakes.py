@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -128,6 +129,24 @@ def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.Capture
     (elsewhere / "file").touch()
     message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "file", run="run"))
     assert message == f"{elsewhere}/file/run: cannot be made (Not a directory); choose another --runs-dir"
+
+
+def test_data_that_changed_on_disk(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="run", data_dir=elsewhere / "data", steps=1, threads=1)
+    assert main(["train", *options]) == 0
+    (path,) = (elsewhere / "data").glob("text-*/train_00000.bin")
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 4
+    path.write_bytes(data)
+    os.utime(path, ns=times)
+    assert main(["eval"]) == 0  # looks as it did when it was compared
+    expected = f"{path}: damaged, wrong checksum; delete it and run again: quintic prepare --data "
+    assert error_of(capsys, "eval", "--verify").startswith(expected)
+    assert error_of(capsys, "train", "--resume", "--verify").startswith(expected)
+    assert error_of(capsys, "eval").startswith(expected)
+    assert error_of(capsys, "train", *options, "--run", "other").startswith(expected)
+    assert [run.name for run in (elsewhere / "runs").iterdir()] == ["run"]
 
 
 def test_a_disk_that_fills_up_during_the_run(

@@ -7,11 +7,17 @@
       train_00000.idx                int64 little-endian: where each document begins, and the number of tokens
       val_00000.bin ...
 
+    <data_dir>/cache/verified/
+      <name>-<key>-<machine>.json    size and time of the shards that this machine has compared with their checksums
+
 Reading only. Writing these files is `quintic.data.shard_writer`, making a dataset is `quintic.data.shards`.
 """
 
+import contextlib
 import json
+import platform
 import zlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from quintic.data.source import slug
 from quintic.data.tokenizer import Tokenizer
+from quintic.durable import write_atomically
 from quintic.errors import DataError
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "DocumentSplit", "SplitName", "checksum"]
@@ -158,7 +166,7 @@ class Dataset:
         except FileNotFoundError as error:
             state = "is not a finished dataset" if folder.is_dir() else "does not exist"
             raise DataError(f"{folder}: {state} (no {MANIFEST_NAME}); run `quintic prepare` first") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{manifest_path}: damaged ({error}); delete the folder and prepare again") from error
         except OSError as error:
             raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
@@ -224,17 +232,100 @@ class Dataset:
             "bytes_per_token": round(train.bytes_per_token, 4),
         }
 
-    def verify(self) -> None:
-        """Read every shard and compare its checksum with the manifest.
+    def verify(self, *, once: bool = False, begin: Callable[[int], None] | None = None) -> None:
+        """Read the shards and compare them with the manifest: checksums, token ids, document starts; the tokenizer too.
+
+        A shard that is whole is remembered with its size and modification time, and those of its index, in `cache`
+        beside the dataset's folder, for this machine alone. Where that cannot be written, nothing is remembered.
+
+        Args:
+            once: skip shards that are remembered and have not changed since.
+            begin: called with the number of bytes to read, if there are any.
 
         Raises:
-            DataError: a shard's content changed; the message names it and the command to run again.
+            DataError: a file's content changed, or does not go with the tokenizer; the message names the file and
+                what to do.
         """
-        for fields in self.manifest["splits"].values():
-            for shard in fields["shards"]:
-                path = self.path / shard["file"]
-                if checksum(path) != shard["crc32"]:
-                    raise DataError(f"{path}: damaged, wrong checksum; run again: {self.manifest['command']}")
+        ids, bos = self.tokenizer.vocab_size, self.tokenizer.bos_id
+        if (ids, bos) != (self._vocab_size, self._bos_id):
+            raise DataError(
+                f"{self.path / MANIFEST_NAME}: does not go with {TOKENIZER_NAME}, which has {ids} ids and starts "
+                f"documents with {bos}; delete the folder and prepare again"
+            )
+        marks = self._marks()
+        known = _read_marks(marks)
+        shards = [
+            (split, number, fields)
+            for name, split in self._splits.items()
+            for number, fields in enumerate(self.manifest["splits"][name]["shards"])
+        ]
+        # Taken before reading: what changes meanwhile is read again the next time.
+        states = {fields["file"]: self._state(fields) for _, _, fields in shards}
+        due = [shard for shard in shards if not once or known.get(shard[2]["file"]) != states[shard[2]["file"]]]
+        unread = {fields["file"] for _, _, fields in due}
+        if due and begin is not None:
+            begin(sum(states[file][0] for file in unread))
+        try:
+            for split, number, fields in due:
+                self._verify_shard(split, number, fields)
+                unread.remove(fields["file"])
+        finally:
+            # Also after an error: the wrong shard must be found again, those before it need not be read again.
+            whole = {file: state for file, state in states.items() if file not in unread}
+            if whole != known:
+                with contextlib.suppress(OSError):
+                    marks.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(marks, json.dumps(whole))
+
+    def _verify_shard(self, split: DocumentSplit, number: int, fields: dict[str, Any]) -> None:
+        path = self.path / fields["file"]
+        mend = f"delete it and run again: {self.manifest['command']}"
+        try:
+            crc, largest = _scan(path, split.shards[number].dtype)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
+        if crc != fields.get("crc32"):
+            raise DataError(f"{path}: damaged, wrong checksum; {mend}")
+        if largest >= self._vocab_size:
+            raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self._vocab_size}; {mend}")
+        # The start token stands nowhere else, so this holds for the right index alone.
+        first, last = np.searchsorted(split.offsets, split.shard_offsets[number : number + 2])
+        starts = split.offsets[first:last] - split.shard_offsets[number]
+        if (split.shards[number][starts] != self._bos_id).any():
+            raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
+
+    def _state(self, fields: dict[str, Any]) -> list[Any]:
+        """What a remembered shard must still be: the files as they are, and what they were compared with."""
+        path = self.path / fields["file"]
+        try:
+            stats = [path.stat(), path.with_suffix(".idx").stat()]
+        except OSError as error:
+            raise DataError(f"{path}: missing; run again: {self.manifest['command']}") from error
+        files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
+        return [*files, fields.get("crc32"), self._vocab_size, self._bos_id]
+
+    def _marks(self) -> Path:
+        folder = self.path.resolve()
+        return folder.parent / "cache" / "verified" / f"{folder.name}-{slug(platform.node())}.json"
+
+
+def _scan(path: Path, dtype: np.dtype[Any]) -> tuple[str, int]:
+    """Return the checksum of a shard and its largest token id."""
+    crc, largest = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            crc = zlib.crc32(block, crc)
+            tokens = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
+            largest = max(largest, int(tokens.max(initial=0)))
+    return f"{crc:08x}", largest
+
+
+def _read_marks(path: Path) -> dict[str, Any]:
+    try:
+        marks = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return marks if isinstance(marks, dict) else {}
 
 
 def checksum(path: Path) -> str:

@@ -102,7 +102,7 @@ class Loader(Iterator[Batch]):
         if table.num_tokens < needed:
             raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
         self._rows = rows
-        self._bos_id = dataset.bos_id
+        self._dataset = dataset
         self._depth = prefetch
         self._device = torch.device(device)
         if str(self._device) == "cuda":
@@ -140,18 +140,18 @@ class Loader(Iterator[Batch]):
         """Return the next batch.
 
         Raises:
-            DataError: the text does not fill a row.
+            DataError: the text does not fill a row, or has an id that is not in the vocabulary.
             ValueError: the loader is closed.
         """
         if self._closed:
             raise ValueError("the loader is closed")
         if self._depth == 0:
-            batch, position = _next_batch(self._stream, self._rows, self._bos_id, self._device)
+            batch, position = _next_batch(self._stream, self._rows, self._dataset, self._device)
         else:
             if self._prefetcher is None:
                 # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
-                stream, rows, bos_id, device = self._stream, self._rows, self._bos_id, self._device
-                self._prefetcher = Prefetcher(lambda: _next_batch(stream, rows, bos_id, device), self._depth)
+                stream, rows, dataset, device = self._stream, self._rows, self._dataset, self._device
+                self._prefetcher = Prefetcher(lambda: _next_batch(stream, rows, dataset, device), self._depth)
             batch, position = self._prefetcher.get()
         self._position = position
         self._batches += 1
@@ -269,7 +269,7 @@ def validation_rows(
         needed = rows * (seq_len + 1) * world_size
         num_tokens = sum(table.num_tokens for table in tables)
         raise _too_little_text(" + ".join(splits), num_tokens, rows, seq_len, world_size, needed)
-    return [_to_batch(block, dataset.bos_id, epoch=0) for block in blocks[rank:count:world_size]]
+    return [_to_batch(block, dataset, epoch=0) for block in blocks[rank:count:world_size]]
 
 
 def _rows_in_order(table: PieceTable) -> Iterator[Int64s]:
@@ -287,10 +287,10 @@ def _rows_in_order(table: PieceTable) -> Iterator[Int64s]:
         yield found[0]
 
 
-def _next_batch(stream: RowStream, rows: int, bos_id: int, device: torch.device) -> tuple[Batch, RowPosition]:
+def _next_batch(stream: RowStream, rows: int, dataset: Dataset, device: torch.device) -> tuple[Batch, RowPosition]:
     found = stream.next_rows(rows)
     assert found is not None  # a stream without max_epochs does not end
-    batch = _to_batch(found[0], bos_id, epoch=found[1])
+    batch = _to_batch(found[0], dataset, epoch=found[1])
     if device.type == "cuda":
         # In this thread the current device is the first one; pinning there would open a context on it in every rank.
         with torch.cuda.device(device):
@@ -298,9 +298,16 @@ def _next_batch(stream: RowStream, rows: int, bos_id: int, device: torch.device)
     return batch, stream.position()
 
 
-def _to_batch(block: Int64s, bos_id: int, *, epoch: int) -> Batch:
+def _to_batch(block: Int64s, dataset: Dataset, *, epoch: int) -> Batch:
+    # The file may have changed since it was verified; on a GPU such an id would end the process without a word.
+    largest = int(block.max())
+    if largest >= dataset.vocab_size:
+        raise DataError(
+            f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
+            "file with `quintic prepare --verify` and the options of this run"
+        )
     inputs = np.ascontiguousarray(block[:, :-1])
-    starts = np.append(np.flatnonzero(inputs.reshape(-1) == bos_id), inputs.size)
+    starts = np.append(np.flatnonzero(inputs.reshape(-1) == dataset.bos_id), inputs.size)
     return Batch(
         inputs=torch.from_numpy(inputs),
         targets=torch.from_numpy(np.ascontiguousarray(block[:, 1:])),

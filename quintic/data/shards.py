@@ -70,12 +70,13 @@ def prepare(
     val_frac: float = 0.02,
     max_bytes: int | None = None,
     shard_tokens: int = 2**24,
+    repair: bool = True,
     progress: Progress | None = None,
 ) -> Dataset:
     """Tokenize a text source into `data_dir/<name>-<key>`, or open that folder when it is finished.
 
-    Several processes may call this at once: one prepares, the others wait and open the result. A finished folder
-    with a damaged file is prepared again.
+    Several processes may call this at once: one prepares, the others wait and open the result. Opening checks the
+    sizes of the files; `Dataset.verify` checks their content.
 
     Args:
         spec: the text source, see `open_source`.
@@ -85,6 +86,8 @@ def prepare(
         val_frac: wanted fraction of documents on the validation side, between 0 and 1.
         max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken.
         shard_tokens: a shard is closed when it holds so many tokens.
+        repair: whether a finished folder with a file that is missing or of the wrong size is prepared again; else
+            that is an error.
         progress: called now and then, from this thread.
 
     Raises:
@@ -125,7 +128,7 @@ def prepare(
         command=_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes),
         progress=progress or (lambda stage, done, total: None),
     )
-    finished = _open_finished(plan.folder)
+    finished = _open_finished(plan.folder, repair=repair)
     return finished if finished is not None else _prepare_locked(plan)
 
 
@@ -139,12 +142,14 @@ def _command(
     return shlex.join(words)
 
 
-def _open_finished(folder: Path) -> Dataset | None:
+def _open_finished(folder: Path, *, repair: bool = True) -> Dataset | None:
     if not (folder / MANIFEST_NAME).exists():
         return None
     try:
         return Dataset.open(folder)
     except DataError:  # damaged: made again, under the lock
+        if not repair:
+            raise
         return None
 
 

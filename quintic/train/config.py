@@ -34,9 +34,7 @@ __all__ = [
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
 _MIN_VOCAB = 257
-
-# What PyTorch's generators take.
-_SEEDS = 2**63
+_SEEDS = 2**63  # what PyTorch's generators take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +53,8 @@ class DataConfig:
     """Stop reading after this many bytes of text (for large sources)."""
     data_dir: Path = Path("data")
     """Folder for prepared data."""
+    verify: bool = False
+    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""

@@ -37,7 +37,7 @@ T = TypeVar("T")
 # How a run is watched and stored may change when it is resumed; what it computes may not.
 _FREE_WHEN_RESUMED = frozenset(
     {
-        "data.data_dir", "run.run", "run.runs_dir", "run.threads", "run.eval_every", "run.sample_every",
+        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.eval_every", "run.sample_every",
         "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
         "run.wandb",
     }
@@ -78,6 +78,8 @@ class EvalOptions:
     """Tokens to score, at most; by default all there are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; 'auto' takes a GPU if there is one."""
+    verify: bool = False
+    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
 
 
 @dataclass(frozen=True, kw_only=True)

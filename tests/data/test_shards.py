@@ -281,9 +281,11 @@ def test_changed_content_is_found_by_verify(tmp_path: Path) -> None:
     data[100] ^= 1
     path.write_bytes(data)
     opened = Dataset.open(dataset.path)
-    assert f"{path}: damaged, wrong checksum; run again: quintic prepare" in message(opened.verify)
+    assert f"{path}: damaged, wrong checksum; delete it and run again: quintic prepare" in message(opened.verify)
     Tokenizer.train(["other"], 257).save(dataset.path / "tokenizer.json")
-    assert "tokenizer.json: changed since the text was prepared" in message(lambda: opened.tokenizer)
+    assert "tokenizer.json: changed since the text was prepared" in message(
+        lambda: Dataset.open(dataset.path).tokenizer
+    )
     index = dataset.path / "train_00000.idx"
     offsets = np.fromfile(index, dtype="<i8")
     offsets[1] = 10**9
