@@ -1,43 +1,35 @@
-"""`Muon`: the optimizer a user constructs. Validates groups, owns state, and runs the plan.
+"""`Muon`: the optimizer a user constructs; its options, and its step.
 
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
 is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `bucket_step.py`. Where matrices lie on several
-ranks: `travel_step.py`.
+ranks: `travel_step.py`. Groups and state, and how they are saved and loaded, are in `optimizer_base.py`.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.comms.collectives import ProcessGroup
-from quintic.optim.current import Current, States
-from quintic.optim.groups.names import without_wrappers
-from quintic.optim.groups.options import Group, Orthogonalizer
+from quintic.optim.groups.options import Orthogonalizer
 from quintic.optim.layout.views import Matrix
-from quintic.optim.plan.order import Orders, orders_of
+from quintic.optim.optimizer_base import OptimizerBase
+from quintic.optim.plan.order import orders_of
 from quintic.optim.plan.plan import Plan
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.rules.opaque import opaque, opaque_step
-from quintic.optim.rules.rates import ADAMW_LR, CycledMomentum, fill_adamw_rates
+from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import DecayCoupling, LrScale
-from quintic.optim.state.sharded_state import divided_parameters, whole_states
-from quintic.optim.state.state import as_saved, complete_second_moments
-from quintic.optim.step.runner import Runner
+from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
-from quintic.optim.steps_made import StepsMade
-from quintic.optim.validate import check_apart, check_group, check_keys, suggests_options
+from quintic.optim.validate import suggests_options
 
 __all__ = ["Muon", "Orthogonalizer"]
 
@@ -48,7 +40,7 @@ Loss = TypeVar("Loss")
 _NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__class__"})
 
 
-class Muon(Optimizer):
+class Muon(OptimizerBase):
     """Muon for matrices, AdamW for everything else, in one `torch.optim.Optimizer`.
 
     For a group with `algorithm="muon"` (the default) each step is
@@ -145,12 +137,6 @@ class Muon(Optimizer):
     Source: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
 
-    _current: Current
-    _is_state_lent: bool
-    """Whether `state` gives what there is, whatever it is."""
-    _cycled: CycledMomentum
-    _steps_made: StepsMade
-
     @suggests_options
     def __init__(
         self,
@@ -194,68 +180,8 @@ class Muon(Optimizer):
         defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
-        self._forget_steps(orders_of(launch_order, work_order))
-        super().__init__(params, {**defaults, "algorithm": "muon", "view": Matrix(), "pending_steps": 0})
-        names = iter(without_wrappers(name for group in self.param_groups for name in group["param_names"]))
-        for group in self.param_groups:
-            group["param_names"] = [next(names) for _ in group["param_names"]]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a validated group.
-
-        Raises:
-            ValueError, TypeError: as the constructor.
-        """
-        group = dict(param_group)
-        number = len(self.param_groups)
-        check_keys(number, group, self.defaults)
-        _add_names(number, group)
-        if isinstance(group.get("params"), list):
-            check_apart(number, group, self.param_groups)
-        if group.get("algorithm", "muon") == "adamw":
-            fill_adamw_rates(number, group, self.defaults)
-        super().add_param_group(group)
-        added = self.param_groups[-1]
-        try:
-            self._current.add(number, added)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        self._cycled.watch(self.param_groups)
-
-    def _own(self, name: str) -> Any:
-        """What a property keeps; wrappers that borrow the class (Lightning's) have nothing and ask what they wrap."""
-        if name not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self.__dict__[name]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
-        found: list[dict[str, Any]] = self._own("param_groups")
-        self._cycled.follow()
-        return found
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = value
-        self._cycled.watch(value)
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter, of all parameters: what is missing is made for those that are there now.
-
-        Waits for state on its way to host memory (`offload`): ask again after every step.
-        """
-        found: defaultdict[Tensor, Any] = self._own("state")
-        if not self._is_state_lent:
-            self._current.give_state(self.param_groups, found)
-        return found
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.__dict__["state"] = value
-        self._current.outdate()
+        defaults |= {"algorithm": "muon", "view": Matrix(), "pending_steps": 0}
+        super().__init__(params, defaults, orders_of(launch_order, work_order))
 
     def offload(self, on: bool = True) -> None:
         """Move the state of all groups to host memory now, or back, and set their option, also of groups added later.
@@ -277,58 +203,6 @@ class Muon(Optimizer):
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
         return replace(self._planned().plan, kept_bytes=self._current.communicators.kept_bytes)
-
-    @property
-    def typed_groups(self) -> Sequence[Group]:
-        """The parameter groups as a step sees them now: checked, frozen and typed."""
-        self._current.look(self.__dict__["param_groups"])
-        return self._current.groups
-
-    @property
-    def current(self) -> Current:
-        """What follows from the groups as they are now: typed groups, the plan's runner, the ranks' communicators.
-
-        For the other files of the library; use the methods instead.
-        """
-        self._planned()
-        return self._current
-
-    def connected(self) -> Current:
-        """Return `current`, with ranks connected. All ranks that share parameters must call it."""
-        self._connected()
-        return self._current
-
-    @property
-    def steps_made(self) -> StepsMade:
-        """What is known of the steps made. For the other files of the library; use `last_step` instead."""
-        return self._steps_made
-
-    def next_pending_steps(self) -> list[int]:
-        """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._planned()
-        return self._pending_steps()
-
-    def _planned(self) -> Runner:
-        """Return the runner of the current plan; what was changed is checked first. No state is made."""
-        return self._current.planned(self.param_groups, self.__dict__["state"])
-
-    def _connected(self) -> Runner:
-        """Return the same, with ranks connected; the plan may depend on their hosts."""
-        return self._current.connected(self.param_groups, self.__dict__["state"])
-
-    def _needed_state(self) -> States:
-        """Return the state of all parameters, which is made if there is none; nothing is under way."""
-        return self._current.needed_state(self.param_groups, self.__dict__["state"])
-
-    @contextmanager
-    def _lending(self, state: States) -> Iterator[None]:
-        """Let PyTorch's methods see this state."""
-        own = self.__dict__["state"]
-        self.__dict__["state"], self._is_state_lent = state, True
-        try:
-            yield
-        finally:
-            self.__dict__["state"], self._is_state_lent = own, False
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
@@ -361,25 +235,21 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, steps_made, groups = self._connected(), self._steps_made, self._current.groups
+        runner, first = self._connected(), self._steps_made.first_gradients
         pending_steps = self._pending_steps()
         if not runner.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])
-        first = steps_made.first_gradients
         if first is not None:
-            first.look(groups, may_lack=closure is not None and loss is None)
+            first.look(self._current.groups, may_lack=closure is not None and loss is None)
         qk_step = self._start_qk_step(runner, qk_logits or {})
-        done = runner.step(pending_steps, steps_made.num_steps)
+        done = runner.step(pending_steps, self._steps_made.num_steps)
         if first is not None and first.ask_others(runner.agreements.any_present()):
-            steps_made.first_gradients = None
+            self._steps_made.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
-            dictionary["pending_steps"] = pending
-        waiting = [len(group.params) for group, n in zip(groups, pending_steps, strict=True) if n]
-        steps_made.count(done, waiting=sum(waiting), clipped_layers=len(qk_logits or {}))
+        self._note_step(done, pending_steps, clipped_layers=len(qk_logits or {}))
         if self._current.rows.tables:
             self._current.rows.check(wait=False)
         return loss
@@ -452,66 +322,6 @@ class Muon(Optimizer):
         if self._current.runner is not None:
             self._planned().upload_hyperparameters()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
-
-        All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
-        it returns whole; see `state.py` and `docs/checkpoints.md`.
-        """
-        self._current.rows.check(wait=True)
-        state = self._needed_state()
-        complete_second_moments(self._current.groups, state, self._current.communicators)
-        whole = whole_states(self._current.groups, state, self._current.communicators)
-        params = (param for group in self._current.groups for param in group.params)
-        with self._lending({param: whole.get(param, state[param]) for param in params}):
-            return as_saved(super().state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.
-
-        Nothing is communicated: of whole tensors each rank takes its piece. See `docs/checkpoints.md`.
-
-        Raises:
-            ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.
-        """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        state = self._needed_state()
-        load_state(self.param_groups, state, divided_parameters(self._current.groups), state_dict, check_group)
-        self._cycled.watch(self.__dict__["param_groups"])
-        self._current.end_load(self.__dict__["state"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy keep."""
-        state = self.__dict__["state"]
-        with self._lending(self._needed_state() if state else state):
-            return {**super().__getstate__(), "_orders": self._current.orders}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
-        super().__setstate__(state)
-        self._forget_steps(self.__dict__.pop("_orders"))
-        self._cycled.watch(self.__dict__["param_groups"])
-
-    def _forget_steps(self, orders: Orders) -> None:
-        """Forget the steps made, and all that follows from the groups."""
-        self._current = Current(orders)
-        self._is_state_lent = False
-        self._cycled = CycledMomentum()
-        self._steps_made = StepsMade()
-
-    def _pending_steps(self) -> list[int]:
-        """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
-        return [
-            (dictionary["pending_steps"] + 1) % group.step_every
-            for dictionary, group in zip(self.__dict__["param_groups"], self._current.groups, strict=True)
-        ]
-
     def _start_qk_step(self, runner: Runner, qk_logits: Mapping[str | int, Tensor]) -> QKStep | None:
         """Begin QK-clip of a step, if it was asked for; every mistake in `qk_logits` is found here."""
         qk_clip = self._current.qk_clip
@@ -524,14 +334,11 @@ class Muon(Optimizer):
         runner.agreements.agree()
         return self._current.start_qk_step(qk_clip, self.__dict__["state"], qk_logits)
 
-
-def _add_names(number: int, group: dict[str, Any]) -> None:
-    """Name parameters that come without names: messages, plans and checkpoints need some, PyTorch makes none."""
-    params = group.get("params")
-    if isinstance(params, Tensor):
-        group["params"] = params = [params]
-    if params is None or isinstance(params, set):
-        return  # PyTorch's own message is right
-    group["params"] = params = list(params)
-    if not any(isinstance(param, tuple) for param in params):
-        group.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(params))])
+    def _note_step(self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int) -> None:
+        """Note for each group how many steps it waits for, and for `last_step` what became of this one."""
+        waiting = 0
+        for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
+            dictionary["pending_steps"] = pending
+            if pending:
+                waiting += len(dictionary["params"])
+        self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers)
