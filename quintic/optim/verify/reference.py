@@ -1,12 +1,13 @@
 """The step again, slow and obviously right: what `Muon.step` is compared with, see `verify.py`.
 
 One parameter after the other, whole, and of it one matrix after the other, with the pure functions of `update.py` and
-`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of. Nothing of the pipeline
-is used: neither buckets nor exchanges nor kernels. What both share is the update rule itself, the layouts, which part
-of divided state is whose (`comms="sharded"`), and where directions and averages are rounded.
+`orthogonalize.py` in plain PyTorch. Every rank computes every matrix that it holds a part of; `parameters.py` brings
+together what several ranks hold. Neither buckets nor exchanges nor kernels are used. What both share is the update rule
+itself, the layouts, which part of divided state is whose (`comms="sharded"`), and where directions and averages are
+rounded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,23 +23,20 @@ from quintic.optim.comms.collectives import (
     num_ranks,
     this_rank,
 )
-from quintic.optim.comms.sharing import AVERAGING, layouts_of
+from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout, intersection, local_gradient, local_tensor, numel_of, relative, size_of
-from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.layouts import local_gradient, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
-from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.placement import state_on_device
-from quintic.optim.state.sharded_state import Divided, divided_parameters
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.averages.early_averages import OfGroup
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
+from quintic.optim.verify.parameters import Parameter, parameters_of
 
-__all__ = ["Observer", "Parameter", "Rounding", "parameters_of", "reference_step", "run_reference"]
+__all__ = ["Observer", "Rounding", "reference_step", "run_reference"]
 
 # State that is not cut as the parameter is.
 _UNCUT = ("step", "second_momentum_buffer")
@@ -62,124 +60,6 @@ class Rounding:
 
 Observer = Callable[[Tensor, int, Rounding], None]
 """Called with a parameter, the number of a matrix of it and its rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of an optimizer, and where its pieces are."""
-
-    name: str
-    param: Tensor
-    group: Group
-    layout: Layout | None
-    """None where this rank has all there is."""
-    process_group: ProcessGroup | None
-    """Of the layout's ranks."""
-    divided: Divided | None = None
-    """Which parts of the state are whose; None where state lies as the parameter does."""
-    early: OfGroup | None = None
-    """The average of its gradients, where it was made before the step."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold pieces or copies, in the order of the process group."""
-        return (this_rank(),) if self.layout is None else tuple(sorted(self.layout.ranks))
-
-    @property
-    def own_copy(self) -> tuple[int, ...]:
-        """Return the ranks that hold the pieces of the same copy as this rank, in order."""
-        if self.layout is None or self.layout.is_replicated:
-            return (this_rank(),)
-        copies = dict(zip(self.layout.ranks, self.layout.copies, strict=True))
-        return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
-
-    def whole(self, local: Tensor) -> Tensor:
-        """Return the whole of what this rank holds a piece of, a new tensor. All of `ranks` must call it."""
-        layout = self.layout
-        if layout is None or self.process_group is None or layout.is_replicated:
-            return local.clone()
-        boxes = [layout.box_of(rank) for rank in self.ranks]
-        parts = all_gather_uneven(local.reshape(-1), [numel_of(box) for box in boxes], self.process_group)
-        whole = local.new_empty(layout.shape)
-        for rank, box, part in zip(self.ranks, boxes, parts, strict=True):
-            if rank in self.own_copy and part.numel():
-                self.piece(whole, rank).copy_(part.view(size_of(box)))
-        return whole
-
-    def whole_of(self, key: str, local: Tensor) -> Tensor:
-        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it.
-
-        Args:
-            key: name of the state.
-            local: what this rank has.
-        """
-        if self.divided is None or key not in CUT_KEYS:
-            return self.whole(local)
-        return self._of_parts(local)
-
-    def whole_average(self) -> Tensor | None:
-        """Return the average of the gradients if it was made before. All of `ranks` must call it."""
-        if self.early is None:
-            return None
-        if self.early.own is not None:
-            return self._of_parts(self.early.own[self.param])
-        return self.early.lent[self.param] if self.param.grad is None else self.param.grad
-
-    def _of_parts(self, local: Tensor) -> Tensor:
-        """Return the whole of what each rank has some parts of."""
-        assert self.divided is not None
-        assert self.process_group is not None
-        positions = range(len(self.divided.ranks))
-        sizes = [sum(part.numel for part in self.divided.parts if part.owner == owner) for owner in positions]
-        found = all_gather_uneven(local, sizes, self.process_group)
-        whole = torch.empty_like(self.param, dtype=local.dtype)
-        for part in self.divided.parts:
-            run = found[part.owner][part.offset : part.offset + part.numel]
-            in_memory_order(whole)[part.start : part.stop].copy_(run)
-        return whole
-
-    def local_of(self, key: str, whole: Tensor) -> Tensor:
-        """Return what this rank has of a whole weight or state."""
-        if self.divided is None:
-            return self.piece(whole, this_rank())
-        return divided_state({key: whole}, self.divided.parts, self.divided.ranks.index(this_rank()))[key]
-
-    def piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return what a rank holds of a whole tensor, sharing memory."""
-        if self.layout is None:
-            return whole
-        return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
-
-    def sole_holders(self) -> dict[tuple[int, int], int]:
-        """Return the matrices whose state one of several ranks alone has, as (block of the view, number in it)."""
-        found: dict[tuple[int, int], int] = {}
-        if self.layout is None:
-            return found
-        if self.divided is not None:
-            for part in self.divided.parts:
-                found |= dict.fromkeys(part.unit.matrices if part.unit else (), self.divided.ranks[part.owner])
-            return found
-        for unit in self.group.view.units(self.layout.shape):
-            holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
-            if len(holders) == 1:
-                found |= dict.fromkeys(unit.matrices, holders[0])
-        return found
-
-
-def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
-    """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
-    current = optimizer.current
-    divided, early = divided_parameters(current.groups), current.early.fresh()
-    layouts = list(map(layouts_of, current.groups))
-    current.communicators.connect(current.groups, layouts)
-    for group, found in zip(current.groups, layouts, strict=True):
-        for name, param, layout in zip(group.param_names, group.params, found, strict=True):
-            if layout is None:
-                yield Parameter(name, param, group, None, None)
-            elif this_rank() in layout.ranks:
-                process_group = current.communicators[tuple(sorted(layout.ranks))]
-                average = early.get(group.number)
-                yield Parameter(name, param, group, layout, process_group, divided.get(param), average)
 
 
 def reference_step(optimizer: Muon) -> None:
@@ -340,7 +220,7 @@ def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tenso
     # The gradient may lie otherwise in memory than the weight.
     whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(found.whole(gradient))
     buffer = local.get("second_momentum_buffer")
-    second = None if buffer is None else _whole_second_moments(found, buffer)
+    second = None if buffer is None else found.whole_second_moments(buffer)
     if is_adamw:
         _step_adamw({"step": local["step"], **whole}, whole["gradient"], found.group)
     else:
@@ -350,19 +230,6 @@ def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tenso
             value.copy_(found.local_of(key, whole[key]))
     if buffer is not None and second is not None:
         buffer.copy_(second)
-
-
-def _whole_second_moments(found: Parameter, buffer: Tensor) -> Tensor:
-    """Return NorMuon's second moments of all matrices: those of a matrix that one rank alone holds are there alone."""
-    if found.layout is None or found.process_group is None:
-        return buffer.clone()
-    everyone = all_gather_uneven(buffer, [buffer.numel()] * len(found.ranks), found.process_group)
-    shape, view = found.layout.shape, found.group.view
-    by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(found.ranks, everyone, strict=True)}
-    result = buffer.clone()
-    for (block, matrix), holder in found.sole_holders().items():
-        second_moments(result, shape, view)[block][matrix].copy_(by_rank[holder][block][matrix])
-    return result
 
 
 def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> None:

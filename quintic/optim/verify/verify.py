@@ -27,7 +27,8 @@ from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
-from quintic.optim.verify.reference import Parameter, Rounding, parameters_of, run_reference
+from quintic.optim.verify.parameters import Parameter, parameters_of
+from quintic.optim.verify.reference import Rounding, run_reference
 from quintic.optim.verify.report import Answer, Difference, Verification, badness, merged
 
 __all__ = ["verify"]
