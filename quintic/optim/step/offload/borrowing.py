@@ -1,0 +1,241 @@
+"""What a bucket borrows of state in host memory while it is stepped, and its passes over what it borrowed.
+
+Those are the things that its passes read and write: momentum for the directions, masters for the weights, AdamW's state
+for its whole update, in parts.
+
+A bucket's state is often a part of a parameter's: some matrices of a bank, some heads. The passes then get blocks of
+weights, gradients and state in place of whole tensors, so that no more is loaded than is stepped.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintic.kernels.dispatch import is_dense
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import View
+from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.members import Member, block_of
+from quintic.optim.plan.offload_size import Offloaded, offloaded_entries
+from quintic.optim.state.parts import CUT_KEYS
+from quintic.optim.state.state import master_key
+from quintic.optim.step.device_passes import DeviceMemory, with_one_gradient_dtype
+from quintic.optim.step.offload.transfers import Loan, Ring
+from quintic.optim.step.operands import Operands
+from quintic.optim.step.updates import Passes
+
+__all__ = ["BLOCKS", "BorrowingPasses", "HostedMatrices", "HostedVectors", "hosted_state"]
+
+# AdamW's parts begin at multiples of this many entries, which every kernel likes.
+_MULTIPLE = 64
+
+States = Sequence[Mapping[str, Tensor]]
+
+
+class _Blocks(View):
+    """Of tensors that are blocks already."""
+
+    def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensor."""
+        return (tensor,)
+
+
+BLOCKS = _Blocks()
+"""The view of what passes over a borrowed bucket get."""
+
+
+class HostedMatrices:
+    """What a bucket of matrices borrows: momentum, and masters where there are any."""
+
+    def __init__(self, bucket: Bucket, group: Group) -> None:
+        self._bucket, self._view = bucket, group.view
+        self._key: object = None
+        self._keys: list[str] = []
+        self._members: tuple[Member, ...] = ()
+        self.loans: list[Loan] = []
+        self.memory = DeviceMemory()
+        """Of the passes over blocks; everything else is the bucket's."""
+
+    @property
+    def directions(self) -> list[Loan]:
+        """Return what is needed for the directions."""
+        return self.loans[:1]
+
+    @property
+    def weights(self) -> list[Loan]:
+        """Return what is needed for the weights."""
+        return self.loans[1:]
+
+    def size(self) -> Offloaded:
+        """Return how much that is of the members prepared for."""
+        sizes = [loan.size for loan in self.loans] + [0, 0]
+        return Offloaded(sum(loan.num_bytes for loan in self.loans), sizes[0], sizes[1])
+
+    def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
+        """Get ready for a step of some members, given their state on the host."""
+        master = master_key(states[0]) if states else None
+        self._keys = ["momentum_buffer"] if master is None else ["momentum_buffer", master]
+        columns = [[state[key] for state in states] for key in self._keys] if states else []
+        key = members, [list(map(Tensor.data_ptr, column)) for column in columns]
+        if key != self._key:
+            self.loans = [Loan(self._blocks(column, members)) for column in columns]
+            self._key = key
+            self._members = ()
+
+    def operands(self, active: Operands, twins: Sequence[Sequence[Tensor]]) -> Operands:
+        """Return blocks of the members' tensors, with the state on the device."""
+        if self._bucket.kernels == "triton":
+            active = with_one_gradient_dtype(active)  # of whole tensors: blocks would not keep their strides
+        params = self._blocks(active.params, active.members)
+        if not self._members:
+            rows = zip(active.members, params, strict=True)
+            self._members = tuple(
+                replace(member, block=0, start=0, piece=None, num_matrices=block.shape[0]) for member, block in rows
+            )
+        return Operands(
+            self._members,
+            params,
+            self._blocks(active.gradients, active.members),
+            [dict(zip(self._keys, found, strict=True)) for found in zip(*twins, strict=True)],
+            active.num_matrices,
+        )
+
+    def _blocks(self, tensors: Sequence[Tensor], members: Sequence[Member]) -> list[Tensor]:
+        return [block_of(tensor, member, self._view) for tensor, member in zip(tensors, members, strict=True)]
+
+
+class BorrowingPasses:
+    """Passes over a bucket, see `updates.Passes`, that have their state on the device while they run."""
+
+    def __init__(self, passes: Passes, loans: Sequence[tuple[Ring, Loan]]) -> None:
+        self._passes, self._loans = passes, loans
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the directions (b, m, n)."""
+        ring, loan = self._loans[0]
+        with ring.use(loan):
+            return self._passes.directions()
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights."""
+        if len(self._loans) == 1:
+            self._passes.apply(update, factors)
+            return
+        ring, loan = self._loans[1]
+        with ring.use(loan):
+            self._passes.apply(update, factors)
+
+
+class _Range(NamedTuple):
+    """Entries of one member: all of them, or a run of its memory."""
+
+    number: int
+    run: slice | None
+
+
+class _Piece:
+    """What is stepped together of a bucket of AdamW parameters.
+
+    Args:
+        ranges: of consecutive members.
+        states: of all members, on the host.
+    """
+
+    def __init__(self, ranges: Sequence[_Range], states: States) -> None:
+        self._ranges = ranges
+        self._keys = [key for key in states[0] if key in CUT_KEYS]
+        self.members = slice(ranges[0].number, ranges[-1].number + 1)
+        self.loan = Loan([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
+        self.memory = DeviceMemory()
+        # Kept, so that tables of addresses stay valid.
+        self._again = {n: torch.empty_like(states[n]["step"]) for n, run in ranges if run is not None and run.start}
+
+    def operands(self, active: Operands, twins: Sequence[Tensor]) -> Operands:
+        """Return these entries of the members' tensors, with the state on the device."""
+        given = iter(twins)
+        members, params, gradients = [], [], []
+        states: list[Mapping[str, Tensor]] = []
+        for number, run in self._ranges:
+            member, state = active.members[number], active.states[number]
+            # The step is counted with the first entries; here it is counted again, for nobody.
+            step = state["step"]
+            if number in self._again:
+                step = torch.sub(step, 1, out=self._again[number])
+            members.append(member if run is None else replace(member, piece=(run,)))
+            params.append(_entries(active.params[number], run))
+            gradients.append(_entries(active.gradients[number], run))
+            states.append({"step": step, **{key: next(given) for key in self._keys}})
+        return Operands(tuple(members), params, gradients, states, 0)
+
+
+def _entries(tensor: Tensor, run: slice | None) -> Tensor:
+    return tensor if run is None else in_memory_order(tensor)[run]
+
+
+class HostedVectors:
+    """What a bucket of AdamW parameters borrows, piece by piece."""
+
+    def __init__(self, bucket: Bucket, group: Group) -> None:
+        limit = offloaded_entries(group, bucket.dtype)
+        assert limit is not None
+        self._limit = max(limit // _MULTIPLE, 1) * _MULTIPLE
+        self._key: object = None
+        self.pieces: list[_Piece] = []
+
+    @property
+    def directions(self) -> list[Loan]:
+        """Return everything, in order."""
+        return [piece.loan for piece in self.pieces]
+
+    @property
+    def weights(self) -> list[Loan]:
+        """Return nothing: there are no matrices to wait for."""
+        return []
+
+    def size(self) -> Offloaded:
+        """Return how much that is of the members prepared for."""
+        loans = self.directions
+        most = max((loan.size for loan in loans), default=0)
+        return Offloaded(sum(loan.num_bytes for loan in loans), most, 0, len(loans))
+
+    def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
+        """Get ready for a step of some members, given their state on the host, and their tensors if they have gaps."""
+        key = members, [value.data_ptr() for state in states for name, value in state.items() if name in CUT_KEYS]
+        if key != self._key:
+            dense = [True] * len(members) if params is None else list(map(is_dense, params))
+            numels = [state["exp_avg"].numel() for state in states]
+            self.pieces = [_Piece(ranges, states) for ranges in self._divided(numels, dense)]
+            self._key = key
+
+    def _divided(self, numels: Sequence[int], dense: Sequence[bool]) -> Iterator[list[_Range]]:
+        """Yield what is stepped together. Only members that exceed the limit are cut."""
+        ranges: list[_Range] = []
+        free = self._limit
+        for number, numel in enumerate(numels):
+            if numel <= self._limit or not dense[number]:
+                if numel > free and ranges:
+                    yield ranges
+                    ranges, free = [], self._limit
+                ranges.append(_Range(number, None))
+                free = max(0, free - numel) // _MULTIPLE * _MULTIPLE
+                continue
+            start = 0
+            while start < numel:
+                if not free:
+                    yield ranges
+                    ranges, free = [], self._limit
+                stop = min(start + free, numel)
+                ranges.append(_Range(number, slice(start, stop)))
+                free = (free - (stop - start)) // _MULTIPLE * _MULTIPLE
+                start = stop
+        if ranges:
+            yield ranges
+
+
+def hosted_state(bucket: Bucket, group: Group) -> HostedMatrices | HostedVectors:
+    """Return what a bucket of a group with state in host memory borrows; nothing before it is prepared."""
+    return HostedMatrices(bucket, group) if bucket.algorithm == "muon" else HostedVectors(bucket, group)
