@@ -3,12 +3,13 @@
     QuinticError
     |- DataError(ValueError)            the text, the tokenizer or the token shards
     |- ConfigError(ValueError)          an option, or a combination of options
-    '- CheckpointError(RuntimeError)    a checkpoint that is missing, damaged or does not fit
+    |- CheckpointError(RuntimeError)    a checkpoint that is missing, damaged or does not fit
+    '- DivergedError(ArithmeticError)   a training run whose loss or weights are no longer finite
 
 The message says what is wrong, what was given (parameter, file or option) and what to change.
 """
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "QuinticError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "DivergedError", "QuinticError"]
 
 
 class QuinticError(Exception):
@@ -25,3 +26,7 @@ class ConfigError(QuinticError, ValueError):
 
 class CheckpointError(QuinticError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another configuration."""
+
+
+class DivergedError(QuinticError, ArithmeticError):
+    """The loss or the weights of a training run are no longer finite numbers."""

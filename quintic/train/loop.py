@@ -7,6 +7,7 @@ the next step depends on (weights, optimizer, data position, step) is in the che
 
 import contextlib
 import importlib.util
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import QuinticError
+from quintic.errors import DivergedError, QuinticError
 from quintic.eval.score import Score
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
@@ -69,7 +70,10 @@ def train(
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the checkpoint is written.
+        DivergedError: the loss or the weights are not finite. They are not saved; earlier checkpoints stay.
         QuinticError: input that cannot be used.
+
+    Whatever the exception, the log and the report tell of every step that was made.
     """
     hardware = choose_hardware(config.run)
     say(f"Computing on {hardware}")
@@ -93,29 +97,87 @@ def train(
             log.write("resume", step=run.step, time=now)
         else:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
-        while run.step < run.total:
-            progress.train(log.write("train", **run.train_step()))
-            last = run.step == run.total
-            if last or is_due(run.step, config.run.eval_every):
-                progress.evaluation(log.write("eval", **run.evaluate()))
-            if not last and is_due(run.step, config.run.sample_every):
-                log.write("sample", step=run.step, samples=run.sample())
-            # Asked once: a request that comes during the save is honoured after the next step.
-            stop = stop_requested() and not last
-            if last or stop or is_due(run.step, config.run.save_every):
-                run.save()
-            if stop:
+        try:
+            while run.step < run.total:
+                record = run.train_step()
+                progress.train(log.write("train", **record))
+                _check_loss("training loss", record, run)
+                if run.step == run.total:
+                    break
+                if is_due(run.step, config.run.eval_every):
+                    _evaluate(run, log, progress)
+                if is_due(run.step, config.run.sample_every):
+                    log.write("sample", step=run.step, samples=run.sample())
+                # Asked once: a request that comes during the save is honoured after the next step.
+                stop = stop_requested()
+                if stop or is_due(run.step, config.run.save_every):
+                    _save(run)
+                if stop:
+                    raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
+            return _finish(run, log, progress)
+        except Exception:
+            with contextlib.suppress(QuinticError, OSError):  # what went wrong first is what must be told
                 write_report(run_dir)
-                raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
-        final = run.finish()
-        log.write("final", **final)
+            raise
+
+
+def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
+    """Do what comes after the last step, so ordered that a failure leaves all that came before it on disk."""
+    if run.score is None:
+        try:
+            _evaluate(run, log, progress)
+        except DivergedError:
+            raise
+        except Exception:
+            _save(run)
+            progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
+            raise
+        _save(run)
+    final = run.finish()
+    log.write("final", **final)
+    report = write_report(run.run_dir)
+    try:
+        samples = run.sample()
+    except Exception:
+        progress.message(f"{run.run_dir.name} is trained, saved and reported in {report}; writing samples failed")
+        raise
+    log.write("sample", step=run.step, samples=samples)
     return Result(
-        run_dir=run_dir,
-        report=write_report(run_dir),
+        run_dir=run.run_dir,
+        report=write_report(run.run_dir),
         score=run.last_score(),
-        samples=final["samples"],
+        samples=samples,
         baselines=final["baselines"],
         seconds=run.seconds,
+    )
+
+
+def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
+    record = run.evaluate()
+    progress.evaluation(log.write("eval", **record))
+    _check_loss("validation loss", record, run)
+
+
+def _save(run: Trainer) -> None:
+    # A finite loss is that of the weights before the step.
+    if not run.has_finite_weights():
+        raise _diverged(f"weights are not finite after step {run.step}", run)
+    run.save()
+
+
+def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
+    if not math.isfinite(record["loss"]):
+        raise _diverged(f"the {name} of step {record['step']} is {record['loss']}", run)
+
+
+def _diverged(what: str, run: Trainer) -> DivergedError:
+    optimizer = run.config.optim.optimizer
+    options = ("--muon-lr", "--head-lr") if optimizer == "muon" else ("--adamw-lr", "--adamw-head-lr")
+    saved = checkpoints(run.run_dir)
+    kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
+    return DivergedError(
+        f"{run.run_dir}: {what}: training has diverged and was stopped ({kept}); start a new run with lower learning "
+        f"rates ({', '.join(options)}, --embedding-lr, --scalar-lr) or a longer warm-up (--warmup-frac)"
     )
 
 

@@ -11,12 +11,15 @@ Every record has a ``kind``; the other fields depend on it:
     eval     step, tokens, seconds, loss, bpb
     sample   step, samples
     resume   step, time
-    final    step, loss, bpb, seconds, baselines, breakdown, samples
+    final    step, loss, bpb, seconds, baselines, breakdown
+
+The last samples come after the final record.
 
 ``step`` counts from 1; ``tokens`` and ``seconds`` are totals since the start of training; ``loss`` is in nats per
 token, ``bpb`` in bits per byte. The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,8 +67,8 @@ class MetricsLog:
         path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
             a crash left half-written is removed.
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which are about
-            to be made again, and any ``final`` record are removed first, so that the log has each step once. The file
-            is replaced in one move: a crash leaves the old or the new one.
+            to be made again, and any ``final`` record with what follows it are removed first, so that the log has each
+            step once. The file is replaced in one move: a crash leaves the old or the new one.
         trackers: also given every record, and closed with the log.
 
     Raises:
@@ -83,7 +86,10 @@ class MetricsLog:
     def _mend(self, resume_step: int | None) -> None:
         """Rewrite the file without what must not stay, if there is anything of the kind."""
         records = read_metrics(self.path)
-        kept = [r for r in records if resume_step is None or not _is_after(r, resume_step)]
+        kept = records
+        if resume_step is not None:
+            unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
+            kept = [r for r in unfinished if not _is_after(r, resume_step)]
         if len(kept) == len(records) and _ends_with_newline(self.path):
             return
         write_atomically(self.path, "".join(map(_encode, kept)))
@@ -219,8 +225,6 @@ def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
     """Whether a run that continues from ``resume_step`` makes this record again."""
-    if record.get("kind") == "final":
-        return True
     return record.get("kind") in _STEPPED_KINDS and record.get("step", 0) > resume_step
 
 

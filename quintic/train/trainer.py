@@ -79,6 +79,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
+        """Of the weights as they are; None where they were not evaluated."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back to where the checkpoint was written.
@@ -119,6 +120,10 @@ class Trainer:
             keep=self.config.run.keep,
         )
 
+    def has_finite_weights(self) -> bool:
+        """Return whether every weight is a finite number; waits for the device."""
+        return bool(torch.stack([param.detach().isfinite().all() for param in self.model.parameters()]).all())
+
     def train_step(self) -> dict[str, Any]:
         """Make one optimizer step and return its record."""
         settings = apply_schedule(self.optimizer, self.config, self.step, self.total)
@@ -147,6 +152,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
         self.step += 1
+        self.score = None
         batch_tokens = self.config.schedule.batch_tokens
         self.tokens += batch_tokens
         times = {"data": waited, "forward_backward": computed - start - waited, "optimizer": after - before}
@@ -180,7 +186,7 @@ class Trainer:
         }
 
     def last_score(self) -> Score:
-        """Return the score of the last evaluation."""
+        """Return the score of the current weights, which must have been evaluated."""
         assert self.score is not None
         return self.score
 
@@ -196,7 +202,7 @@ class Trainer:
         )
 
     def finish(self) -> dict[str, Any]:
-        """Return the final record: score, reference scores of the same text, where the time went, samples."""
+        """Return the final record: score, reference scores of the same text, where the time went."""
         if self.score is None:
             self.evaluate()
         total = sum(self.spent.values()) or 1.0
@@ -207,7 +213,6 @@ class Trainer:
             "seconds": self.seconds,
             "baselines": reference_scores(self.dataset, self.validation),
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
-            "samples": self.sample(),
         }
 
     def describe(self) -> list[str]:

@@ -131,6 +131,16 @@ def test_resuming_where_the_log_ends_keeps_all_but_the_final_record(tmp_path: Pa
     assert lines(path) == whole[:-1]
 
 
+def test_resuming_a_finished_run_removes_what_follows_the_final_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    fill(path, 4)
+    whole = lines(path)
+    with MetricsLog(path) as log:
+        log.write("sample", step=4, samples=[{"prompt": "a", "text": "b"}])
+    MetricsLog(path, resume_step=4).close()
+    assert lines(path) == whole[:-1]
+
+
 def test_a_crash_while_the_log_is_rewritten_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     fill(path, 6)

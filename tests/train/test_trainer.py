@@ -96,7 +96,7 @@ def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_pat
     assert final["baselines"] == reference_scores(tiny_dataset, batches)
     assert final["baselines"]["bytes"] == expected.num_bytes
     assert (final["bpb"], final["step"]) == (expected.bpb, 0)
-    assert [sample["prompt"] for sample in final["samples"]] == ["The", "In"]
+    assert [sample["prompt"] for sample in trainer.sample()] == ["The", "In"]
 
 
 def test_prompts_suit_the_data() -> None:
@@ -125,7 +125,7 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     records = read_metrics(run_dir / METRICS_FILE)
     assert [(record["kind"], record.get("step")) for record in records] == [
         ("run", None), ("train", 1), ("train", 2), ("train", 3), ("sample", 3), ("train", 4), ("eval", 4),
-        ("train", 5), ("train", 6), ("eval", 6), ("final", 6),
+        ("train", 5), ("train", 6), ("eval", 6), ("final", 6), ("sample", 6),
     ]  # fmt: skip
     history = RunHistory.load(run_dir)
     assert history.run["command"] == "quintic train"
