@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quintic.errors import ConfigError, QuinticError
+from quintic.streams import complete_streams, drop_output
 
 if TYPE_CHECKING:
     from quintic.data.dataset import Dataset
@@ -57,7 +58,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     141 says, as for other programs, that the reader of the output went away.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    complete_streams()
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that went away is an exception like any other
+        return code
+    except QuinticError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        return _fail(f"the package {error.name!r} is missing: install the harness with pip install 'quintic[train]'")
+    except KeyboardInterrupt:
+        print("\nquintic: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        drop_output()
+        return 128 + _SIGPIPE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        code = _fail(f"{place}{error.strerror}; free some space, or choose another --runs-dir or --data-dir")
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was the output that could not be written
+            drop_output()
+        return code
+
+
+def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "compare": _compare,
@@ -81,31 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         nearest = difflib.get_close_matches(arguments[0], commands, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(commands)}"
-        return _fail(f"unknown command {arguments[0]!r}: {hint}")
+        raise ConfigError(f"unknown command {arguments[0]!r}: {hint}")
+    _check_single_process()
     try:
-        _check_single_process()
-        try:
-            code = command(arguments[1:])
-        except SystemExit as stop:  # after --help
-            code = int(stop.code or 0)
-        sys.stdout.flush()  # here, where a reader that went away is an exception like any other
-        return code
-    except QuinticError as error:
-        return _fail(str(error))
-    except ModuleNotFoundError as error:
-        return _fail(f"the package {error.name!r} is missing: install the harness with pip install 'quintic[train]'")
-    except KeyboardInterrupt:
-        print("\nquintic: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of a pipe went away (`| head`); the interpreter must not complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + _SIGPIPE
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        place = f"{error.filename}: " if error.filename is not None else ""
-        return _fail(f"{place}{error.strerror}; free some space, or choose another --runs-dir or --data-dir")
+        return command(arguments[1:])
+    except SystemExit as stop:  # after --help
+        return int(stop.code or 0)
 
 
 def _train(arguments: list[str]) -> int:
@@ -390,7 +399,12 @@ def _print_result(result: "Result") -> None:
 
 
 def _check_single_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    text = os.environ.get("WORLD_SIZE", "").strip()
+    try:
+        size = int(text or "1")
+    except ValueError:
+        raise ConfigError(f"WORLD_SIZE {text!r} is not a number: unset it; this version trains on one device") from None
+    if size > 1:
         raise ConfigError("this version trains on one device: start it without torchrun (WORLD_SIZE is above 1)")
 
 

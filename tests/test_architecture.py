@@ -28,6 +28,7 @@ LIBRARY = {"kernels", "optim", "rehearsal"}
 MAY_IMPORT = {
     "errors": set(),
     "durable": set(),
+    "streams": set(),
     "kernels": set(),
     "optim": {"kernels"},
     "rehearsal": {"kernels", "optim"},

@@ -61,6 +61,8 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("prepare --vocab-size 100", "--vocab-size 100: must be at least 257"),
         ("prepare --val-frac 1", "--val-frac 1.0: must lie strictly between 0 and 1"),
         ("train --threads 0", "--threads 0: must be at least 1"),
+        ("train --threads 100000", "--threads 100000: must be at most "),
+        ("train --seed 9223372036854775808", "--seed 9223372036854775808: must be below 2^63"),
         ("train --run a/b", "--run 'a/b': give a plain folder name"),
         ("train --device cuda", "--device cuda: PyTorch finds no CUDA GPU here; use --device cpu"),
         ("train --attention varlen", "--attention varlen needs a CUDA device"),
@@ -259,6 +261,22 @@ def test_a_configuration_that_cannot_be_used(
 def test_several_processes_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it without torchrun" in error_of(capsys, "train")
+
+
+@pytest.mark.parametrize("size", ["two", "1.0", "2x"])
+def test_a_number_of_processes_that_is_none(
+    size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert error_of(capsys, "report").startswith(f"WORLD_SIZE {size!r} is not a number: unset it")
+
+
+@pytest.mark.parametrize("size", ["", " ", "1", "0"])
+def test_one_process_however_it_is_said(
+    size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert error_of(capsys, "report").startswith("runs holds no run yet")
 
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from quintic.model.gpt import GPT
 
 __all__ = ["generate", "sample_text"]
 
+_SEEDS = 2**63  # what PyTorch's generators take
+
 
 @torch.no_grad()
 def generate(
@@ -40,8 +42,7 @@ def generate(
         raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
+    _check_seed(seed)
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     cache = model.new_cache(1, len(prompt) + max_tokens)
@@ -67,13 +68,26 @@ def sample_text(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone."""
+    """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone.
+
+    Prompt n is drawn with seed + n, which after 2^63 - 1, the largest seed, goes on from 0.
+
+    Raises:
+        ValueError: a temperature, `top_k` or seed out of range.
+    """
+    _check_seed(seed)
     samples = []
     for number, prompt in enumerate(prompts):
         start = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        made = generate(model, start, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + number)
+        own = (seed + number) % _SEEDS
+        made = generate(model, start, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=own)
         samples.append({"prompt": prompt, "text": tokenizer.decode(made)})
     return samples
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

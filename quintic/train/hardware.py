@@ -17,6 +17,11 @@ from quintic.train.config import RunConfig
 
 __all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
 
+# The system kills a process that asks for more threads than it may have. A run that goes on with its own number of
+# threads on a smaller machine is only slow.
+_THREADS_PER_CPU = 4
+_FEWEST_THREADS_BOUND = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -42,6 +47,13 @@ def choose_hardware(run: RunConfig) -> Hardware:
     Raises:
         ConfigError: the machine does not have what was asked for.
     """
+    cpus = os.cpu_count() or 1
+    most_threads = max(_FEWEST_THREADS_BOUND, _THREADS_PER_CPU * cpus)
+    if run.threads is not None and run.threads > most_threads:
+        raise ConfigError(
+            f"--threads {run.threads}: must be at most {most_threads} on this machine, whose {cpus} processors gain "
+            "nothing from more"
+        )
     has_gpu = torch.cuda.is_available()
     if run.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")

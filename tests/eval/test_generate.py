@@ -130,3 +130,8 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
         made = generate(model, start, max_tokens=12, temperature=1.0, seed=4 + number)
         assert sample["text"] == tokenizer.decode(made)
     assert samples[1]["text"]
+    largest = sample_text(model, tokenizer, ("a", "b", "c"), max_tokens=12, temperature=1.0, seed=2**63 - 1)
+    assert largest[1:] == sample_text(model, tokenizer, ("b", "c"), max_tokens=12, temperature=1.0, seed=0)
+    for seed in (-1, 2**63):
+        with pytest.raises(ValueError, match=f"^seed={seed}: must be at least 0 and below 2\\^63$"):
+            sample_text(model, tokenizer, (), max_tokens=1, seed=seed)

@@ -71,6 +71,18 @@ def test_the_number_of_threads() -> None:
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.usefixtures("no_gpu", "same_threads")
+@pytest.mark.parametrize(("cpus", "most"), [(None, 64), (2, 64), (16, 64), (100, 400)])
+def test_more_threads_than_a_machine_can_start(cpus: int | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    asked = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    choose_hardware(RunConfig(threads=most))
+    with pytest.raises(ConfigError, match=f"^--threads {most + 1}: must be at most {most} on this machine"):
+        choose_hardware(RunConfig(threads=most + 1))
+    assert asked == [most]
+
+
 @pytest.mark.parametrize(
     ("cpuinfo", "expected"),
     [
