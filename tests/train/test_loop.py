@@ -72,8 +72,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     rates = {"muon": "--muon-lr, --head-lr", "adamw": "--adamw-lr, --adamw-head-lr"}[optimizer]
     assert error_of(capsys, "train", *options) == (
         f"{tmp_path / 'run'}: the training loss of step 4 is nan: training has diverged and was stopped (step-000002 "
-        f"is kept); start a new run with lower learning rates ({rates}, --embedding-lr, --scalar-lr) or a longer warm-up "
-        "(--warmup-frac)"
+        f"is kept); start a new run with lower learning rates ({rates}, --embedding-lr, --scalar-lr) or a longer "
+        "warm-up (--warmup-frac)"
     )
     assert saved_steps(tmp_path / "run") == ["step-000002"]
     assert kinds(tmp_path / "run") == [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4)]
