@@ -75,7 +75,8 @@ def momentum_(
     """
     if out is None:
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
-    for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=_piece_for(momenta)):
+    entries = _PIECE if momenta and momenta[0].device.type == "cpu" else None
+    for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=entries):
         average = momentum if momentum.itemsize >= 4 else momentum.float()
         wide = gradient.to(average.dtype)
         average.lerp_(wide, 1 - mu)
@@ -112,10 +113,6 @@ def _pieces_of(items: tuple[Any, ...], entries: int) -> Iterator[tuple[Any, ...]
             yield piece
         else:  # one slice along the first dimension is too large still
             yield from _pieces_of(tuple(i[0] if isinstance(i, Tensor) else i for i in piece), entries)
-
-
-def _piece_for(tensors: Sequence[Tensor]) -> int | None:
-    return _PIECE if tensors and tensors[0].device.type == "cpu" else None
 
 
 def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
@@ -215,7 +212,7 @@ def apply_(
             works against the update. Source: cautious weight decay, arXiv 2510.12402.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
-    entries = _piece_for(weights)
+    entries = _PIECE if weights and weights[0].device.type == "cpu" else None
     for weight, master, update, factor in in_pieces(weights, masters, updates, factors, entries=entries):
         current = weight if master is None else full_precision(weight, master)
         wide = torch.promote_types(torch.float32, weight.dtype)

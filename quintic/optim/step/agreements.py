@@ -153,14 +153,15 @@ class Agreements:
             RuntimeError: as `agree` and `check_sums`.
         """
         self.agree()
-        params = self._watched(numbers)
+        params = list(self._watched(numbers))
         self.partial.check(params)
         self.partial.replace(params)
 
-    def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
+    def _watched(self, numbers: Iterable[int]) -> Iterator[Tensor]:
+        """Yield the parameters of some groups whose gradients may be sums, in one order on all ranks."""
         wanted = set(numbers)
-        return [param for counted in self._counted.values() for param in counted.watched(wanted)]
+        for counted in self._counted.values():
+            yield from counted.watched(wanted)
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -253,9 +254,9 @@ class _Counted:
             self._present = present
         self._pending = start_sum(self._flags.clone(), self._group)
 
-    def watched(self, numbers: Container[int]) -> Iterator[Tensor]:
-        """Yield the parameters of some groups whose gradients may be sums."""
-        return (self._params[number] for number in self._watched if self._group_numbers[number] in numbers)
+    def watched(self, numbers: Container[int]) -> list[Tensor]:
+        """Return the parameters of some groups whose gradients may be sums."""
+        return [self._params[number] for number in self._watched if self._group_numbers[number] in numbers]
 
     def enough(self) -> Tensor:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""

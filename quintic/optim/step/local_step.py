@@ -17,9 +17,10 @@ class LocalStep(BucketStep):
         """Step the bucket; nothing travels."""
         members = self.active.members
         if self.bucket.algorithm == "muon":
-            self._step_matrices(self.stepped(go, members, [m.index for m in members for _ in range(m.num_matrices)]))
+            indices = (member.index for member in members for _ in range(member.num_matrices))
+            self._step_matrices(self.stepped(go, members, indices))
         else:
-            self.step_vectors(self.active, self.stepped(go, members, [member.index for member in members]))
+            self.step_vectors(self.active, self.stepped(go, members, (member.index for member in members)))
         return iter(())
 
     def _step_matrices(self, go: Tensor | None) -> None:
@@ -27,7 +28,7 @@ class LocalStep(BucketStep):
         assert bucket.shape is not None
         passes = self.passes(active, go)
         directions = passes.directions()
-        numbers = [(member.first_matrix + i,) for member in active.members for i in range(member.num_matrices)]
+        numbers = ((member.first_matrix + i,) for member in active.members for i in range(member.num_matrices))
         scales = memory.scales(bucket, group, [bucket.shape], active.num_matrices, numbers).view(-1, 1, 1)
         moments = None
         if group.normalize is not None:

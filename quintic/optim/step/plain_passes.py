@@ -39,22 +39,20 @@ class PlainPasses:
         self._bucket, self._group, self._active = bucket, group, active
         self._present = None if present is None or all(present) else present
         self._places = BlockPlaces() if places is None else places
-
-    def _blocks(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the members' matrices in tensors that are like their parameters."""
-        return self._places.blocks(tensors, self._active, self._group.view)
+        self._weights: Sequence[Tensor] = self._places.blocks(active.params, active, group.view)
 
     def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        if self._present is None:
-            return lists
+        assert self._present is not None
         return [[part for part, present in zip(parts, self._present, strict=True) if present] for parts in lists]
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
         group, active = self._group, self._active
-        weights = self._blocks(active.params)
-        gradients = self._blocks(active.gradients)
-        momenta = self._blocks([state["momentum_buffer"] for state in active.states])
+        weights = self._weights
+        gradients: Sequence[Tensor] = self._places.blocks(active.gradients, active, group.view)
+        momenta: Sequence[Tensor] = self._places.blocks(
+            [state["momentum_buffer"] for state in active.states], active, group.view
+        )
         counts = [weight.shape[0] for weight in weights]
         shape = weights[0].shape
         new = torch.empty if self._present is None else torch.zeros
@@ -62,19 +60,21 @@ class PlainPasses:
         size = (sum(counts), shape[1:3].numel(), shape[3:].numel())
         directions = new(size, dtype=dtype, device=self._bucket.device)
         parts = as_block(directions, (size[0], *shape[1:])).split(counts)
-        momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
+        if self._present is not None:
+            momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
         momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
         return directions
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
         group, active = self._group, self._active
-        weights, whole = self._blocks(active.params), active.masters()
+        weights, whole = self._weights, active.masters()
         counts = [member.num_matrices for member in active.members]
         shape = torch.Size((update.shape[0], *weights[0].shape[1:]))
         updates, scales = as_block(update, shape).split(counts), _like_blocks(factors, shape).split(counts)
-        masters = weights if whole is None else self._blocks(whole)
-        weights, updates, scales, masters = self._those_stepped(weights, updates, scales, masters)
+        masters = weights if whole is None else self._places.blocks(whole, active, group.view)
+        if self._present is not None:
+            weights, updates, scales, masters = self._those_stepped(weights, updates, scales, masters)
         apply_(
             weights,
             [None] * len(weights) if whole is None else masters,
