@@ -30,7 +30,12 @@ SUPPORTED_ENDINGS = (
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
+_MAX_LINE_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
+# What is decompressed at once: a small file can hold gigabytes of one character. Four bytes of Zstandard can stand for
+# 128 KiB, one of gzip for about 1 KiB, so either way a piece becomes 64 MiB at most.
+_ZSTD_PIECE_BYTES = 2 << 10
+_GZIP_PIECE_BYTES = 64 << 10
 
 
 class _Decompressor(Protocol):
@@ -65,7 +70,8 @@ def read_documents(path: Path) -> Iterator[str]:
         path: a file with one of `SUPPORTED_ENDINGS`.
 
     Raises:
-        DataError: the file cannot be opened, is truncated, is not UTF-8, or has a record without text.
+        DataError: the file cannot be opened, is truncated, is not UTF-8, or has a record without text or of more than
+            256 MiB.
     """
     name = path.name.lower()
     if not is_supported(name):
@@ -201,6 +207,7 @@ def _without_surrogates(text: str) -> str:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, line ends included, without holding more than one line and one block."""
     rest: list[bytes] = []  # a list, so that a line of many blocks is joined once
+    held = 0  # bytes in it
     for block in _blocks(path):
         lines = block.splitlines(keepends=True) if b"\r" not in block else _split_at_newline(block)
         if not lines[-1].endswith(b"\n"):
@@ -213,6 +220,12 @@ def _lines(path: Path) -> Iterator[bytes]:
             rest = []
         if tail:
             rest.append(tail)
+            held = held + len(tail) if len(rest) > 1 else len(tail)
+            if held > _MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give one JSON object per line, each "
+                    "with a document of a sensible size"
+                )
     if rest:
         yield b"".join(rest)
 
@@ -227,7 +240,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
     """Yield a file's bytes, decompressed by its ending; blocks are never empty."""
     name = path.name.lower()
     if name.endswith(".gz"):
-        yield from _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error)
+        yield from _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error, _GZIP_PIECE_BYTES)
     elif name.endswith(".zst"):
         import zstandard
 
@@ -235,18 +248,20 @@ def _blocks(path: Path) -> Iterator[bytes]:
             # Long-distance frames (`zstd --long=31`) need a window beyond the library's default.
             return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
 
-        yield from _decompressed(path, frame, zstandard.ZstdError)
+        yield from _decompressed(path, frame, zstandard.ZstdError, _ZSTD_PIECE_BYTES)
     else:
         with path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
 
-def _decompressed(path: Path, start_frame: Callable[[], _Decompressor], broken: type[Exception]) -> Iterator[bytes]:
-    """Decompress a file of one or more frames, and refuse one that ends inside a frame."""
-    with path.open("rb") as file:
+def _decompressed(
+    path: Path, start_frame: Callable[[], _Decompressor], broken: type[Exception], piece_bytes: int
+) -> Iterator[bytes]:
+    """Decompress a file of one or more frames, `piece_bytes` at once, and refuse one that ends inside a frame."""
+    with path.open("rb", buffering=_BLOCK_BYTES) as file:
         frame: _Decompressor | None = start_frame()  # so that an empty file counts as truncated
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(piece_bytes):
             while block:
                 if frame is None:
                     block = block.lstrip(b"\0")  # gzip allows zero padding between and after members

@@ -69,6 +69,8 @@ def _path_source(spec: str) -> Source:
     else:
         if not is_supported(root.name):
             raise DataError(f"{spec}: unknown ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+        if not root.is_file():  # text is read more than once; a pipe gives it once, and waits for a writer
+            raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
         parts = (_file_part(root, root.name),)
         name = slug(root.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[0])
     plain = all(stored_as_text(part.name) for part in parts)

@@ -67,6 +67,8 @@ def _from_gpt2_files(folder: Path) -> str:
 def _read(path: Path, name: str) -> str:
     if not path.exists():
         raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
+    if not path.is_file():  # opening a pipe waits for a writer
+        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,13 +17,16 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from text_samples import make_text
+from text_samples import make_text, write_folder
 
+import quintic.errors
 from quintic.data import documents
 from quintic.data.documents import MAX_DOCUMENT_BYTES, SUPPORTED_ENDINGS, read_documents, split_document
 from quintic.data.source import Source, slug
 from quintic.data.sources import open_source
 from quintic.errors import DataError
+
+ROOT = Path(quintic.errors.__file__).parents[1]
 
 
 def opened(path: Path) -> Source:
@@ -138,6 +143,59 @@ def test_a_large_text_file_is_read_in_documents(tmp_path: Path, monkeypatch: pyt
     assert 6 <= len(found) == sum(len(piece.encode()) <= 100_000 for piece in found)
     (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff")
     assert f"not UTF-8 at byte offset {len(text.encode())} " in message(lambda: list(opened(tmp_path).documents()))
+
+
+def bomb(path: Path, gibibytes: int) -> Path:
+    """Write a file of some kilobytes that holds gigabytes of spaces."""
+    with path.open("wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file) as writer:
+        for _ in range(64 * gibibytes):
+            writer.write(b" " * (16 << 20))
+    return path
+
+
+PEAK = """
+import itertools, resource, sys
+from pathlib import Path
+from quintic.data.documents import read_documents
+from quintic.errors import DataError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    print(len(next(read_documents(Path(sys.argv[1])))))
+except DataError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory in KiB")
+@pytest.mark.parametrize(
+    ("name", "expected", "most_mib"),
+    [
+        ("a.txt.zst", str(64 << 20), 400),
+        ("a.jsonl.zst", "{path}: a line of more than 256 MiB; give one JSON object per line", 500),
+    ],
+)
+def test_a_small_file_that_holds_gigabytes(tmp_path: Path, name: str, expected: str, most_mib: int) -> None:
+    path = bomb(tmp_path / name, 1)
+    assert path.stat().st_size < 200_000
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
+    )
+    answer, peak_mib = run.stdout.splitlines()
+    assert answer.startswith(expected.format(path=path))
+    assert int(peak_mib) < most_mib
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no named pipes")
+@pytest.mark.parametrize("option", ["data", "tokenizer"])
+def test_a_pipe_is_an_error(tmp_path: Path, option: str) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    arguments = {"data": str(write_folder(tmp_path / "text", 3)), option: "pipe.txt"}
+    command = [sys.executable, "-m", "quintic", "prepare", *(f"--{name}={value}" for name, value in arguments.items())]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.startswith("quintic: error: pipe.txt: a pipe or a device, not a file; ")
+    assert run.stderr.count("\n") == 1
 
 
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
