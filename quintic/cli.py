@@ -1,8 +1,8 @@
 """The command line: `quintic train | compare | prepare | sample | eval | report | plan`.
 
 How options are read is in `train/options.py`. Every mistake a user can mend ends as one line on standard error and
-exit code 2; Ctrl-C during training saves the run and exits with 130. Imports happen inside the commands, so that
-`quintic --help` answers at once.
+exit code 2; Ctrl-C, SIGTERM and SIGHUP during training save the run and exit with 130. Imports happen inside the
+commands, so that `quintic --help` answers at once.
 """
 
 import errno

@@ -8,6 +8,7 @@ the next step depends on (weights, optimizer, data position, step) is in the che
 import contextlib
 import importlib.util
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from quintic.train.metrics import (
 )
 from quintic.train.progress import Progress
 from quintic.train.report import write_report
+from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
@@ -39,7 +41,7 @@ __all__ = ["Interrupted", "Result", "check_trackers", "train"]
 
 
 class Interrupted(QuinticError):
-    """The run was asked to stop (Ctrl-C, SIGTERM); its last step is finished and saved."""
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP); its last step is finished and saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,19 @@ def train(
         say: takes lines for people before the progress display starts.
 
     Raises:
-        Interrupted: after Ctrl-C or SIGTERM; the checkpoint is written.
+        Interrupted: after Ctrl-C, SIGTERM or SIGHUP; the checkpoint is written.
         DivergedError: the loss or the weights are not finite. They are not saved; earlier checkpoints stay.
-        QuinticError: input that cannot be used.
+        QuinticError: input that cannot be used, or a run that another process is training.
 
     Whatever the exception, the log and the report tell of every step that was made.
     """
+    with hold_run(run_dir, message=say):
+        return _train(config, dataset, run_dir, resume, command, say)
+
+
+def _train(
+    config: Config, dataset: Dataset, run_dir: Path, resume: bool, command: str, say: Callable[[str], None]
+) -> Result:
     hardware = choose_hardware(config.run)
     say(f"Computing on {hardware}")
     run = Trainer(config, dataset, run_dir, hardware)
@@ -210,21 +219,41 @@ def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tr
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills."""
-    requested = False
+    """Turn the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills.
+
+    SIGHUP, a terminal that was closed, is a request too. It may come from the shell and from the system, so a second
+    one does not kill. A process that was started to ignore it (`nohup`) goes on ignoring it.
+    """
+    requested = interrupted = False
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
+        nonlocal requested, interrupted
+        if number == hangup:
+            _silence_closed(terminals)
+        elif interrupted:
             raise KeyboardInterrupt
+        else:
+            interrupted = True
         requested = True
 
     previous: dict[signal.Signals, Any] = {}
     with contextlib.suppress(ValueError):  # handlers can only be set in the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, request)
+        for number in (signal.SIGINT, signal.SIGTERM, hangup):
+            if number is not None and (number != hangup or signal.getsignal(number) != signal.SIG_IGN):
+                previous[number] = signal.signal(number, request)
     try:
         yield lambda: requested
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _silence_closed(terminals: list[int]) -> None:
+    """Discard what is printed to terminals that are gone: each print would be an error, before the run is saved."""
+    for descriptor in terminals:
+        if not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

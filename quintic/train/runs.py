@@ -1,12 +1,17 @@
 """Run folders: where a run lives and which one is meant.
 
-<runs-dir>/<run>/config.json, metrics.jsonl, checkpoints/, report.html
+<runs-dir>/<run>/config.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at a time holds
 """
 
+import contextlib
+import errno
 import itertools
 import json
 import os
+import platform
 import shutil
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -15,9 +20,13 @@ from quintic.errors import ConfigError
 from quintic.train.config import Config, load_config, to_dict
 from quintic.train.metrics import METRICS_FILE
 
-__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run"]
+__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run", "hold_run"]
 
 CONFIG_FILE = "config.json"
+_LOCK_FILE = ".lock"
+
+# What file systems without locks answer.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def check_new_run(config: Config) -> None:
@@ -61,9 +70,64 @@ def create_run(config: Config) -> Path:
 
 
 def discard_unstarted(folder: Path) -> None:
-    """Remove the folder of a run that failed before it logged anything; any other folder is left alone."""
-    if not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder of a run that failed before it logged anything; any other folder is left alone.
+
+    So is the folder of a run that another process has taken up in the meantime.
+    """
+    with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
+        if not (folder / METRICS_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
+    """Hold a run's lock, so that no other process trains the run while the block runs.
+
+    The system releases the lock of a process that dies. The file itself stays: after a removal, two processes could
+    hold two files of the same name.
+
+    Args:
+        folder: the run's folder.
+        message: takes a warning where the file system has no locks; the block runs all the same.
+
+    Raises:
+        ConfigError: another process holds the lock.
+        OSError: the lock file cannot be written.
+    """
+    with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            _lock(file.fileno())
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read()
+            raise ConfigError(
+                f"{folder} is being trained by another process{f' ({holder})' if holder else ''}: wait until it has "
+                "ended or stop it, or choose another --run"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            message(
+                f"{folder} is on a file system without locks ({error.strerror}): make sure that no other process "
+                "trains this run"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield  # closing the file releases the lock
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file without waiting; BlockingIOError or PermissionError where another process has it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, 2**30, os.SEEK_SET)  # others may not read what is locked, but shall read who has it
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_run(runs_dir: Path, name: str | None) -> Path:

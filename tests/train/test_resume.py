@@ -3,8 +3,11 @@
 import json
 import os
 import random
+import re
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +22,7 @@ from quintic.errors import CheckpointError, ConfigError
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
 from quintic.train.loop import train
-from quintic.train.metrics import METRICS_FILE, read_metrics
+from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 
@@ -151,7 +154,7 @@ def test_other_text_is_refused(tiny_dataset: Dataset, tmp_path: Path, monkeypatc
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_saves_the_step_and_says_how_to_go_on(
     number: signal.Signals,
     whole: Path,
@@ -188,6 +191,33 @@ def test_a_second_ctrl_c_stops_at_once(
     assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
     assert capsys.readouterr().err == "\nquintic: stopped\n"
     assert checkpoints(tmp_path / "run")[0].name == "step-000002"
+
+
+def test_hang_ups_do_not_kill(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shell and the system may both send one, and who shuts the machine down a SIGTERM on top."""
+
+    def hang_up() -> None:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+
+    after_step(monkeypatch, 3, hang_up)
+    assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
+    assert "stopped after step 3 of 6, which is saved" in capsys.readouterr().out
+    assert checkpoints(tmp_path / "run")[0].name == "step-000003"
+
+
+def test_a_run_under_nohup_is_not_stopped_by_a_hang_up(
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_step(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert course(tmp_path / "run") == course(whole)
 
 
 def test_a_signal_during_a_save_is_honoured_after_the_next_step(
@@ -292,6 +322,65 @@ def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Da
     assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path), "--keep", "1"]) == 0
     assert final_weights(tmp_path / "run") == final_weights(whole)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000060"]
+
+
+def test_a_second_process_leaves_the_run_to_the_first(
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the first one is saving: it would lose the folder that it is writing."""
+    save, run_dir = Trainer.save, tmp_path / "run"
+    resume = ["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]
+    ends: list[tuple[int, str]] = []
+
+    def save_and_resume(self: Trainer) -> None:
+        save(self)
+        if self.step == 4:
+            unfinished = run_dir / "checkpoints" / ".step-000005.1.tmp"
+            unfinished.mkdir()
+            before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+            process = start(resume, tmp_path)
+            _, errors = process.communicate(timeout=60)
+            ends.append((process.returncode, errors))
+            assert unfinished.is_dir()
+            assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+    monkeypatch.setattr(Trainer, "save", save_and_resume)
+    run(tiny_config(tiny_dataset, tmp_path, run="run"), tiny_dataset)
+    (code, errors) = ends[0]
+    assert code == 2
+    assert errors.startswith(
+        f"quintic: error: {run_dir} is being trained by another process (process {os.getpid()} on "
+    )
+    assert errors.count("\n") == 1
+    assert final_weights(run_dir) == final_weights(whole)
+    assert course(run_dir) == course(whole)
+
+
+def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    """With nothing left to print to."""
+    terminal, inner = os.openpty()
+    changes = LONG | {"steps": 10_000, "save_every": 10_000}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quintic", "train", *tiny_options(tiny_dataset, tmp_path, run="run", **changes)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        preexec_fn=lambda: os.login_tty(inner),
+    )
+    try:
+        os.close(inner)
+        shown = b""
+        while not re.search(rb"step [1-9]", shown):
+            assert select.select([terminal], [], [], 60)[0], shown
+            shown += os.read(terminal, 4096)
+        os.close(terminal)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    run_dir = tmp_path / "run"
+    last = RunHistory.load(run_dir).train[-1]["step"]
+    assert [path.name for path in checkpoints(run_dir)] == [f"step-{last:06d}"]
+    assert "not finished" in (run_dir / "report.html").read_text(encoding="utf-8")
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:

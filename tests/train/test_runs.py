@@ -1,6 +1,11 @@
 """Run folders: made in one move, found again, and never overwritten."""
 
+import errno
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from durability import disk_events, durable_names
 from quintic.errors import ConfigError
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig, load_config
-from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
 
 
 def config(runs_dir: Path, run: str | None = None, depth: int = 4) -> Config:
@@ -117,3 +122,87 @@ def test_only_a_run_that_logged_nothing_is_discarded(tmp_path: Path) -> None:
     for name in ("started", "unstarted"):
         discard_unstarted(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["started"]
+
+
+# -- one process for one run ------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from pathlib import Path
+from quintic.train.runs import hold_run
+with hold_run(Path(sys.argv[1]), message=print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
+def try_to_hold(folder: Path) -> None:
+    with hold_run(folder, message=never):
+        pass
+
+
+def test_a_run_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
+    folder = create_run(config(tmp_path, "a"))
+    arguments = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            holder = (
+                rf"{re.escape(str(folder))} is being trained by another process \(process {process.pid} on .+\): wait "
+            )
+            with pytest.raises(ConfigError, match=holder):
+                try_to_hold(folder)
+            # Nor is it discarded by the process that made it.
+            discard_unstarted(folder)
+            assert (folder / CONFIG_FILE).exists()
+        finally:
+            process.kill()
+            process.wait(timeout=60)
+    try_to_hold(folder)
+    discard_unstarted(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_held_by_one_user_within_a_process(tmp_path: Path) -> None:
+    folder, other = create_run(config(tmp_path, "a")), create_run(config(tmp_path, "b"))
+    with hold_run(folder, message=never):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* or choose another --run$"):
+            try_to_hold(folder)
+        try_to_hold(other)
+    with pytest.raises(KeyError), hold_run(folder, message=never):
+        raise KeyError
+    try_to_hold(folder)
+
+
+def failing(number: int) -> Callable[[int], None]:
+    def lock(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return lock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(config(tmp_path, "a"))
+    monkeypatch.setattr(runs, "_lock", failing(number))
+    said: list[str] = []
+    with hold_run(folder, message=said.append):
+        assert len(said) == 1
+        assert said[0].startswith(
+            f"{folder} is on a file system without locks ({os.strerror(number)}): make sure that no"
+        )
+
+
+def test_another_failure_of_the_lock_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(config(tmp_path, "a"))
+    monkeypatch.setattr(runs, "_lock", failing(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        try_to_hold(folder)
+    monkeypatch.setattr(runs, "_lock", failing(errno.EAGAIN))
+    with pytest.raises(ConfigError, match="by another process: wait until it has ended or stop it"):
+        try_to_hold(folder)
