@@ -1,8 +1,7 @@
 """How much of the library a steady step goes through where ranks share the work, see tests/steady_steps.py."""
 
-import DEVICE
-import run
-from harness import pytest
+import pytest
+from harness import DEVICE, run
 from steady_steps import model_of, steady_calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
