@@ -336,7 +336,7 @@ def load_config(path: Path) -> Config:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the config.json of a run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from None
     if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
         raise ConfigError(f"{path}: not a configuration; give the config.json of a run")

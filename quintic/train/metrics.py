@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol, Self
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError, DataError
+from quintic.train.records import wrong_in
 
 __all__ = [
     "METRICS_FILE",
@@ -140,7 +141,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: if the file does not exist.
-        DataError: if a line before the last one is not a JSON object.
+        DataError: if a line before the last one is not a JSON object, or a record has a field of the wrong kind.
     """
     path = Path(path)
     try:
@@ -154,7 +155,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line, parse_constant=lambda _: None)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == last:
                 break
             raise DataError(
@@ -162,6 +163,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             ) from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
+        if (wrong := wrong_in(record, line)) is not None:
+            raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
         records.append(record)
     return records
 
