@@ -1,4 +1,4 @@
-"""What a loss is computed from, and which gradients are wanted."""
+"""The inputs of a loss, and which gradients are wanted."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Fp8Scales(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a loss is computed from, checked and flattened."""
+    """The inputs of a loss, checked and flattened."""
 
     x: Tensor
     """(tokens, d), any strides."""

@@ -40,7 +40,7 @@ class Travel:
     units: tuple[TravellingUnit, ...]
     """In the order of their owners."""
     view: View
-    """Of every unit."""
+    """What matrices a unit is made of."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
 
@@ -66,7 +66,7 @@ class Sharding:
 
     ranks: tuple[int, ...]
     position: int
-    """Of this rank."""
+    """This rank's place among them."""
     parts: tuple[Part, ...]
     """In the order of their owners."""
     is_direct: bool = False
@@ -93,7 +93,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """What one batched computation updates."""
+    """The parameters, or parts of them, that one batched computation updates."""
 
     algorithm: str
     group: int

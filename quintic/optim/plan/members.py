@@ -1,4 +1,4 @@
-"""What a bucket is made of: members, kinds of matrices, and the dtypes that they are computed in."""
+"""The members of a bucket, its kinds of matrices, and the dtypes that they are computed in."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

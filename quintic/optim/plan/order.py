@@ -65,10 +65,10 @@ def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders)
     in_order: list[Bucket] = []
     schedule: list[int | None] = []
     for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
-        found = _by_names(_largest_first(list(of_ranks)), orders.work)
+        ordered = _by_names(_largest_first(of_ranks), orders.work)
         first = len(in_order)
-        in_order += found
-        numbered = [None if step is None else first + step for step in _overlapping(found, groups, orders.launch)]
+        in_order += ordered
+        numbered = [None if step is None else first + step for step in _overlapping(ordered, groups, orders.launch)]
         if first:
             # Its first steps start before the last one of the process group before it ends.
             place = numbered.index(None)
@@ -78,7 +78,7 @@ def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders)
     return in_order, schedule or [None]
 
 
-def _largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
+def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Return the largest bucket of matrices, AdamW's buckets and the other matrices, each by descending size.
 
     A table takes long to send and hardly any time to step: its messages overlap with the work on matrices around it.

@@ -27,9 +27,7 @@ from quintic.optim.plan.row_division import RowDivision, divided_rows
 from quintic.optim.plan.travel import kinds_of
 from quintic.optim.state.parts import Part, parts_of
 
-__all__ = [
-    "sharded_buckets",
-]
+__all__ = ["sharded_buckets"]
 
 
 # A parameter with at least so many entries travels from where it is, and back: nothing is packed.
