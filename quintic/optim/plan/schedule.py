@@ -1,9 +1,9 @@
 """The order in which a step's collectives begin and end, the same on all ranks that take part in them.
 
 A bucket with collectives is stepped in three parts: it starts, gathering; it is worked on, and its results start on
-their way to all ranks; it is finished. Ranks that run two collectives of a process group in different orders wait for each other
-forever. So the order of one process group's buckets follows from these buckets alone, not from what else a rank has to
-do, and process groups come in the same order everywhere.
+their way to all ranks; it is finished. Ranks that run two collectives of a process group in different orders wait for
+each other forever. So the order of one process group's buckets follows from these buckets alone, not from what else a
+rank has to do, and process groups come in the same order everywhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
