@@ -285,7 +285,8 @@ class Muon(OptimizerBase):
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        self._current.rows.withdraw(self._pending_steps(), may_have_sent=self._planned().agreements.has_agreed)
+        has_agreed = self._planned().agreements.has_agreed
+        self._current.rows.withdraw(self._pending_steps(), may_have_sent=has_agreed)
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:

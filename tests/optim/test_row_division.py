@@ -162,3 +162,13 @@ def test_minus_zero_and_what_is_not_a_number_are_touched():
         assert touched_rows(gradient.to(dtype)).tolist() == [False, True, True, False, True]
     assert touched_rows(gradient.to(torch.bfloat16)).tolist() == [False, True, True, False, False]
     assert touched_rows(torch.zeros(2, 3, 4)).tolist() == [False, False]
+
+
+def test_rows_may_be_withdrawn_and_announced_before_any_plan():
+    param = nn.Parameter(torch.zeros(6, 4))
+    optimizer = quintic.Muon([{"params": [param], "algorithm": "adamw", "comms": "sharded_sparse"}])
+    optimizer.withdraw_rows()
+    optimizer.announce_rows(param, torch.tensor([1]))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.last_step().adamw_parameters == 1
