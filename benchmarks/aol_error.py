@@ -281,7 +281,9 @@ def main() -> None:
     fixed = parse(Config, ["--compile", "False", *([] if options.loss else ERROR_OPTIONS.split())], "train", "")
     config = parse(Config, shlex.split(options.base), "train", "", default=fixed)
     data = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(config.data)}
+    is_verified_again = data.pop("verify")
     dataset = prepare(data.pop("data"), **data)
+    dataset.verify(once=not is_verified_again)
     facts, versions = machine_facts(choose_hardware(config.run)), package_versions()
     machine = f"{facts['cores']}-core {facts['cpu']} CPU" if facts["device"] == "CPU" else f"one {facts['device']}"
     print(f"# {'Losses' if options.loss else 'Errors'} with and without AOL scaling\n")
