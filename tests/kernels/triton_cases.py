@@ -528,7 +528,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         active = Operands(members, [param.detach() for param in params], [pair[1] for pair in pairs], states, 5)
         if kernels == "triton":
             hyperparameters = DeviceHyperparameters(torch.device(DEVICE))
-            hyperparameters.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), 1.0)
+            hyperparameters.update(group.hyperparameters, 1.0)
             go = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
             passes = DevicePasses(bucket, group, active, DeviceMemory(), hyperparameters, go)
         else:

@@ -173,7 +173,7 @@ def test_what_kernels_read_is_the_rate_of_the_step(live):
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
         for group, device in zip(optimizer.typed_groups, values, strict=True):
-            device.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), group.lr_ratio)
+            device.update(group.hyperparameters, group.lr_ratio)
             found = dict(zip(HYPERPARAMETERS, device.values.tolist(), strict=True))
             assert found["lr"] == float(group.lr) * (RATIO if group.algorithm == "adamw" else 1)
             assert found["momentum" if group.algorithm == "muon" else "beta1"] == group.betas[0]

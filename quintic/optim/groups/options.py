@@ -96,6 +96,11 @@ class Group:
         return all(getattr(self, option) == getattr(other, option) for option in options)
 
     @property
+    def hyperparameters(self) -> tuple[Number, ...]:
+        """Return what schedules change, in the order of `device_memory.HYPERPARAMETERS`."""
+        return (self.lr, self.weight_decay, self.momentum, *self.betas, self.eps)
+
+    @property
     def lr_ratio(self) -> float:
         """Return the factor between `lr` and the learning rate of the group's steps."""
         return 1.0 if self.algorithm == "muon" or self.adamw_lr_ratio is None else float(self.adamw_lr_ratio)

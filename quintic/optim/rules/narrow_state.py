@@ -15,9 +15,8 @@ Hence `MOST_OF_BF16`. Rounding depends on nothing but the value: every layout of
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-__all__ = ["MOST_OF_BF16", "dtype_of_averages", "widened"]
+__all__ = ["MOST_OF_BF16", "dtype_of_averages"]
 
 MOST_OF_BF16 = 0.98
 """Largest averaging coefficient of bfloat16 state; the average is then within about 2 % of that in float32."""
@@ -28,8 +27,3 @@ def dtype_of_averages(weights: torch.dtype, state_dtype: Literal["bf16"] | None)
     if weights == torch.float64:
         return torch.float64
     return torch.bfloat16 if state_dtype == "bf16" else torch.float32
-
-
-def widened(average: Tensor) -> Tensor:
-    """Return a copy of an average in float32 if it is kept in less, else the tensor itself."""
-    return average if average.itemsize >= 4 else average.float()

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quintic.optim.rules.narrow_state import widened
 from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.rules.sums import norms, sums
 
@@ -77,13 +76,18 @@ def momentum_(
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
     entries = _PIECE if momenta and momenta[0].device.type == "cpu" else None
     for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=entries):
-        average = momentum if momentum.itemsize >= 4 else momentum.float()
+        average = _widened(momentum)
         wide = gradient.to(average.dtype)
         average.lerp_(wide, 1 - mu)
         direction.copy_(torch.lerp(wide, average, mu) if nesterov else average)
         if average is not momentum:
             momentum.copy_(average)
     return out
+
+
+def _widened(average: Tensor) -> Tensor:
+    """Return a copy of an average in float32 if it is kept in less (`narrow_state.py`), else the tensor itself."""
+    return average if average.itemsize >= 4 else average.float()
 
 
 def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
@@ -265,7 +269,7 @@ def adamw_(
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    mean, mean_square = widened(exp_avg), widened(exp_avg_sq)
+    mean, mean_square = _widened(exp_avg), _widened(exp_avg_sq)
     g = gradient.to(mean.dtype)
     step += 1
     mean.lerp_(g, 1 - beta1)

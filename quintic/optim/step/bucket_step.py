@@ -55,7 +55,7 @@ class PlanWide:
         group = self.groups[number]
         # Most steps ask once for each bucket, and a group is another object when it has changed.
         if found.is_of is not group:
-            found.update((group.lr, group.weight_decay, group.momentum, *group.betas, group.eps), group.lr_ratio)
+            found.update(group.hyperparameters, group.lr_ratio)
             found.is_of = None if found.is_live else group
         return found
 
