@@ -295,7 +295,7 @@ class Dataset:
             raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
 
     def _state(self, fields: dict[str, Any]) -> list[Any]:
-        """What a remembered shard must still be: the files as they are, and what they were compared with."""
+        """Return sizes and times of a shard's files, and what they are compared with: remembered while unchanged."""
         path = self.path / fields["file"]
         try:
             stats = [path.stat(), path.with_suffix(".idx").stat()]

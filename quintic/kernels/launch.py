@@ -69,7 +69,7 @@ def _is_watched() -> bool:
 
 
 def variants(args: Iterable[Any]) -> list[Any]:
-    """Return what differs between two values of each parameter wherever Triton compiles them differently."""
+    """Return for each argument a key, which differs between two values if Triton compiles them differently."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)

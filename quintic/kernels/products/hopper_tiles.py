@@ -1,4 +1,4 @@
-"""What both kernels for Hopper share: sizes and numbers of tiles, Gluon's names, matrices as the copy engine sees them.
+"""Sizes and numbers of tiles, Gluon's names, and descriptors of matrices, for both kernels for Hopper.
 
 Import this module only where Triton is installed.
 """
@@ -72,10 +72,10 @@ def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, (matrix, row, column) = tensor.shape, tensor.stride()
     if shape[0] == 1:  # may be any number then; the copy engine wants multiples of 16 bytes
         matrix = shape[1] * row
-    found = TensorDescriptor.__new__(TensorDescriptor)
-    found.base, found.shape, found.strides = tensor, shape, (matrix, row, column)
-    found.block_shape, found.layout = [1, rows, columns], LAYOUT
-    return found
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = tensor, shape, (matrix, row, column)
+    descriptor.block_shape, descriptor.layout = [1, rows, columns], LAYOUT
+    return descriptor
 
 
 @functools.cache

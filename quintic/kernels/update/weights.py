@@ -1,4 +1,4 @@
-"""What the kernels of the update share: flags, low-precision weights, decay.
+"""Flags, low-precision weights and decay, for the kernels of the update.
 
 These are functions for kernels (`matrix_update.py`, `adamw.py`), compiled into them. Import this module only where
 Triton is installed (see `dispatch.py`).
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
-"""What a kernel's MASTER is for a dtype of masters; see optim/rules/precision.py."""
+"""Dtype of masters -> value of a kernel's constant MASTER; see optim/rules/precision.py."""
 
 
 def flags_of(go: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:

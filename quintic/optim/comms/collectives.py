@@ -246,7 +246,7 @@ def warm_up(group: ProcessGroup, device: torch.device) -> None:
 
 
 def host_name() -> str:
-    """Return what processes of one host have in common, and those of several have not."""
+    """Return the host's name and boot identifier: the same text for all processes of one host, and for no other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 

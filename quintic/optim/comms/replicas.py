@@ -4,8 +4,8 @@ All ranks may: then each matrix is orthogonalised once, and its owner sends the 
 hold one copy, or the copies of one host: then others repeat the work, and nothing of it is sent between them. The
 update of a matrix has the same bits on any rank, so that copies stay equal.
 
-What is faster depends on links and devices that nobody can ask about. `LINKS` and `SPEEDS` stand for them: an estimate
-from the plan alone, the same on all ranks.
+Which is faster depends on links and devices whose speed is unknown. It is estimated from the plan with the assumed
+speeds `LINKS` and `SPEEDS`, with the same result on all ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,7 +70,7 @@ class ReplicaChoice(NamedTuple):
     """Those that share them, in ascending order."""
     way: Way
     seconds: Mapping[Way, float]
-    """Of one step, as estimated, for each way that differs from those before."""
+    """Estimated time of one step, for each way that differs from those before."""
 
     def __str__(self) -> str:
         """Return the choice and the estimates in one line."""
@@ -105,11 +105,11 @@ def dividing_sets(layout: Layout, way: Way, hosts: Sequence[int]) -> list[tuple[
     of_copy: dict[int, set[int]] = {}
     for rank, copy in zip(layout.ranks, layout.copies, strict=True):
         of_copy.setdefault(copy, set()).add(rank)
-    found = list(of_copy.values())
+    sets = list(of_copy.values())
     if way == "host":
         host_of = dict(zip(sorted(layout.ranks), hosts, strict=True))
-        found = _joined([(ranks, {host_of[rank] for rank in ranks}) for ranks in found])
-    return sorted(tuple(sorted(ranks)) for ranks in found)
+        sets = _joined([(ranks, {host_of[rank] for rank in ranks}) for ranks in sets])
+    return sorted(tuple(sorted(ranks)) for ranks in sets)
 
 
 def renumbered(hosts: Iterable[int]) -> list[int]:
