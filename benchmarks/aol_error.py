@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import print_table, recorded_command
+from quintic.commands.parsing import parse
 from quintic.data.dataset import Dataset
 from quintic.data.shards import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
@@ -40,7 +41,6 @@ from quintic.optim.polar.products import multiply, nothing_ambient
 from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware, machine_facts, package_versions
-from quintic.train.options import parse
 from quintic.train.trainer import Trainer
 
 ERROR_OPTIONS = "--kv-ratio 2 --steps 400 --batch-tokens 2048 --rows 8"  # of the run whose directions are kept

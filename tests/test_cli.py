@@ -14,13 +14,16 @@ import torch
 from tiny_runs import ROOT, error_of, start, tiny_config, tiny_options
 
 from quintic.cli import main
+from quintic.commands.evaluate import EvalOptions
+from quintic.commands.report import ReportOptions
+from quintic.commands.sample import SampleOptions
 from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.reference import reference_scores
+from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
-from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, load_config
-from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
-from quintic.train.options import EvalOptions, ReportOptions, SampleOptions
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from quintic.train.saved_config import load_config
 
 TRAINING = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 COMMANDS: dict[str, list[Any]] = {
@@ -94,7 +97,7 @@ def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, 
 
 
 def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, tiny_dataset: Dataset) -> None:
-    from quintic.train.options import training_options
+    from quintic.commands.training_options import training_options
 
     wanted = tiny_config(
         tiny_dataset, Path("r"), run="x", tokenizer="t.json", max_bytes=10**9, verify=True, kv_ratio=2,
@@ -118,18 +121,18 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
             if f.name != "runs_dir"
         }
     )  # fmt: skip
-    start = training_options(options, command="train", description="")
+    start = training_options(options, command="train")
     assert start.config == wanted
     assert start.resumed is None
 
 
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintic.commands.training_options import training_options
     from quintic.train.config import gpu_preset
-    from quintic.train.options import training_options
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, expected in (([], gpu_preset()), (["--device=cpu"], Config(run=RunConfig(device="cpu")))):
-        assert training_options(arguments, command="train", description="").config == expected
+        assert training_options(arguments, command="train").config == expected
 
 
 # -- what the commands print ------------------------------------------------------------------------------------------
@@ -301,7 +304,7 @@ def test_ctrl_c_stops_a_comparison(
     def stop(*args: Any, **options: Any) -> None:
         raise Interrupted("stopped after step 2 of 3, which is saved")
 
-    monkeypatch.setattr("quintic.train.compare.train", stop)
+    monkeypatch.setattr("quintic.commands.compare.train", stop)
     assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c")]) == 130
     printed = capsys.readouterr()
     assert "stopped after step 2 of 3, which is saved; a comparison cannot be continued" in printed.out

@@ -14,8 +14,9 @@ from tiny_runs import error_of, tiny_options
 from quintic import cli
 from quintic.cli import main
 from quintic.data.dataset import Dataset
+from quintic.report.history import RunHistory
 from quintic.train.checkpoint import checkpoints
-from quintic.train.metrics import MetricsLog, RunHistory
+from quintic.train.metrics import MetricsLog
 
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
 

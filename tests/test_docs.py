@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import quintic
+from quintic.rehearsal.table import RehearsalOptions
 from quintic.train.config import Config
-from quintic.train.options import RehearsalOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")])

@@ -13,9 +13,9 @@ import pytest
 import quintic.errors
 from quintic.cli import main
 from quintic.data.dataset import Dataset
+from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(quintic.errors.__file__).parents[1]
 VOCAB_SIZE, VAL_FRAC = 300, 0.15

@@ -38,7 +38,8 @@ from benchmarks.training.quality_page import (
     summarize,
 )
 from benchmarks.training.tune import run_setting
-from quintic.train.config import Config, to_dict
+from quintic.train.config import Config
+from quintic.train.saved_config import to_dict
 
 # Evaluations often enough to say at which step a loss was reached; the model is too small to be worth compiling.
 FIXED_OPTIONS = ("--compile", "False", "--eval-every", "20")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from quintic.train.figures import format_si, nice_ticks
+from quintic.report.figures import format_si, nice_ticks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,11 @@ these numbers (width, steps, learning rates after scaling) is computed in `recip
 honour are refused at construction, with the option's name.
 """
 
-import dataclasses
-import json
 import math
-import types
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from quintic.errors import ConfigError
 
@@ -24,12 +20,8 @@ __all__ = [
     "OptimConfig",
     "RunConfig",
     "ScheduleConfig",
-    "changed_fields",
     "check_prompts",
-    "from_dict",
     "gpu_preset",
-    "load_config",
-    "to_dict",
 ]
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
@@ -286,75 +278,6 @@ def gpu_preset() -> Config:
     )
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested plain values, ready for JSON."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return plain
-
-
-def from_dict(values: dict[str, Any], *, origin: str) -> Config:
-    """Return the configuration that `to_dict` made these values from.
-
-    Args:
-        values: nested plain values; missing fields keep their defaults.
-        origin: file the values come from, for messages.
-
-    Raises:
-        ConfigError: an unknown section or field, or values that do not fit.
-    """
-    sections: dict[str, Any] = {}
-    section_types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    for section, fields in values.items():
-        if section not in section_types:
-            raise ConfigError(f"{origin}: unknown section {section!r}; there are {', '.join(section_types)}")
-        section_type: Any = section_types[section]
-        hints = typing.get_type_hints(section_type)
-        restored = {}
-        for name, value in fields.items():
-            if name not in hints:
-                raise ConfigError(f"{origin}: unknown field {section}.{name}; remove it")
-            if not _fits(value, hints[name]):
-                raise ConfigError(f"{origin}: {section}.{name} cannot be {json.dumps(value)}; correct or remove it")
-            restored[name] = Path(value) if hints[name] is Path else tuple(value) if isinstance(value, list) else value
-        try:
-            sections[section] = section_type(**restored)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from None
-    try:
-        return Config(**sections)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from None
-
-
-def load_config(path: Path) -> Config:
-    """Read a configuration saved as JSON (a run's `config.json`).
-
-    Raises:
-        ConfigError: the file is missing, is not JSON, or holds something else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give the config.json of a run") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from None
-    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
-        raise ConfigError(f"{path}: not a configuration; give the config.json of a run")
-    return from_dict(values, origin=str(path))
-
-
-def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ as `{"section.field": (old, new)}`."""
-    changes = {}
-    for section in dataclasses.fields(Config):
-        before, after = getattr(old, section.name), getattr(new, section.name)
-        for f in dataclasses.fields(before):
-            values = getattr(before, f.name), getattr(after, f.name)
-            if values[0] != values[1]:
-                changes[f"{section.name}.{f.name}"] = values
-    return changes
-
-
 def check_prompts(prompts: Iterable[str]) -> None:
     """Refuse prompts that no tokenizer can read: bytes of the command line that are not UTF-8.
 
@@ -366,21 +289,6 @@ def check_prompts(prompts: Iterable[str]) -> None:
             prompt.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value read from JSON is of a field's type."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, option) for option in options)
-    if origin is Literal:
-        return value in options
-    if origin is tuple:
-        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    # `bool` is a kind of `int` to Python, but not to a reader of the file.
-    return type(value) is (str if hint is Path else hint)
 
 
 def _option(name: str) -> str:

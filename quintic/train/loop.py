@@ -20,19 +20,13 @@ from typing import Any
 from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError, QuinticError
 from quintic.eval.score import Score
+from quintic.report.history import METRICS_FILE
+from quintic.report.progress import Progress
+from quintic.report.report import write_report
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.hardware import choose_hardware
-from quintic.train.metrics import (
-    METRICS_FILE,
-    MetricsLog,
-    TensorBoardTracker,
-    Tracker,
-    WandbTracker,
-    missing_package,
-)
-from quintic.train.progress import Progress
-from quintic.train.report import write_report
+from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer

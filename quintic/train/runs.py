@@ -17,8 +17,9 @@ from pathlib import Path
 
 from quintic.durable import replace
 from quintic.errors import ConfigError
-from quintic.train.config import Config, load_config, to_dict
-from quintic.train.metrics import METRICS_FILE
+from quintic.report.history import METRICS_FILE
+from quintic.train.config import Config
+from quintic.train.saved_config import load_config, to_dict
 
 __all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run", "hold_run"]
 

@@ -21,10 +21,11 @@ from quintic.eval.score import Score, bits_per_byte, score
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
-from quintic.train.config import Config, to_dict
+from quintic.train.config import Config
 from quintic.train.hardware import Hardware, machine_facts, package_versions
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, total_steps
 from quintic.train.rms import RmsMeter
+from quintic.train.saved_config import to_dict
 from quintic.train.schedule import is_due
 
 __all__ = ["Trainer", "default_prompts"]

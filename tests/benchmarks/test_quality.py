@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks.training import quality, quality_page
+from quintic.commands.parsing import parse
 from quintic.train.config import Config
-from quintic.train.options import parse
 
 
 def cells(line: str) -> list[str]:

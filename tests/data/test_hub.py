@@ -17,8 +17,7 @@ from text_samples import make_text
 from quintic.data import shards
 from quintic.data.hub import open_hub
 from quintic.data.shards import prepare
-from quintic.data.tokenizer import BOS, Tokenizer
-from quintic.data.tokenizer_files import read_definition
+from quintic.data.tokenizer import BOS, Tokenizer, read_definition
 from quintic.errors import DataError
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from text_samples import make_text
 
 import quintic.errors
-from quintic.data.tokenizer import BOS, Tokenizer, byte_alphabet
-from quintic.data.tokenizer_files import read_definition
+from quintic.data.tokenizer import BOS, Tokenizer, byte_alphabet, read_definition
 from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]

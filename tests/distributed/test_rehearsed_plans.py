@@ -14,8 +14,8 @@ import quintic
 from quintic.optim.comms import collectives as comms
 from quintic.optim.layout.layouts import layout_of, local_tensor
 from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.rehearsal.planned_models import Decoder, Sizes
 from quintic.rehearsal.rehearse import rehearse
-from quintic.train.planned_models import Decoder, Sizes
 
 DENSE = Sizes(layers=2, width=10, heads=2, kv_heads=1, head_dim=6, hidden=14, vocab_size=19)
 MIXTURE = Sizes(layers=1, width=10, heads=2, kv_heads=1, head_dim=6, hidden=6, vocab_size=19, qk_norm=True, experts=5)

@@ -21,8 +21,8 @@ from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import overlapping_bytes
 from quintic.rehearsal.parallelism import layouts_by_name
+from quintic.rehearsal.planned_models import Decoder, Sizes, planned_model
 from quintic.rehearsal.rehearse import rehearse
-from quintic.train.planned_models import Decoder, Sizes, planned_model
 
 MESHES = [
     ((1,), ("fsdp",)),

@@ -12,19 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.errors import ConfigError
-from quintic.train.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    changed_fields,
-    from_dict,
-    gpu_preset,
-    load_config,
-    to_dict,
-)
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, gpu_preset
+from quintic.train.saved_config import changed_fields, from_dict, load_config, to_dict
 
 SECTIONS = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 

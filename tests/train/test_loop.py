@@ -12,10 +12,10 @@ from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError
+from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
 from quintic.train.loop import Result, train
-from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 

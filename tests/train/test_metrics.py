@@ -12,7 +12,8 @@ import torch
 from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError, DataError
-from quintic.train.metrics import MetricsLog, RunHistory, TensorBoardTracker, WandbTracker, read_metrics
+from quintic.report.history import RunHistory, read_metrics
+from quintic.train.metrics import MetricsLog, TensorBoardTracker, WandbTracker
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

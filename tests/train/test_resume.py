@@ -19,10 +19,10 @@ from tiny_runs import course, final_weights, start, tiny_config, tiny_options
 from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError
+from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
 from quintic.train.loop import train
-from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
 
@@ -384,7 +384,7 @@ def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
-    from quintic.train.options import training_options
+    from quintic.commands.training_options import training_options
 
     with pytest.raises(ConfigError, match="holds no run yet; start one with: quintic train"):
-        training_options(["--resume", "--runs-dir", str(tmp_path)], command="train", description="")
+        training_options(["--resume", "--runs-dir", str(tmp_path)], command="train")

@@ -15,8 +15,9 @@ from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
 from quintic.train import runs
-from quintic.train.config import Config, ModelConfig, RunConfig, load_config
+from quintic.train.config import Config, ModelConfig, RunConfig
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
+from quintic.train.saved_config import load_config
 
 
 def config(runs_dir: Path, run: str | None = None, depth: int = 4) -> Config:

@@ -15,10 +15,10 @@ from quintic.data.loader import Loader, validation_rows
 from quintic.errors import ConfigError, DataError
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
+from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import RunConfig
 from quintic.train.hardware import Hardware, choose_hardware
 from quintic.train.loop import check_trackers, train
-from quintic.train.metrics import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer, default_prompts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quintic.train.progress import Progress
+from quintic.report.progress import Progress
 
 
 class Clock:

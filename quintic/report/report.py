@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from quintic.train.comparison import write_comparison
-from quintic.train.figures import MAX_POINTS, Bar, Curve, Reference, bar_chart, line_chart, share_bar, upper_edge
-from quintic.train.metrics import RunHistory
-from quintic.train.page import (
+from quintic.report.comparison import write_comparison
+from quintic.report.figures import MAX_POINTS, Bar, Curve, Reference, bar_chart, line_chart, share_bar, upper_edge
+from quintic.report.history import RunHistory
+from quintic.report.page import (
     axis_tabs,
     date,
     duration,

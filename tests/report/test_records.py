@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tiny_runs import error_of
 
 from quintic.errors import QuinticError
-from quintic.train.metrics import METRICS_FILE, MetricsLog
-from quintic.train.records import wrong_in
-from quintic.train.report import write_comparison, write_report
+from quintic.report.history import METRICS_FILE
+from quintic.report.records import wrong_in
+from quintic.report.report import write_comparison, write_report
+from quintic.train.metrics import MetricsLog
 
 GOOD: list[dict[str, Any]] = [
     {"kind": "run", "name": "x", "time": "2026-01-01T00:00:00+00:00", "config": {"a": {"b": 1}}, "total_steps": 2},

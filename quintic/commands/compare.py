@@ -1,16 +1,20 @@
 """`quintic compare`: the same model trained with AdamW and with Muon, and both curves in one report."""
 
 import dataclasses
+import shlex
 from datetime import datetime
 from typing import Literal
 
+from quintic.commands.inputs import check_options, check_text, prepared
+from quintic.commands.training_options import training_options
 from quintic.data.dataset import Dataset
-from quintic.train.comparison import write_comparison
+from quintic.errors import ConfigError
+from quintic.report.comparison import write_comparison
 from quintic.train.config import Config
-from quintic.train.loop import train
+from quintic.train.loop import Interrupted, train
 from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
-__all__ = ["compare"]
+__all__ = ["compare", "run"]
 
 # Steps between the evaluations of a comparison, at most.
 _EVAL_EVERY = 25
@@ -56,3 +60,19 @@ def compare(config: Config, dataset: Dataset, *, command: str) -> str:
     report = config.run.runs_dir / f"{name}.html"
     found = write_comparison(runs, report, title="Muon and AdamW on the same model")
     return f"\n{found['candidates']['Muon']['sentence']}\nreport: {report}"
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    start = training_options(arguments, "compare")
+    if start.resumed is not None:
+        raise ConfigError("--resume: a comparison is trained from the beginning; use quintic train --resume")
+    check_options(start.config)
+    dataset = prepared(start.config.data)
+    check_text(start.config, dataset)
+    try:
+        print(compare(start.config, dataset, command=shlex.join(["quintic", "compare", *arguments])))
+    except Interrupted as stop:
+        print(f"\n{stop}; a comparison cannot be continued: start it again")
+        return 130
+    return 0

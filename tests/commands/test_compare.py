@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_config
 
+from quintic.commands import compare as module
+from quintic.commands.compare import compare
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
-from quintic.train import compare as module
-from quintic.train.compare import compare
-from quintic.train.config import changed_fields, load_config
+from quintic.report.history import RunHistory
 from quintic.train.loop import train
-from quintic.train.metrics import RunHistory
+from quintic.train.saved_config import changed_fields, load_config
 
 
 def test_both_runs_start_alike_and_see_the_same_text(

@@ -10,10 +10,10 @@ import pytest
 from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError, DataError
-from quintic.train.figures import Bar, Curve, Reference, format_si, line_chart, nice_ticks, share_bar, upper_edge
+from quintic.report.figures import Bar, Curve, Reference, format_si, line_chart, nice_ticks, share_bar, upper_edge
+from quintic.report.page import date, duration, large_number
+from quintic.report.report import write_comparison, write_report
 from quintic.train.metrics import MetricsLog
-from quintic.train.page import date, duration, large_number
-from quintic.train.report import write_comparison, write_report
 
 EVIL = "<script>alert('x')</script> & \"quoted\" <img src=http://example.org/a.png>"
 

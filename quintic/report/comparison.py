@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
-from quintic.train.figures import Bar, Curve, Reference, bar_chart, line_chart, upper_edge
-from quintic.train.metrics import METRICS_FILE, RunHistory
-from quintic.train.page import (
+from quintic.report.figures import Bar, Curve, Reference, bar_chart, line_chart, upper_edge
+from quintic.report.history import METRICS_FILE, RunHistory
+from quintic.report.page import (
     axis_tabs,
     duration,
     finite,

@@ -36,7 +36,7 @@ _NO_BREAK = "\u00a0"
 
 def render_page(title: str, body: str) -> str:
     """The whole page: one file that needs nothing else, styles included; ``body`` is HTML, ``title`` is not."""
-    template = resources.files("quintic.train").joinpath("report_template.html").read_text(encoding="utf-8")
+    template = resources.files("quintic.report").joinpath("report_template.html").read_text(encoding="utf-8")
     return Template(template).substitute(title=escape(title), body=body)
 
 

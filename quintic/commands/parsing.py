@@ -1,0 +1,154 @@
+"""Options of the command line: made from dataclasses, with one-line messages for what cannot be read.
+
+tyro turns the fields of a dataclass and their docstrings into options and `--help`. What a user typed is looked over
+here first, because tyro's own messages are boxes of many lines that speak of Python types.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from quintic.errors import ConfigError, QuinticError
+
+__all__ = ["options_of", "parse", "taken"]
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], arguments: list[str], command: str, description: str, default: T | None = None) -> T:
+    """Return the options, `default` where they are not given; `--help` prints and leaves with `SystemExit`.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is of the wrong kind or out of range.
+    """
+    import tyro
+
+    if not any(argument in ("-h", "--help") for argument in arguments):
+        _check(arguments, dict(options_of(kind)), command)
+    errors = io.StringIO()
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(errors):
+            parsed: T = tyro.cli(
+                kind,
+                prog=f"quintic {command}",
+                description=description,
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes,),
+                **given,
+            )
+            return parsed
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise  # --help
+        refused: BaseException | None = stop
+        while refused is not None and not isinstance(refused, QuinticError):
+            refused = refused.__context__
+        # Ours, from a dataclass that refused its values; else what tyro says, without its box.
+        message = str(refused) if refused is not None else _unboxed(errors.getvalue())
+        raise ConfigError(message) from None
+
+
+def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each option and the type of its field; the sections of a configuration are looked into."""
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from options_of(hint)
+        else:
+            yield "--" + name.replace("_", "-"), hint
+            if hint is bool:
+                yield "--no-" + name.replace("_", "-"), hint
+
+
+def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
+    """Raise what is wrong with the first wrong argument, in one line."""
+    position = 0
+    while position < len(arguments):
+        typed, has_value, value = arguments[position].partition("=")
+        position += 1
+        option = typed.replace("_", "-")
+        if not option.startswith("--"):
+            raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
+        if option not in hints:
+            nearest = difflib.get_close_matches(option, hints, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
+            raise ConfigError(f"unknown option {typed}: {hint}")
+        values = [value] if has_value else []
+        while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
+            values.append(arguments[position])
+            position += 1
+        _check_values(option, values, hints[option])
+
+
+def _check_values(option: str, values: list[str], hint: Any) -> None:
+    if typing.get_origin(hint) is tuple:
+        return  # any number of texts
+    if hint is bool:
+        if values:
+            raise ConfigError(f"{option} takes no value, but {values[0]!r} follows it")
+        return
+    expected = _expected(hint)
+    if not values:
+        raise ConfigError(f"{option} needs a value: {expected}")
+    if len(values) > 1:
+        raise ConfigError(f"{option} takes one value, but {values[1]!r} follows it; quote a value that has spaces")
+    if not _reads(values[0], hint):
+        raise ConfigError(f"{option} {values[0]}: give {expected}")
+
+
+def _reads(text: str, hint: Any) -> bool:
+    """Return whether a text on the command line can be read as a type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(_reads(text, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return text in typing.get_args(hint)
+    if hint is types.NoneType:
+        return text == "None"
+    if hint is bool:
+        return text in ("True", "False")
+    if hint in (int, float):
+        try:
+            hint(text)
+        except ValueError:
+            return False
+    return True
+
+
+def _expected(hint: Any) -> str:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_expected(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(typing.get_args(hint))
+    names = {int: "a whole number", float: "a number", bool: "True or False", Path: "a path", types.NoneType: "None"}
+    return names.get(hint, "a text")
+
+
+def taken(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option (`--x value` or `--x=value`) and the arguments without it."""
+    rest: list[str] = []
+    value: str | None = None
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, has_value, text = argument.partition("=")
+        if name.replace("_", "-") != option:
+            rest.append(argument)
+        elif has_value:
+            value = text
+        else:
+            value = next(remaining, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"{option} needs a value")
+    return value, rest
+
+
+def _unboxed(box: str) -> str:
+    """Return a boxed message of many lines in one line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯]", " ", box)
+    return " ".join(plain.split()) or "the options cannot be read"

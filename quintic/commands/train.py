@@ -1,0 +1,50 @@
+"""`quintic train`: prepare data if needed, train, evaluate, sample and write a report."""
+
+import shlex
+from pathlib import Path
+
+from quintic.commands.inputs import check_options, check_text, prepared
+from quintic.commands.training_options import training_options
+from quintic.train.loop import Interrupted, Result, train
+from quintic.train.runs import check_new_run, create_run, discard_unstarted
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    start = training_options(arguments, "train")
+    config, run_dir = start.config, start.resumed
+    check_options(config)
+    if run_dir is None:
+        check_new_run(config)
+    dataset = prepared(config.data)
+    if run_dir is None:
+        # Text first: a source that cannot be used leaves no run behind.
+        check_text(config, dataset)
+        run_dir = create_run(config)
+    command = shlex.join(["quintic", "train", *arguments])
+    try:
+        result = train(config, dataset, run_dir, resume=start.resumed is not None, command=command)
+    except Interrupted as stop:
+        runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
+        print(f"\n{stop}; continue with: quintic train --resume --run {run_dir.name}{runs_dir}")
+        return 130
+    except BaseException:
+        if start.resumed is None:
+            discard_unstarted(run_dir)
+        raise
+    _print_result(result)
+    return 0
+
+
+def _print_result(result: Result) -> None:
+    for sample in result.samples:
+        text = f"{sample['prompt']}{sample['text']}".rstrip()
+        print(f"\n--- sample {'-' * 49}\n{text}")
+    print(
+        f"\nvalidation: {result.score.bpb:.4f} bits per byte after {result.seconds / 60:.1f} minutes of training "
+        f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
+        f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
+    )
+    print(f"report:     {result.report}")

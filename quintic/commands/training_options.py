@@ -1,0 +1,111 @@
+"""The options of commands that train: the fields of `quintic.train.config.Config`, and what they start from."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintic.commands.parsing import parse, taken
+from quintic.errors import ConfigError
+from quintic.train.config import Config, gpu_preset
+from quintic.train.runs import CONFIG_FILE, find_run
+from quintic.train.saved_config import changed_fields, load_config
+
+__all__ = ["Start", "training_options"]
+
+# How a run is watched and stored may change when it is resumed; what it computes may not.
+_FREE_WHEN_RESUMED = frozenset(
+    {
+        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.eval_every", "run.sample_every",
+        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
+        "run.wandb",
+    }
+)  # fmt: skip
+
+
+_DESCRIPTIONS = {
+    "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
+    "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
+    "plan": "Show what the optimizer does to each kind of weight, without training. For another model, on any "
+    "number of GPUs: quintic plan --model NAME --help.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """What to start from."""
+
+    config: Path | None = None
+    """Take the defaults of all other options from this file, the config.json of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions(FileOptions):
+    """What to start from."""
+
+    resume: bool = False
+    """Continue the run named by --run, or the one started last, with its own options."""
+
+
+# What `--help` lists besides the configuration; these options are read before the others.
+@dataclass(frozen=True, kw_only=True)
+class _TrainOptions(Config):
+    start: StartOptions = dataclasses.field(default_factory=StartOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OtherOptions(Config):
+    start: FileOptions = dataclasses.field(default_factory=FileOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a training command starts from."""
+
+    config: Config
+    resumed: Path | None
+    """Folder of the run to continue; None for a new one."""
+
+
+def training_options(arguments: list[str], command: str) -> Start:
+    """Read the options of a training command.
+
+    The defaults come from `--config`, with `--resume` from the run that is continued, else from the preset of the
+    device.
+
+    Raises:
+        ConfigError: an option cannot be read, does not fit the others, or cannot change when a run is resumed.
+    """
+    import torch
+
+    resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
+    asks_help = any(argument in ("-h", "--help") for argument in rest)
+    path, rest = taken(rest, "--config")
+    if resume and not asks_help:
+        if path is not None:
+            raise ConfigError("--config: a resumed run keeps its own configuration; leave it out")
+        name, _ = taken(rest, "--run")
+        runs_dir, _ = taken(rest, "--runs-dir")
+        run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)
+        return Start(config=_resumed(load_config(run_dir / CONFIG_FILE), rest, command), resumed=run_dir)
+    if path is not None:
+        default = load_config(Path(path))
+    else:
+        device, _ = taken(rest, "--device")
+        default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
+    kind: type[Config] = Config
+    if asks_help:
+        kind = _TrainOptions if command == "train" else _OtherOptions
+    sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
+    description = (
+        f"{_DESCRIPTIONS[command]}\n\nThe defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
+    )
+    return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None)
+
+
+def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
+    asked = parse(Config, arguments, command, "", default=saved)
+    for name, (old, _) in changed_fields(saved, asked).items():
+        if name not in _FREE_WHEN_RESUMED:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
+    return asked

@@ -1,0 +1,127 @@
+"""The metrics log of a run, `metrics.jsonl`: one JSON object per line, and how it is read back.
+
+Every record has a ``kind``; the other fields depend on it:
+
+    run      time, name, config, machine, versions, model, data, total_steps, command
+    train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, tokens_per_second, times_ms,
+             and on some steps grad_rms, update_rms
+    eval     step, tokens, seconds, loss, bpb
+    sample   step, samples
+    resume   step, time
+    final    step, loss, bpb, seconds, baselines, breakdown
+
+The last samples come after the final record.
+
+``step`` counts from 1; ``tokens`` and ``seconds`` are totals since the start of training; ``loss`` is in nats per
+token, ``bpb`` in bits per byte. The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quintic.errors import ConfigError, DataError
+from quintic.report.records import wrong_in
+
+__all__ = ["METRICS_FILE", "RunHistory", "read_metrics"]
+
+METRICS_FILE = "metrics.jsonl"
+"""The name of the log in a run's folder."""
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a metrics log, oldest first; also while a run is still writing it.
+
+    Args:
+        path: the file. A last line that is cut off (a crash, or a run in the middle of writing) is left out.
+
+    Returns:
+        The records; a number that was not finite is ``None``.
+
+    Raises:
+        ConfigError: if the file does not exist.
+        DataError: if a line before the last one is not a JSON object, or a record has a field of the wrong kind.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: give the folder of a run, which holds {path.name}") from error
+    records: list[dict[str, Any]] = []
+    last = len(lines) if lines[-1] else len(lines) - 1
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)
+        except (ValueError, RecursionError) as error:
+            if number == last:
+                break
+            raise DataError(
+                f"{path}, line {number}: not valid JSON ({error}); remove the line or restore the file"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number}: not a JSON object; remove the line or restore the file")
+        if (wrong := wrong_in(record, line)) is not None:
+            raise DataError(f"{path}, line {number}: {wrong}; remove the line or restore the file")
+        records.append(record)
+    return records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """The records of one run, sorted out: one record per step, in the order of the steps.
+
+    Attributes:
+        run: the ``run`` record; empty if the log has none.
+        train: the ``train`` records.
+        evals: the evaluations on the validation text. The ``final`` one is among them if it is of a later step.
+        samples: the newest samples.
+        final: the ``final`` record; empty while the run is unfinished.
+        resumed_at: the steps at which the run was taken up again.
+    """
+
+    run: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    final: Mapping[str, Any]
+    resumed_at: Sequence[int]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read a run folder's log.
+
+        Raises:
+            ConfigError: if the folder holds no log, or one without any step.
+            DataError: if the log is damaged.
+        """
+        path = Path(folder) / METRICS_FILE
+        if not path.is_file():
+            raise ConfigError(f"{folder} holds no {METRICS_FILE}: give the folder that a training run wrote to")
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for record in read_metrics(path):
+            kinds.setdefault(str(record.get("kind")), []).append(record)
+        if not kinds.keys() & {"train", "eval"}:
+            raise ConfigError(f"{path} has no training step yet: wait for the first one")
+        final = kinds.get("final", [{}])[-1]
+        train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
+        if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
+            evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
+        sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
+        return cls(
+            run=kinds.get("run", [{}])[-1],
+            train=train,
+            evals=evals,
+            samples=sampled[-1] if sampled else (),
+            final=final,
+            resumed_at=[record["step"] for record in kinds.get("resume", [])],
+        )
+
+
+def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each step, the last one written, in the order of the steps."""
+    steps = {int(record["step"]): record for record in records if "step" in record}
+    return [steps[step] for step in sorted(steps)]
