@@ -14,8 +14,7 @@ fills a row is dropped.
 Read next: `quintic.data.rows`, where pieces and order are made.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import Int64s, PieceTable, RowPosition, RowStream
+from quintic.data.rows import PieceTable, RowPosition, Rows, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
@@ -45,12 +44,14 @@ class Batch:
         document_starts: (num_docs + 1,) int32 on the CPU; where each document begins in the flattened inputs, and
             B * T at the end. No document reaches over the end of a row.
         epoch: the epoch of the first row, from 0.
+        documents: (B, T) int64 on the CPU; the number of each input's document, for batches that are scored.
     """
 
     inputs: Tensor
     targets: Tensor
     document_starts: Tensor
     epoch: int
+    documents: Tensor | None = None
 
 
 class Loader(Iterator[Batch]):
@@ -230,7 +231,6 @@ def validation_rows(
     max_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
-    splits: Sequence[SplitName] = ("val",),
 ) -> list[Batch]:
     """Return one pass over the validation split in stored order, packed as for training.
 
@@ -246,7 +246,6 @@ def validation_rows(
             when None.
         rank: this process among those that share the work.
         world_size: number of those processes.
-        splits: what to go over, one after the other; both for text that nothing was trained on.
 
     Returns:
         At least one batch, on the CPU.
@@ -255,25 +254,8 @@ def validation_rows(
         DataError: a number is out of range, or there is too little text for one batch on every rank.
     """
     _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
-    tables = [PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1, split_long=True) for split in splits]
+    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1, split_long=True)
     wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
-    all_rows = itertools.chain.from_iterable(_rows_in_order(table) for table in tables)
-    blocks: list[Int64s] = []
-    while wanted is None or len(blocks) < wanted:
-        found = list(itertools.islice(all_rows, rows))
-        if len(found) < rows:
-            break
-        blocks.append(np.concatenate(found))
-    count = len(blocks) // world_size * world_size
-    if count == 0:
-        needed = rows * (seq_len + 1) * world_size
-        num_tokens = sum(table.num_tokens for table in tables)
-        raise _too_little_text(" + ".join(splits), num_tokens, rows, seq_len, world_size, needed)
-    return [_to_batch(block, dataset, epoch=0) for block in blocks[rank:count:world_size]]
-
-
-def _rows_in_order(table: PieceTable) -> Iterator[Int64s]:
-    """Yield the packed rows of one pass, each (1, seq_len + 1)."""
     stream = RowStream(
         table,
         rank=0,
@@ -283,14 +265,20 @@ def _rows_in_order(table: PieceTable) -> Iterator[Int64s]:
         buffer_documents=_VALIDATION_BUFFER,
         max_epochs=1,
     )
-    while (found := stream.next_rows(1)) is not None:
-        yield found[0]
+    blocks: list[Rows] = []
+    while (wanted is None or len(blocks) < wanted) and (found := stream.next_rows(rows)) is not None:
+        blocks.append(found)
+    count = len(blocks) // world_size * world_size
+    if count == 0:
+        needed = rows * (seq_len + 1) * world_size
+        raise _too_little_text("val", table.num_tokens, rows, seq_len, world_size, needed)
+    return [_to_batch(block, dataset, numbered=True) for block in blocks[rank:count:world_size]]
 
 
 def _next_batch(stream: RowStream, rows: int, dataset: Dataset, device: torch.device) -> tuple[Batch, RowPosition]:
     found = stream.next_rows(rows)
     assert found is not None  # a stream without max_epochs does not end
-    batch = _to_batch(found[0], dataset, epoch=found[1])
+    batch = _to_batch(found, dataset)
     if device.type == "cuda":
         # In this thread the current device is the first one; pinning there would open a context on it in every rank.
         with torch.cuda.device(device):
@@ -298,21 +286,22 @@ def _next_batch(stream: RowStream, rows: int, dataset: Dataset, device: torch.de
     return batch, stream.position()
 
 
-def _to_batch(block: Int64s, dataset: Dataset, *, epoch: int) -> Batch:
+def _to_batch(block: Rows, dataset: Dataset, *, numbered: bool = False) -> Batch:
     # The file may have changed since it was verified; on a GPU such an id would end the process without a word.
-    largest = int(block.max())
+    largest = int(block.tokens.max())
     if largest >= dataset.vocab_size:
         raise DataError(
             f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
             "file with `quintic prepare --verify` and the options of this run"
         )
-    inputs = np.ascontiguousarray(block[:, :-1])
+    inputs = np.ascontiguousarray(block.tokens[:, :-1])
     starts = np.append(np.flatnonzero(inputs.reshape(-1) == dataset.bos_id), inputs.size)
     return Batch(
         inputs=torch.from_numpy(inputs),
-        targets=torch.from_numpy(np.ascontiguousarray(block[:, 1:])),
+        targets=torch.from_numpy(np.ascontiguousarray(block.tokens[:, 1:])),
         document_starts=torch.from_numpy(starts.astype(np.int32)),
-        epoch=epoch,
+        epoch=block.epoch,
+        documents=torch.from_numpy(block.documents[:, :-1].copy()) if numbered else None,
     )
 
 

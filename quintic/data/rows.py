@@ -13,7 +13,7 @@ from quintic.data.packing import BestFitPacker
 from quintic.data.shards import DocumentSplit
 from quintic.errors import DataError
 
-__all__ = ["PieceTable", "RowPosition", "RowStream"]
+__all__ = ["PieceTable", "RowPosition", "RowStream", "Rows"]
 
 _LOOKAHEAD = 1024
 # An epoch without a full row can be an unlucky permutation of very little text; this many in a row are no luck.
@@ -64,6 +64,10 @@ class PieceTable:
         documents, skipped = self._locate(pieces)
         return 1 + np.minimum(self._text_tokens[documents] - skipped, self._stride)
 
+    def documents(self, pieces: Int64s) -> Int64s:
+        """Return the number of each piece's document in the split: int64 of the same shape."""
+        return self._locate(pieces)[0]
+
     def fill(self, out: Int64s, pieces: Int64s, takes: Int64s) -> None:
         """Write the first `takes[i]` tokens of each piece one after the other into `out`.
 
@@ -86,6 +90,21 @@ class PieceTable:
         """Return each piece's document and the text tokens of the document before it."""
         documents = np.searchsorted(self._first_piece, pieces, side="right") - 1
         return documents, (pieces - self._first_piece[documents]) * self._stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Packed rows.
+
+    Attributes:
+        tokens: (rows, row_tokens) int64.
+        documents: (rows, row_tokens) int64; the number, in the split, of the document that each token comes from.
+        epoch: that of the first row.
+    """
+
+    tokens: Int64s
+    documents: Int64s
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +219,8 @@ class RowStream:
             cropped=self._cropped,
         )
 
-    def next_rows(self, rows: int) -> tuple[Int64s, int] | None:
-        """Return the next (rows, row_tokens) int64 and the epoch of the first; None when there are not so many.
+    def next_rows(self, rows: int) -> Rows | None:
+        """Return the next rows, or None when there are not so many.
 
         Raises:
             DataError: several epochs in a row did not fill one row.
@@ -223,7 +242,9 @@ class RowStream:
         self._table.fill(out, numbers, lengths)
         self._cropped += int((self._table.lengths(numbers) - lengths).sum())
         self._served += out.size
-        return out.reshape(rows, self._table.row_tokens), first_epoch
+        documents = np.repeat(self._table.documents(numbers), lengths)
+        shape = (rows, self._table.row_tokens)
+        return Rows(tokens=out.reshape(shape), documents=documents.reshape(shape), epoch=first_epoch)
 
     def _next_row(self) -> list[tuple[int, int]] | None:
         for _ in range(_EMPTY_EPOCHS):

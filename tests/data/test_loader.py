@@ -344,6 +344,24 @@ def test_validation_batches_are_fixed_and_divided(dataset: Dataset, world_size: 
         assert equal(ranks[index % world_size][index // world_size], whole[index])
 
 
+def test_validation_batches_name_the_document_of_each_input(dataset: Dataset) -> None:
+    split = dataset.split("val")
+    seen: dict[int, list[int]] = {}
+    for batch in validation_rows(dataset, rows=2, seq_len=32):
+        assert batch.documents is not None
+        assert batch.documents.shape == batch.inputs.shape
+        for tokens, numbers in zip(batch.inputs.tolist(), batch.documents.tolist(), strict=True):
+            for token, number in zip(tokens, numbers, strict=True):
+                seen.setdefault(number, []).append(token)
+    assert max(seen) < split.num_documents
+    assert len(seen) > 2
+    for number, tokens in seen.items():
+        own = set(split.document(number).tolist())
+        assert set(tokens) <= own
+    with load(dataset) as loader:
+        assert next(loader).documents is None  # training has no use for them
+
+
 def test_validation_is_limited(dataset: Dataset) -> None:
     whole = validation_rows(dataset, rows=2, seq_len=32)
     for max_tokens, expected in ((1, 1), (64, 1), (200, 3), (10**9, len(whole))):

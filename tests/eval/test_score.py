@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, validation_rows
-from quintic.eval.score import bits_per_byte, score
+from quintic.eval.score import bits_per_byte, document_sums, score, score_from_sums
 
 CPU = torch.device("cpu")
 TOKEN_BYTES = np.array([0, 1, 2, 3, 7], dtype=np.int32)  # token 0 starts a document
@@ -28,14 +28,14 @@ class Fake:
         return 0.1 + 1.7 * targets + 0.01 * inputs
 
 
-def batch(inputs: Tensor, targets: Tensor) -> Batch:
+def batch(inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Batch:
     starts = torch.tensor([0, inputs.numel()], dtype=torch.int32)
-    return Batch(inputs=inputs, targets=targets, document_starts=starts, epoch=0)
+    return Batch(inputs=inputs, targets=targets, document_starts=starts, epoch=0, documents=documents)
 
 
-def random_batch(rows: int = 6, length: int = 9) -> Batch:
+def random_batch(rows: int = 6, length: int = 9, num_documents: int = 5) -> Batch:
     tokens = torch.randint(0, len(TOKEN_BYTES), (rows, length + 1))
-    return batch(tokens[:, :-1], tokens[:, 1:])
+    return batch(tokens[:, :-1], tokens[:, 1:], torch.randint(num_documents, (rows, length)))
 
 
 def test_against_numpy() -> None:
@@ -61,10 +61,57 @@ def test_document_starts_do_not_count_as_targets() -> None:
 
 def test_the_split_into_batches_does_not_matter() -> None:
     whole = random_batch(12)
-    rows = [batch(whole.inputs[i : i + 1], whole.targets[i : i + 1]) for i in range(12)]
+    assert whole.documents is not None
+    rows = [batch(whole.inputs[i : i + 1], whole.targets[i : i + 1], whole.documents[i : i + 1]) for i in range(12)]
     one, many = (score(Fake(), made, TOKEN_BYTES, CPU) for made in ([whole], rows))
     assert (one.num_tokens, one.num_bytes) == (many.num_tokens, many.num_bytes)
     assert many.bpb == pytest.approx(one.bpb, rel=1e-12)
+    assert many.bpb_stderr == pytest.approx(one.bpb_stderr, rel=1e-12)
+
+
+def test_sums_of_ranks_add_up_to_the_score_of_all() -> None:
+    made = [random_batch() for _ in range(5)]
+    parts = [document_sums(Fake(), made[rank::2], TOKEN_BYTES, CPU, num_documents=9) for rank in range(2)]
+    assert [part.shape for part in parts] == [(9, 3)] * 2
+    both, whole = score_from_sums(parts[0] + parts[1]), score(Fake(), made, TOKEN_BYTES, CPU)
+    assert (both.num_tokens, both.num_bytes) == (whole.num_tokens, whole.num_bytes)
+    assert (both.loss, both.bpb, both.bpb_stderr) == pytest.approx((whole.loss, whole.bpb, whole.bpb_stderr))
+
+
+def test_the_standard_error_is_the_spread_over_documents() -> None:
+    # Documents drawn at random from one population: the ratio's own spread over many draws is its standard error.
+    generator = np.random.default_rng(0)
+    errors, ratios = [], []
+    for _ in range(400):
+        lengths = generator.integers(5, 60, 50)
+        rates = generator.normal(1.0, 0.3, 50)  # each document has a rate of its own: its bytes are not independent
+        sums = torch.tensor(np.stack([lengths * rates, lengths, lengths], axis=1))
+        result = score_from_sums(sums)
+        ratios.append(result.bpb)
+        errors.append(result.bpb_stderr)
+    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
+
+
+def test_the_standard_error_against_the_formula() -> None:
+    made = random_batch()
+    assert made.documents is not None
+    nats, sizes = np.zeros(5), np.zeros(5)
+    rows = zip(made.inputs.flatten(), made.targets.flatten(), made.documents.flatten(), strict=True)
+    for token, target, document in ((int(a), int(b), int(c)) for a, b, c in rows):
+        if target:
+            nats[document] += Fake().loss(token, target)
+            sizes[document] += TOKEN_BYTES[target]
+    rest = nats - nats.sum() / sizes.sum() * sizes
+    expected = math.sqrt(5 / 4 * (rest**2).sum()) / sizes.sum() / math.log(2)
+    assert score(Fake(), [made], TOKEN_BYTES, CPU).bpb_stderr == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_document_has_no_standard_error() -> None:
+    for documents in (None, torch.full((6, 9), 3)):
+        made = random_batch()
+        assert score(Fake(), [batch(made.inputs, made.targets, documents)], TOKEN_BYTES, CPU).bpb_stderr is None
+    # Documents of which nothing is scored do not count as documents.
+    assert score_from_sums(torch.tensor([[0.0, 0, 0], [3, 5, 2], [0, 0, 0]]).double()).bpb_stderr is None
 
 
 def test_nothing_to_score() -> None:

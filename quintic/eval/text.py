@@ -1,0 +1,79 @@
+"""Batches of any text, whole: no split into training and validation text, and nothing cropped."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from quintic.data.loader import Batch
+
+__all__ = ["text_batches"]
+
+_ROWS_WITH_ROOM = 256
+
+_Row = list[tuple[int, int]]  # tokens, each with the number of its document
+
+
+def text_batches(
+    documents: Iterable[Sequence[int]],
+    *,
+    bos_id: int,
+    rows: int,
+    seq_len: int,
+    max_tokens: int | None = None,
+) -> Iterator[Batch]:
+    """Yield batches in which each token of each document is a target exactly once.
+
+    A document longer than a row continues in other rows, each behind a `bos_id` of its own, as in training. What is
+    left of a row is filled with `bos_id`, which stands for no bytes and so does not count.
+
+    Args:
+        documents: the tokens of each, without `bos_id`.
+        bos_id: token that starts a document.
+        rows: B, rows of a batch; the last batch may have fewer.
+        seq_len: T, inputs of a row.
+        max_tokens: take at most so many tokens of the documents; all of them when None.
+
+    Returns:
+        Batches on the CPU; documents are numbered in their order.
+    """
+    length = seq_len + 1
+    waiting: list[_Row] = []
+    finished: list[_Row] = []
+    left = max_tokens
+    for number, document in enumerate(documents):
+        taken = document if left is None else document[:left]
+        for start in range(0, len(taken), seq_len):
+            piece = [bos_id, *taken[start : start + seq_len]]
+            # First fit: nearly as tight as sorting by length, and the documents need not all be there.
+            row = next((row for row in waiting if len(row) + len(piece) <= length), None)
+            if row is None:
+                row = []
+                waiting.append(row)
+            row += [(token, number) for token in piece]
+            if len(row) == length or len(waiting) > _ROWS_WITH_ROOM:
+                fullest = max(waiting, key=len)
+                waiting.remove(fullest)
+                finished.append(fullest)
+        while len(finished) >= rows:
+            yield _batch(finished[:rows], bos_id, length)
+            del finished[:rows]
+        if left is not None:
+            left -= len(taken)
+            if left == 0:
+                break
+    finished += waiting
+    for start in range(0, len(finished), rows):
+        yield _batch(finished[start : start + rows], bos_id, length)
+
+
+def _batch(rows: list[_Row], bos_id: int, length: int) -> Batch:
+    tokens, documents = torch.tensor([row + [(bos_id, 0)] * (length - len(row)) for row in rows]).unbind(dim=2)
+    inputs = tokens[:, :-1].contiguous()
+    starts = (inputs.flatten() == bos_id).nonzero().flatten()
+    return Batch(
+        inputs=inputs,
+        targets=tokens[:, 1:].contiguous(),
+        document_starts=torch.cat([starts, torch.tensor([inputs.numel()])]).int(),
+        epoch=0,
+        documents=documents[:, :-1].contiguous(),
+    )
