@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
+import lzma
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_eval_repeats_the_score_of_the_run(
     assert main(["eval", "--runs-dir", str(trained.parent), "--tokens", "512"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     baselines = final["baselines"]
-    assert first == (
+    assert first == (  # of one document
         f"{final['bpb']:.4f} bits per byte ({final['loss']:.4f} nats per token) over {baselines['bytes']:,} bytes of "
         "text"
     )
@@ -169,32 +169,34 @@ def test_eval_repeats_the_score_of_the_run(
     everything = validation_rows(tiny_dataset, rows=4, seq_len=32)
     num_bytes = int(reference_scores(tiny_dataset, everything)["bytes"])
     assert num_bytes > baselines["bytes"]
-    assert f"over {num_bytes:,} bytes of text" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"over {num_bytes:,} bytes of text" in printed
+    assert re.search(r"\(standard error over documents 0\.\d{4}, ", printed)
 
 
-@pytest.mark.slow
-def test_eval_on_other_text(trained: Path, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
-    lines = [f"Number {number} of the lines that no model has seen, {number**3}.\n" for number in range(4000)]
-    folder = elsewhere / "other"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number}.txt").write_text("".join(lines[number * 100 : number * 100 + 100]))
-    config = load_config(trained / "config.json")
-    data_dir = config.data.data_dir
-    before = {path.name for path in data_dir.iterdir()}
-    try:
-        assert main(["eval", "--runs-dir", str(trained.parent), "--data", str(folder)]) == 0
-        output = capsys.readouterr().out
-        made = next(path for path in data_dir.iterdir() if path.name.startswith("other-"))
-        # Tokens of the run's own vocabulary: the model knows no others.
-        old = Dataset.open(json.loads((checkpoints(trained)[0] / "state.json").read_text())["dataset"]["path"])
-        assert Dataset.open(made).tokenizer.fingerprint() == old.tokenizer.fingerprint()
-        bpb = float(output.splitlines()[-2].split()[0])
-        assert bpb > RunHistory.load(trained).final["bpb"]
-    finally:
-        for path in data_dir.iterdir():
-            if path.name not in before:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+def test_eval_scores_every_byte_of_other_text(
+    trained: Path, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    before = sorted(path.name for path in load_config(trained / "config.json").data.data_dir.iterdir())
+    (elsewhere / "other").mkdir()
+    texts = ["Number 7, a line that no model has seen.\n", "é", "", "Some lines more\n" * 40]
+    for number, text in enumerate(texts):
+        (elsewhere / "other" / f"{number}.txt").write_text(text)
+    for data, text in (("other/1.txt", "é"), ("other", "".join(texts))):  # one character is text enough
+        assert main(["eval", "--runs-dir", str(trained.parent), "--data", data]) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert f"over {len(text.encode()):,} bytes of text" in first
+        assert ("standard error over documents" in first) == (data == "other")
+        assert float(first.split()[0]) > RunHistory.load(trained).final["bpb"]
+        xz = 8 * len(lzma.compress(text.encode(), preset=9)) / len(text.encode())
+        assert f"xz -9 {xz:.4f}" in second or data == "other"
+    # It is read where it is: nothing is prepared, and nothing held back.
+    assert sorted(path.name for path in load_config(trained / "config.json").data.data_dir.iterdir()) == before
+    assert main(["eval", "--runs-dir", str(trained.parent), "--data", "other", "--tokens", "5"]) == 0
+    assert int(re.findall(r"over (\d+) bytes", capsys.readouterr().out)[0]) < 40
+    assert error_of(capsys, "eval", "--runs-dir", str(trained.parent), "--data", "other/2.txt") == (
+        "other/2.txt: holds no text to score; name a file or folder with text in --data"
+    )
 
 
 def test_sample_continues_prompts(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,25 @@
 """`quintic eval`: score a trained model in bits per byte."""
 
-import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.inputs import prepared, trained_model, verify
+from quintic.commands.inputs import trained_model, verify
 from quintic.commands.parsing import parse
-from quintic.data.loader import validation_rows
-from quintic.data.shards import SplitName
-from quintic.errors import ConfigError
+from quintic.data.loader import Batch, validation_rows
+from quintic.data.sources import open_source
+from quintic.data.tokenizer import Tokenizer
+from quintic.errors import ConfigError, DataError
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
+from quintic.eval.text import text_batches
+from quintic.train.config import Config
 
 __all__ = ["run"]
+
+_DOCUMENTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +47,35 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
     model, trained_on, config = trained_model(options.runs_dir, options.run, options.device)
     verify(trained_on, again=options.verify)  # its training text makes the bigram model
-    dataset = trained_on
-    splits: tuple[SplitName, ...] = ("val",)
-    if options.data is not None:
-        tokenizer = str(trained_on.path / "tokenizer.json")
-        data = dataclasses.replace(config.data, data=options.data, tokenizer=tokenizer, verify=options.verify)
-        dataset = prepared(data)
-        splits = ("train", "val")
-    batches = validation_rows(
-        dataset, rows=config.schedule.rows, seq_len=config.model.seq_len, max_tokens=options.tokens, splits=splits
-    )
-    result = score(model, batches, dataset.tokenizer.token_bytes(), model.head.weight.device)
+    rows, seq_len = config.schedule.rows, config.model.seq_len
+    if options.data is None:
+        batches = validation_rows(trained_on, rows=rows, seq_len=seq_len, max_tokens=options.tokens)
+    else:
+        batches = _batches_of(options.data, trained_on.tokenizer, config, options.tokens)
+    result = score(model, batches, trained_on.tokenizer.token_bytes(), model.head.weight.device)
     reference = reference_scores(trained_on, batches)
-    print(f"{result.bpb:.4f} bits per byte ({result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of text")
+    error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
+    print(
+        f"{result.bpb:.4f} bits per byte ({error}{result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of "
+        "text"
+    )
     print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
     return 0
+
+
+def _batches_of(data: str, tokenizer: Tokenizer, config: Config, max_tokens: int | None) -> list[Batch]:
+    """Read text that is scored as it is: nothing is held back, and nothing is kept on disk."""
+    source = open_source(data, cache_dir=config.data.data_dir / "cache")
+
+    def documents() -> Iterator[list[int]]:
+        texts = source.documents()
+        while some := list(islice(texts, _DOCUMENTS_AT_ONCE)):
+            yield from tokenizer.encode_batch(some)
+
+    rows, seq_len = config.schedule.rows, config.model.seq_len
+    batches = list(
+        text_batches(documents(), bos_id=tokenizer.bos_id, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+    )
+    if not batches:
+        raise DataError(f"{data}: holds no text to score; name a file or folder with text in --data")
+    return batches

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import PieceTable, RowPosition, Rows, RowStream
+from quintic.data.rows import PackedRows, PieceTable, RowPosition, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
@@ -265,7 +265,7 @@ def validation_rows(
         buffer_documents=_VALIDATION_BUFFER,
         max_epochs=1,
     )
-    blocks: list[Rows] = []
+    blocks: list[PackedRows] = []
     while (wanted is None or len(blocks) < wanted) and (found := stream.next_rows(rows)) is not None:
         blocks.append(found)
     count = len(blocks) // world_size * world_size
@@ -286,7 +286,7 @@ def _next_batch(stream: RowStream, rows: int, dataset: Dataset, device: torch.de
     return batch, stream.position()
 
 
-def _to_batch(block: Rows, dataset: Dataset, *, numbered: bool = False) -> Batch:
+def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:
     # The file may have changed since it was verified; on a GPU such an id would end the process without a word.
     largest = int(block.tokens.max())
     if largest >= dataset.vocab_size:

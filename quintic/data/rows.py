@@ -13,7 +13,7 @@ from quintic.data.packing import BestFitPacker
 from quintic.data.shards import DocumentSplit
 from quintic.errors import DataError
 
-__all__ = ["PieceTable", "RowPosition", "RowStream", "Rows"]
+__all__ = ["PackedRows", "PieceTable", "RowPosition", "RowStream"]
 
 _LOOKAHEAD = 1024
 # An epoch without a full row can be an unlucky permutation of very little text; this many in a row are no luck.
@@ -93,7 +93,7 @@ class PieceTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class PackedRows:
     """Packed rows.
 
     Attributes:
@@ -219,7 +219,7 @@ class RowStream:
             cropped=self._cropped,
         )
 
-    def next_rows(self, rows: int) -> Rows | None:
+    def next_rows(self, rows: int) -> PackedRows | None:
         """Return the next rows, or None when there are not so many.
 
         Raises:
@@ -244,7 +244,7 @@ class RowStream:
         self._served += out.size
         documents = np.repeat(self._table.documents(numbers), lengths)
         shape = (rows, self._table.row_tokens)
-        return Rows(tokens=out.reshape(shape), documents=documents.reshape(shape), epoch=first_epoch)
+        return PackedRows(tokens=out.reshape(shape), documents=documents.reshape(shape), epoch=first_epoch)
 
     def _next_row(self) -> list[tuple[int, int]] | None:
         for _ in range(_EMPTY_EPOCHS):
