@@ -59,7 +59,7 @@ ROOMS = {
         "",
         "verify",
     ],
-    "kernels": ["", "update", "products", "linear", "loss", "attention"],
+    "kernels": ["", "update", "products", "linear", "loss", "lookup", "attention"],
 }
 # Rooms that have to do with the dictionaries in which PyTorch keeps groups.
 UNTYPED_GROUPS = {"", "rules", "groups", "checkpoint", "verify"}

@@ -40,6 +40,7 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
         "fp8_linear": _fp8_linear(probe),
         "softcap_cross_entropy": _softcap_cross_entropy(probe),
         "transpose": _transpose(probe),
+        "lookup": _lookup(probe),
         "attention": _attention(probe),
         "max_logits": _max_logits(probe),
     }
@@ -106,6 +107,13 @@ def _transpose(probe: Tensor) -> str:
 
     other = torch.empty_like(probe)
     return _said(*decide("auto", probe.device, lambda: obstacle_to_transpose(other, probe, add=False)))
+
+
+def _lookup(probe: Tensor) -> str:
+    from quintic.kernels.dispatch import decide
+    from quintic.kernels.lookup.lookup import obstacle_to_lookup
+
+    return _said(*decide("auto", probe.device, lambda: obstacle_to_lookup(probe)))
 
 
 def _attention(probe: Tensor) -> str:

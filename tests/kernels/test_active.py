@@ -20,6 +20,7 @@ OPERATIONS = [
     "fp8_linear",
     "softcap_cross_entropy",
     "transpose",
+    "lookup",
     "attention",
     "max_logits",
 ]

@@ -1,0 +1,47 @@
+"""The kernels of segments.py compile for Hopper, on a machine without a GPU."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import compiling  # noqa: E402
+
+from quintic.kernels.lookup import segments  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
+]
+
+NARROW = ("offsets", "tokens", "starts", "owners")
+POINTERS = {**dict.fromkeys(("lse", "delta"), "*fp32"), **dict.fromkeys(NARROW, "*i32"), "order": "*i64"}
+SIZES = {"POSITIONS": segments._POSITIONS, "ROWS": segments._ROWS, "CHUNK": segments._CHUNK}
+DTYPES = [("*bf16", "*fp32"), ("*bf16", "*bf16"), ("*fp16", "*fp32"), ("*fp32", "*fp32")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compile_for(kernel, activations, tables, columns, **constants):
+    types = {
+        **POINTERS,
+        **dict.fromkeys(("x", "grad", "out"), activations),
+        **dict.fromkeys(("keys", "values", "grad_keys", "grad_values"), tables),
+    }
+    sizes = {**SIZES, "CHUNK": min(segments._CHUNK, columns), "COLUMNS": columns}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") and name in kernel.arg_names] + ["width"]
+    return compiling.compile_kernel(kernel, {**constants, **sizes}, types, segments._WARPS, 3, aligned)
+
+
+@pytest.mark.parametrize(("activations", "tables"), DTYPES)
+@pytest.mark.parametrize("columns", [segments._COLUMNS, 16])
+def test_lookup(activations, tables, columns):
+    for backward in (False, True):
+        compiled = compile_for(segments._positions_kernel, activations, tables, columns, BACKWARD=backward)
+        # Registers spilt to memory would be read back in every turn of the loop over rows.
+        assert ".local" not in compiled.asm["ptx"]
+    for tied in (False, True):
+        assert ".local" not in compile_for(segments._tables_kernel, activations, tables, columns, TIED=tied).asm["ptx"]
