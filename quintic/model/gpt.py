@@ -8,6 +8,7 @@ from the textbook, and where the ideas come from (modded-nanogpt speedrun and na
 - per layer, a learned scale on the residual stream and on the embedding added back to it (x0);
 - smear: a learned, gated share of the previous token's embedding is added to each token's;
 - backout: a learned share of the stream half-way up is subtracted before the head, which need not see it;
+- after chosen layers, a lookup layer (lookup.py) reads what it keeps for each token;
 - attention, and smear, never cross a document boundary.
 """
 
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 
 from quintic.kernels.attention.attention import AttentionName, DocumentMask, document_mask
 from quintic.kernels.attention.max_logits import MaxLogits
+from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache, LayerCache
 from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
+from quintic.model.lookup import LookupLayer
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -48,6 +51,11 @@ class GPTConfig:
         bos_id: token that starts a document.
         softcap: logits are softcap tanh(logits / softcap).
         rotary_base: slowest rotary wavelength is about 2 pi times this.
+        l3_layers: blocks, from 0, that a lookup layer follows; ascending.
+        l3_embeddings: rows of a lookup layer's tables, from one to `l3_k_max` for each token of the vocabulary.
+        l3_d_up: channels between the lookup and its mixing product; 0 for 4 x width.
+        l3_k_max: most rows of one token.
+        l3_tied: whether the values of a lookup layer are its keys.
     """
 
     vocab_size: int
@@ -60,6 +68,11 @@ class GPTConfig:
     window_pattern: str = "SSSL"
     softcap: float = 15.0
     rotary_base: float = 100_000.0
+    l3_layers: tuple[int, ...] = ()
+    l3_embeddings: int = 0
+    l3_d_up: int = 0
+    l3_k_max: int = 512
+    l3_tied: bool = True
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
@@ -75,6 +88,22 @@ class GPTConfig:
         if not 0 <= self.bos_id < self.vocab_size:
             raise ValueError(f"bos_id={self.bos_id} is not a token of a vocabulary of {self.vocab_size}")
         window_sizes(self.window_pattern, self.depth, self.seq_len)
+        if self.l3_layers:
+            self._check_lookups()
+
+    def _check_lookups(self) -> None:
+        layers, least, most = self.l3_layers, self.vocab_size, self.vocab_size * self.l3_k_max
+        if not set(layers) <= set(range(self.depth)) or list(layers) != sorted(set(layers)):
+            raise ValueError(
+                f"l3_layers={','.join(map(str, layers))}: must be layers from 0 to {self.depth - 1}, in ascending order"
+            )
+        if not least <= self.l3_embeddings <= most:
+            raise ValueError(
+                f"l3_embeddings={self.l3_embeddings}: need one for each of {least:,} tokens, and at most "
+                f"{self.l3_k_max} (l3_k_max={self.l3_k_max})"
+            )
+        if self.l3_d_up < 0:
+            raise ValueError(f"l3_d_up={self.l3_d_up}: must be at least 0")
 
     @classmethod
     def from_depth(
@@ -134,6 +163,9 @@ class GPTConfig:
 class GPT(nn.Module):
     """A GPT. Build it on the meta device, move it with `to_empty`, then call `init_weights`.
 
+    With lookup layers, `allocate_lookups` comes next: which rows of their tables belong to which token is then a part
+    of the model, saved with its weights as the buffers `lookup_offsets` and `lookup_mean_rows`.
+
     Args:
         config: sizes.
         compute_dtype: dtype of the activations; weights keep theirs.
@@ -162,12 +194,26 @@ class GPT(nn.Module):
             Block(width, config.num_heads, config.num_kv_heads, value_embedding=config.has_value_embedding(layer))
             for layer in range(config.depth)
         )
+        self.lookups = nn.ModuleDict(
+            {
+                str(layer): LookupLayer(width, config.l3_embeddings, config.l3_d_up or 4 * width, tied=config.l3_tied)
+                for layer in config.l3_layers
+            }
+        )
+        if config.l3_layers:
+            self.register_buffer("lookup_offsets", torch.empty(config.vocab_size + 1, dtype=torch.int32))
+            self.register_buffer("lookup_mean_rows", torch.empty((), dtype=torch.float64))
         self.head = Linear(width, config.vocab_size)
         self.residual_scales = nn.Parameter(torch.empty(config.depth))
         self.x0_scales = nn.Parameter(torch.empty(config.depth))
         self.smear_gate = Linear(min(_SMEAR_CHANNELS, width), 1)
         self.smear_scale = nn.Parameter(torch.empty(1))
         self.backout_scale = nn.Parameter(torch.empty(1))
+
+    lookup_offsets: Tensor
+    """(vocab_size + 1,) int32: where each token's rows begin in every lookup layer's tables, and their number."""
+    lookup_mean_rows: Tensor
+    """() float64: rows that a token of the training text reads from a lookup layer, on average."""
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -200,6 +246,16 @@ class GPT(nn.Module):
             block.mlp.down.weight.zero_()
             if block.attention.value_gate is not None:
                 block.attention.value_gate.weight.zero_()
+        for lookup in self._lookups():
+            for table in lookup.tables():
+                normal(table, std)
+            uniform(lookup.up.weight, std)
+            lookup.mix.weight.zero_()
+        if self.config.l3_layers:
+            rows, vocab_size = self.config.l3_embeddings, self.config.vocab_size
+            even = torch.full((vocab_size,), rows // vocab_size)
+            even[: rows % vocab_size] += 1
+            self.allocate_lookups(even, mean_rows=rows / vocab_size)
         self.smear_gate.weight.zero_()
         self.smear_scale.zero_()
         self.backout_scale.fill_(0.2)
@@ -256,6 +312,29 @@ class GPT(nn.Module):
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
         return softcap_cross_entropy(x_BTC, self.head.weight, targets, softcap=self.config.softcap, reduction=reduction)
 
+    @torch.no_grad()
+    def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:
+        """Say which rows of the lookup layers' tables belong to which token; from `init_weights` on, even shares.
+
+        Args:
+            rows_per_token: (vocab_size,) integers from 1 to `l3_k_max` that add up to `l3_embeddings`.
+            mean_rows: rows that a token of the training text has on average, for the count of operations.
+
+        Raises:
+            ValueError: `rows_per_token` does not fit the tables.
+        """
+        config = self.config
+        rows = rows_per_token.cpu()
+        if rows.shape != (config.vocab_size,) or not 1 <= int(rows.min()) <= int(rows.max()) <= config.l3_k_max:
+            raise ValueError(
+                f"rows_per_token: need 1 to {config.l3_k_max} rows for each of {config.vocab_size:,} tokens"
+            )
+        if int(rows.sum()) != config.l3_embeddings:
+            raise ValueError(f"rows_per_token: {int(rows.sum()):,} rows; the tables have {config.l3_embeddings:,}")
+        self.lookup_offsets[0] = 0
+        self.lookup_offsets[1:] = rows.cumsum(0)
+        self.lookup_mean_rows.fill_(mean_rows)
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Return an empty cache for `rows` documents of at most `capacity` tokens."""
         config, weight = self.config, self.head.weight
@@ -297,13 +376,19 @@ class GPT(nn.Module):
         return recorder.take()
 
     def num_parameters(self) -> dict[str, int]:
-        """Return how many parameters each part has; the values add up to all of them."""
+        """Return how many parameters each part has; the values add up to all of them.
+
+        The matrices of lookup layers count among the blocks; their tables are a part of their own, where there are any.
+        """
+        tables = sum(table.numel() for lookup in self._lookups() for table in lookup.tables())
         parts = {
             "embedding": self.embedding.weight.numel(),
             "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
-            "blocks": sum(p.numel() for p in self.blocks.parameters()),
+            "blocks": sum(p.numel() for part in (self.blocks, self.lookups) for p in part.parameters()) - tables,
             "head": self.head.weight.numel(),
         }
+        if tables:
+            parts["lookup_tables"] = tables
         parts["scalars"] = sum(p.numel() for p in self.parameters()) - sum(parts.values())
         return parts
 
@@ -312,10 +397,20 @@ class GPT(nn.Module):
 
         6 for each weight of a matrix product, and 12 x width x visible positions for each attention layer (PaLM,
         arXiv 2204.02311, appendix B), where a causal query sees half of its window on average only if the window is
-        the whole row; the usual convention counts the full window, and so do we.
+        the whole row; the usual convention counts the full window, and so do we. In each lookup layer, 12 x width for
+        each row that a token has on average, which multiplies as a key and as a value.
         """
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
-        return 6 * matmul + sum(12 * self.config.width * window for window in self.config.windows)
+        visible = sum(12 * self.config.width * window for window in self.config.windows)
+        rows = self.config.l3_embeddings / self.config.vocab_size
+        if self.lookups and not self.lookup_mean_rows.is_meta:
+            rows = float(self.lookup_mean_rows)
+        return 6 * matmul + visible + round(12 * self.config.width * rows * len(self.lookups))
+
+    def _lookups(self) -> Iterator[LookupLayer]:
+        for lookup in self.lookups.values():
+            assert isinstance(lookup, LookupLayer)
+            yield lookup
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
@@ -344,6 +439,7 @@ class GPT(nn.Module):
         x_BTC = rms_norm(self.embedding(inputs).to(self.compute_dtype))
         x_BTC = self._smear(x_BTC, inputs, cache)
         x0_BTC, halfway_BTC = x_BTC, x_BTC
+        plan = plan_lookup(inputs, self.lookup_offsets, config.l3_embeddings) if self.lookups else None
         for layer, block in enumerate(self._blocks()):
             x_BTC = self.residual_scales[layer].to(x_BTC.dtype) * x_BTC + self.x0_scales[layer].to(x_BTC.dtype) * x0_BTC
             value_embedding = None
@@ -357,6 +453,8 @@ class GPT(nn.Module):
                 config.windows[layer],
                 None if cache is None else cache.layers[layer],
             )
+            if plan is not None and str(layer) in self.lookups:
+                x_BTC = self.lookups[str(layer)](x_BTC, self.lookup_offsets, plan)
             if layer == config.depth // 2:
                 halfway_BTC = x_BTC
         return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)

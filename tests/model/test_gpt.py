@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -11,8 +12,9 @@ BOS = 0
 
 
 def sizes(**changes):
+    lookups = {name: changes.pop(name) for name in list(changes) if name.startswith("l3_")}
     options = {"vocab_size": 64, "seq_len": 32, "bos_id": BOS, "head_dim": 16, "depth": 2, **changes}
-    return GPTConfig.from_depth(**options)
+    return dataclasses.replace(GPTConfig.from_depth(**options), **lookups)
 
 
 def model(seed=0, **changes):
