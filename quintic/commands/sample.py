@@ -28,6 +28,8 @@ class SampleOptions:
     """0 always takes the likeliest token; higher is more varied."""
     top_k: int | None = 50
     """Choose among this many likeliest tokens; 'None' among all."""
+    top_p: float | None = None
+    """Of these, choose among the fewest whose probabilities add up to this; 'None' among all."""
     seed: int = 0
     """Seed of the choices."""
 
@@ -47,6 +49,7 @@ def run(arguments: list[str]) -> int:
             max_tokens=options.tokens,
             temperature=options.temperature,
             top_k=options.top_k,
+            top_p=options.top_p,
             seed=options.seed,
         )
     except ValueError as error:

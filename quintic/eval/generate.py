@@ -1,6 +1,7 @@
-"""Sampling: text from a trained model, one token at a time with a key/value cache."""
+"""Sampling: text from a trained model, one token at a time for several prompts at once, with a key/value cache."""
 
 import math
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -8,12 +9,88 @@ from torch import Tensor
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
 
-__all__ = ["generate", "sample_text"]
+__all__ = ["GENERAL_PROMPTS", "generate", "generate_batch", "sample_text"]
+
+GENERAL_PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+"""Beginnings, those of nanochat, whose likeliest continuations show what a model of general text knows."""
 
 _SEEDS = 2**63  # what PyTorch's generators take
+_ROWS = 32  # prompts that are continued together
 
 
 @torch.no_grad()
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
+    seeds: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return up to `max_tokens` tokens that continue each prompt; a row ends early where the model starts a document.
+
+    A row's tokens do not depend on the other rows, but for the rounding of sums.
+
+    Args:
+        model: on any device.
+        prompts: tokens, the first of each usually `bos_id`; at least one each, of any lengths.
+        max_tokens: tokens to make per row.
+        temperature: 0 takes the likeliest token; above, logits are divided by it before drawing.
+        top_k: draw among this many likeliest tokens; None among all.
+        top_p: of these, draw among the fewest likeliest whose probabilities add up to this; None among all.
+        stop: tokens that end a row besides `bos_id`; they are not returned.
+        seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
+
+    Raises:
+        ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
+    """
+    if not all(prompts):
+        raise ValueError("the prompt has no tokens; start with the document token")
+    _check(temperature, top_k, top_p)
+    seeds = range(len(prompts)) if seeds is None else seeds
+    for seed in seeds:
+        _check_seed(seed)
+    made: list[list[int]] = [[] for _ in prompts]
+    if not prompts or max_tokens < 1:
+        return made
+    device, bos_id = model.head.weight.device, model.config.bos_id
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    cache = model.new_cache(len(prompts), longest + max_tokens)
+    # Padding comes last, where no token of the prompt sees it, and is forgotten before the first new token.
+    padded = [[*prompt, *[bos_id] * (longest - len(prompt))] for prompt in prompts]
+    last = torch.tensor([row * longest + length - 1 for row, length in enumerate(lengths)], device=device)
+    logits_BV = model(torch.tensor(padded, device=device), cache=cache, positions=last)
+    cache.rewind(lengths)
+    running = set(range(len(prompts)))
+    while True:
+        tokens = [bos_id] * len(prompts)
+        if temperature == 0:
+            tokens = logits_BV.argmax(dim=-1).tolist()
+        else:
+            for row in running:
+                tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, generators[row], top_p)
+        running = {row for row in running if tokens[row] != bos_id and tokens[row] not in stop}
+        for row in running:
+            made[row].append(tokens[row])
+        running = {row for row in running if len(made[row]) < max_tokens}
+        if not running:
+            return made
+        logits_BV = model(torch.tensor(tokens, device=device).unsqueeze(1), cache=cache)[:, -1]
+
+
 def generate(
     model: GPT,
     prompt: list[int],
@@ -21,41 +98,26 @@ def generate(
     max_tokens: int,
     temperature: float = 0.8,
     top_k: int | None = 50,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
     seed: int = 0,
 ) -> list[int]:
-    """Return up to `max_tokens` tokens that continue a prompt; ends early where the model starts a new document.
-
-    Args:
-        model: on any device.
-        prompt: tokens, the first of them usually `bos_id`; at least one.
-        max_tokens: tokens to make.
-        temperature: 0 takes the likeliest token; above, logits are divided by it before drawing.
-        top_k: draw among this many likeliest tokens; None among all.
-        seed: of the draws; drawn on the CPU, so that devices agree.
+    """Return up to `max_tokens` tokens that continue a prompt: `generate_batch` for one row.
 
     Raises:
-        ValueError: an empty prompt, a temperature, `top_k` or seed out of range.
+        ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
     """
-    if not prompt:
-        raise ValueError("the prompt has no tokens; start with the document token")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1")
-    _check_seed(seed)
-    device = model.head.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    cache = model.new_cache(1, len(prompt) + max_tokens)
-    inputs = torch.tensor([prompt], device=device)
-    tokens: list[int] = []
-    for _ in range(max_tokens):
-        logits = model(inputs, cache=cache)[0, -1].float().cpu()
-        token = _draw(logits, temperature, top_k, generator)
-        if token == model.config.bos_id:
-            break
-        tokens.append(token)
-        inputs = torch.tensor([[token]], device=device)
-    return tokens
+    (made,) = generate_batch(
+        model,
+        [prompt],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        seeds=[seed],
+    )
+    return made
 
 
 def sample_text(
@@ -66,6 +128,7 @@ def sample_text(
     max_tokens: int,
     temperature: float = 0.8,
     top_k: int | None = 50,
+    top_p: float | None = None,
     seed: int = 0,
 ) -> list[dict[str, str]]:
     """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone.
@@ -73,16 +136,34 @@ def sample_text(
     Prompt n is drawn with seed + n, which after 2^63 - 1, the largest seed, goes on from 0.
 
     Raises:
-        ValueError: a temperature, `top_k` or seed out of range.
+        ValueError: a temperature, `top_k`, `top_p` or seed out of range.
     """
     _check_seed(seed)
+    _check(temperature, top_k, top_p)
     samples = []
-    for number, prompt in enumerate(prompts):
-        start = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        own = (seed + number) % _SEEDS
-        made = generate(model, start, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=own)
-        samples.append({"prompt": prompt, "text": tokenizer.decode(made)})
+    for first in range(0, len(prompts), _ROWS):
+        some = prompts[first : first + _ROWS]
+        made = generate_batch(
+            model,
+            [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in some],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seeds=[(seed + first + row) % _SEEDS for row in range(len(some))],
+        )
+        for prompt, tokens in zip(some, made, strict=True):
+            samples.append({"prompt": prompt, "text": tokenizer.decode(tokens)})
     return samples
+
+
+def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be at least 0 and finite")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
 
 
 def _check_seed(seed: int) -> None:
@@ -90,10 +171,15 @@ def _check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed}: must be at least 0 and below 2^63")
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float | None = None
+) -> int:
     if top_k is not None and top_k < logits.numel():
         floor = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))
+    probabilities = (logits / temperature).softmax(dim=-1)
+    if top_p is not None:
+        sorted_, order = probabilities.sort(descending=True)
+        likelier = sorted_.double().cumsum(dim=-1) - sorted_  # of all before each
+        probabilities[order[likelier >= top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,8 +1,11 @@
-"""The key/value cache of generation: what each layer has seen of one document.
+"""The key/value cache of generation: what each layer has seen of one document per row.
 
-Positions of all rows are the same (a batch of equally long prompts); the cache holds no padding and no document
-boundaries, because generation continues a single document.
+Rows need not be equally long. Prompts are padded at their end and read in one pass; `KVCache.rewind` then forgets the
+padding, and each row goes on behind its own last token. The cache knows no document boundaries, because generation
+continues a single document.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +14,52 @@ from torch import Tensor
 __all__ = ["KVCache", "LayerCache"]
 
 
-class LayerCache:
-    """Keys and values of one layer; room for `capacity` positions is taken at once."""
+class _Places:
+    """Where the tokens of the current forward pass go, the same for all layers."""
 
-    def __init__(
-        self, rows: int, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (rows, num_kv_heads, capacity, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * rows
+        self.starts = [0] * rows
+        self.rows = torch.arange(rows, device=device).unsqueeze(1)
+        self.positions = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        self._visible: dict[int, tuple[int, int, Tensor]] = {}
+
+    def advance(self, new: int) -> None:
+        """Give each row `new` more positions."""
+        if max(self.lengths) + new > self.capacity:
+            raise ValueError(f"{max(self.lengths)} + {new} tokens: this cache has room for {self.capacity}")
+        device = self.rows.device
+        self.starts = list(self.lengths)
+        self.positions = torch.tensor(self.starts, device=device).unsqueeze(1) + torch.arange(new, device=device)
+        self.lengths = [length + new for length in self.lengths]
+        self._visible.clear()
+
+    def visible(self, window: int) -> tuple[int, int, Tensor]:
+        """Return the range of positions that matter, and which of them each query sees, (B, 1, T, end - first)."""
+        if window not in self._visible:
+            first, end = max(0, min(self.starts) - window + 1), max(self.lengths)
+            distance = self.positions.unsqueeze(2) - torch.arange(first, end, device=self.rows.device)
+            self._visible[window] = first, end, ((distance >= 0) & (distance < window)).unsqueeze(1)
+        return self._visible[window]
+
+
+class LayerCache:
+    """Keys and values of one layer; room for all positions is taken at once."""
+
+    def __init__(self, places: _Places, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype) -> None:
+        self._places = places
+        shape = (len(places.rows), num_kv_heads, places.capacity, head_dim)
+        # Zeros: what is masked has no weight, but zero times what was left in memory may not be a number.
+        self.keys = torch.zeros(shape, dtype=dtype, device=places.rows.device)
+        self.values = torch.zeros_like(self.keys)
 
     def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, window: int) -> Tensor:
-        """Add T new positions and return attention of their queries over the last `window` positions, (B, T, H, D)."""
-        new = q_BTHD.shape[1]
-        start, end = self.length, self.length + new
-        self.keys[:, :, start:end] = k_BTGD.transpose(1, 2)
-        self.values[:, :, start:end] = v_BTGD.transpose(1, 2)
-        self.length = end
-        first = max(0, start - window + 1)  # nothing before this is visible to any of the new queries
-        query = torch.arange(start, end, device=q_BTHD.device)[:, None]
-        key = torch.arange(first, end, device=q_BTHD.device)[None, :]
-        visible = (key <= query) & (query - key < window)
+        """Add T positions to each row and return attention of their queries over the last `window`, (B, T, H, D)."""
+        places = self._places
+        self.keys[places.rows, :, places.positions] = k_BTGD
+        self.values[places.rows, :, places.positions] = v_BTGD
+        first, end, visible = places.visible(window)
         out_BHTD = F.scaled_dot_product_attention(
             q_BTHD.transpose(1, 2),
             self.keys[:, :, first:end],
@@ -44,14 +71,66 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of all layers, and the last embedding, which smear mixes into the next token."""
+    """The caches of all layers, and the embeddings that smear mixes into the tokens after them.
 
-    def __init__(self, layers: list[LayerCache], capacity: int) -> None:
-        self.layers = layers
-        self.capacity = capacity
+    Args:
+        num_layers: layers of the model.
+        rows: documents.
+        capacity: most positions of a row.
+        num_kv_heads: key/value heads of a layer.
+        head_dim: channels of a head.
+        dtype: of keys and values.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        rows: int,
+        capacity: int,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._places = _Places(rows, capacity, device)
+        self._embeddings_BTC: Tensor | None = None
+        self.layers = [LayerCache(self._places, num_kv_heads, head_dim, dtype=dtype) for _ in range(num_layers)]
         self.last_embedding: Tensor | None = None
+        """(B, 1, C) of each row's last token, before smear; None before the first token."""
 
     @property
-    def length(self) -> int:
-        """Return how many positions have been seen."""
-        return self.layers[0].length
+    def lengths(self) -> tuple[int, ...]:
+        """How many positions of each row have been seen."""
+        return tuple(self._places.lengths)
+
+    def advance(self, new: int) -> Tensor:
+        """Make room for `new` tokens behind the last of each row and return their positions, (B, new) int64.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        self._places.advance(new)
+        return self._places.positions
+
+    def remember(self, embeddings_BTC: Tensor) -> None:
+        """Keep the embeddings of the tokens of this forward pass."""
+        self._embeddings_BTC = embeddings_BTC
+        self.last_embedding = embeddings_BTC[:, -1:]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first `lengths[b]` positions of row b, which end in what the last forward pass added.
+
+        Raises:
+            ValueError: they end before it, or there are not so many.
+        """
+        places = self._places
+        for length, start, end in zip(lengths, places.starts, places.lengths, strict=True):
+            if not start < length <= end:
+                raise ValueError(f"lengths={list(lengths)}: a row with {end} positions keeps {start + 1} to {end}")
+        assert self._embeddings_BTC is not None
+        last = [length - start - 1 for length, start in zip(lengths, places.starts, strict=True)]
+        rows = places.rows.squeeze(1)
+        self.last_embedding = self._embeddings_BTC[rows, torch.tensor(last, device=rows.device)].unsqueeze(1)
+        places.lengths = list(lengths)

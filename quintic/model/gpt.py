@@ -26,7 +26,7 @@ from quintic.kernels.attention.attention import AttentionName, DocumentMask, doc
 from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
-from quintic.model.cache import KVCache, LayerCache
+from quintic.model.cache import KVCache
 from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
 from quintic.model.lookup import LookupLayer
 
@@ -272,6 +272,7 @@ class GPT(nn.Module):
         *,
         document_starts: Tensor | None = None,
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -292,6 +293,7 @@ class GPT(nn.Module):
         document_starts: Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return the loss in nats per token, or the logits where there are no targets.
 
@@ -302,12 +304,16 @@ class GPT(nn.Module):
                 "fa4".
             reduction: `"mean"` for a scalar, `"none"` for (B, T) losses.
             cache: what was seen before these inputs (generation); updated.
+            positions: (N,) int64 places in the flattened inputs: the only ones whose logits are computed.
 
         Returns:
-            float32: scalar, (B, T), or logits (B, T, vocab_size) after the soft cap.
+            float32: scalar, (B, T), or logits after the soft cap: (B, T, vocab_size), with `positions`
+            (N, vocab_size).
         """
         x_BTC = self._trunk(inputs, document_starts, cache)
         if targets is None:
+            if positions is not None:
+                x_BTC = x_BTC.flatten(0, 1)[positions]
             logits = self.head(x_BTC).float()
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
         return softcap_cross_entropy(x_BTC, self.head.weight, targets, softcap=self.config.softcap, reduction=reduction)
@@ -337,19 +343,15 @@ class GPT(nn.Module):
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Return an empty cache for `rows` documents of at most `capacity` tokens."""
-        config, weight = self.config, self.head.weight
-        layers = [
-            LayerCache(
-                rows,
-                capacity,
-                config.num_kv_heads,
-                config.head_dim,
-                dtype=self.compute_dtype,
-                device=weight.device,
-            )
-            for _ in range(config.depth)
-        ]
-        return KVCache(layers, capacity)
+        return KVCache(
+            self.config.depth,
+            rows,
+            capacity,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.compute_dtype,
+            device=self.head.weight.device,
+        )
 
     @contextmanager
     def recording_max_logits(self, recorder: MaxLogits) -> Iterator[None]:
@@ -419,12 +421,11 @@ class GPT(nn.Module):
 
     def _trunk(self, inputs: Tensor, document_starts: Tensor | None, cache: KVCache | None) -> Tensor:
         config = self.config
-        start = 0 if cache is None else cache.length
         length = inputs.shape[1]
-        rotary = tuple(
-            table[start : start + length]
-            for table in rotary_tables(start + length, config.head_dim, base=config.rotary_base, device=inputs.device)
-        )
+        places = slice(length) if cache is None else cache.advance(length)
+        end = length if cache is None else max(cache.lengths)
+        tables = rotary_tables(end, config.head_dim, base=config.rotary_base, device=inputs.device)
+        rotary = tuple(table[places] for table in tables)
         if cache is None:
             mask = document_mask(
                 inputs,
@@ -466,7 +467,7 @@ class GPT(nn.Module):
         else:
             previous = torch.cat([cache.last_embedding, x_BTC[:, :-1]], dim=1)
         if cache is not None:
-            cache.last_embedding = x_BTC[:, -1:]
+            cache.remember(x_BTC)
         gate = torch.sigmoid(self.smear_gate(x_BTC[..., : self.smear_gate.in_features]))
         within_document = (inputs != self.config.bos_id).unsqueeze(-1).to(x_BTC.dtype)
         return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous

@@ -49,10 +49,16 @@ def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.devi
     return angle.cos(), angle.sin()
 
 
-def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D/2 by the angle of the position (half-split rotary convention)."""
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel i against channel i + D/2 by the angle of the position (half-split rotary convention).
+
+    Args:
+        x_BTHD: queries or keys.
+        cos: (T, D / 2), or (B, T, D / 2) where rows have positions of their own.
+        sin: the same.
+    """
     first, second = x_BTHD.chunk(2, dim=-1)
-    cos, sin = cos_TD[:, None].to(x_BTHD.dtype), sin_TD[:, None].to(x_BTHD.dtype)
+    cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 

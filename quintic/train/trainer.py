@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.errors import CheckpointError
-from quintic.eval.generate import sample_text
+from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, score
 from quintic.kernels.attention.attention import needs_document_starts
@@ -32,11 +32,11 @@ __all__ = ["Trainer", "default_prompts"]
 
 
 def default_prompts(data: str) -> tuple[str, ...]:
-    """Return two beginnings that suit a data source.
+    """Return beginnings that suit a data source.
 
     None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
     """
-    return ("import os\n", "class Reader:\n") if data == "python" else ("The", "In")
+    return ("import os\n", "class Reader:\n") if data == "python" else GENERAL_PROMPTS
 
 
 class Trainer:
@@ -199,6 +199,7 @@ class Trainer:
             self.dataset.tokenizer,
             prompts,
             max_tokens=self.config.run.sample_tokens,
+            temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # what it knows, or what it makes up
             seed=self.config.run.seed,
         )
 

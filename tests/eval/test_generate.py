@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintic.data.dataset import Dataset
-from quintic.eval.generate import _draw, generate, sample_text
+from quintic.eval.generate import _draw, generate, generate_batch, sample_text
 from quintic.model.gpt import GPT, GPTConfig
 
 VOCAB, BOS = 61, 0
@@ -55,6 +55,60 @@ def test_the_cache_changes_nothing(pattern: str, kv_heads: int, length: int) -> 
     assert len(set(expected)) > 2  # not the same token for ever
 
 
+@pytest.mark.parametrize(("pattern", "kv_heads"), [("S", 2), ("L", 2), ("SSL", 1)])
+def test_rows_of_a_batch_are_what_they_are_alone(pattern: str, kv_heads: int) -> None:
+    # Windows of 4 and 16; prompts of 1 to 33 tokens; the lengths of rows never become equal.
+    model = model_of(pattern, kv_heads=kv_heads)
+    lengths = (1, 2, 33, 4, 17, 5, 16)
+    prompts = [[BOS, *torch.randint(1, VOCAB, (length - 1,)).tolist()] for length in lengths]
+    expected = [greedy(model, prompt, 24) for prompt in prompts]
+    assert generate_batch(model, prompts, max_tokens=24, temperature=0) == expected
+    assert len({tuple(made) for made in expected}) == len(prompts)
+
+
+def test_a_prompt_need_not_begin_a_document() -> None:
+    model = model_of()
+    prompts = [[7, 8, 9], [BOS, 3], [5]]
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    assert generate_batch(model, prompts, max_tokens=12, temperature=0) == expected
+
+
+def test_stop_tokens_end_their_row_alone() -> None:
+    model = model_of()
+    prompts = [[BOS, 5, 6, 7], [BOS, 9]]
+    free = generate_batch(model, prompts, max_tokens=30, temperature=0)
+    stop = next(token for place, token in enumerate(free[0]) if place > 3 and token not in free[0][:place])
+    made = generate_batch(model, prompts, max_tokens=30, temperature=0, stop={stop})
+    cut = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in free]
+    assert made == cut
+    assert 3 < len(made[0]) < 30
+    assert made[0] != made[1]
+
+
+def test_draws_of_a_row_do_not_depend_on_the_others() -> None:
+    model = model_of()
+    prompts = [[BOS], [BOS, 4, 5], [BOS, 6]]
+    made = generate_batch(model, prompts, max_tokens=20, temperature=1.0, top_p=0.9, seeds=[3, 4, 5])
+    for prompt, seed, tokens in zip(prompts, (3, 4, 5), made, strict=True):
+        assert generate(model, prompt, max_tokens=20, temperature=1.0, top_p=0.9, seed=seed) == tokens
+    assert generate_batch(model, [], max_tokens=5) == []
+    assert generate_batch(model, prompts, max_tokens=0) == [[], [], []]
+
+
+def test_the_cache_refuses_what_does_not_fit() -> None:
+    model = model_of()
+    cache = model.new_cache(2, 4)
+    with torch.no_grad():
+        model(torch.ones(2, 3, dtype=torch.int64), cache=cache)
+        for lengths in ([0, 3], [4, 1]):
+            with pytest.raises(ValueError, match="a row with 3 positions keeps 1 to 3"):
+                cache.rewind(lengths)
+        cache.rewind([3, 1])
+        assert cache.lengths == (3, 1)
+        with pytest.raises(ValueError, match=r"3 \+ 2 tokens: this cache has room for 4"):
+            model(torch.ones(2, 2, dtype=torch.int64), cache=cache)
+
+
 def test_generation_ends_where_the_model_starts_a_document() -> None:
     model = model_of()
     free = generate(model, [5, 6, 7], max_tokens=30, temperature=0)
@@ -80,19 +134,36 @@ def test_draws_follow_the_probabilities() -> None:
     model = model_of()
     with torch.no_grad():
         logits = model(torch.tensor([[BOS, 3]]))[0, -1].double()
-    for temperature, top_k in ((1.0, None), (2.0, 5), (0.5, 1000)):
+    for temperature, top_k, top_p in (
+        (1.0, None, None),
+        (2.0, 5, None),
+        (0.5, 1000, None),
+        (3.0, None, 0.5),
+        (3.0, 9, 0.7),
+        (1.0, None, 1.0),
+        (1.0, None, 1e-9),
+    ):
         kept = logits / temperature
         if top_k is not None and top_k < VOCAB:
             kept = kept.masked_fill(kept < kept.topk(top_k).values[-1], float("-inf"))
         expected = kept.softmax(0)
+        if top_p is not None:
+            nucleus = []
+            for token in expected.argsort(descending=True).tolist():
+                nucleus.append(token)
+                if float(expected[nucleus].sum()) >= top_p:
+                    break
+            expected = torch.zeros_like(expected).scatter(0, torch.tensor(nucleus), expected[nucleus])
+            expected /= expected.sum()
         generator = torch.Generator().manual_seed(0)
-        drawn = [_draw(logits.float(), temperature, top_k, generator) for _ in range(4000)]
+        drawn = [_draw(logits.float(), temperature, top_k, generator, top_p) for _ in range(4000)]
         shares = torch.tensor(drawn).bincount(minlength=VOCAB) / 4000
         assert (shares - expected).abs().max() < 5 * (0.25 / 4000) ** 0.5  # five standard deviations
         assert (shares[expected == 0] == 0).all()
         # `generate` draws its first token just so.
-        first = _draw(logits.float(), temperature, top_k, torch.Generator().manual_seed(7))
-        made = generate(model, [BOS, 3], max_tokens=1, temperature=temperature, top_k=top_k, seed=7)
+        first = _draw(logits.float(), temperature, top_k, torch.Generator().manual_seed(7), top_p)
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        made = generate(model, [BOS, 3], max_tokens=1, seed=7, **options)
         assert made == ([] if first == BOS else [first])
 
 
@@ -111,6 +182,8 @@ def test_top_1_is_greedy() -> None:
         ([1], {"temperature": float("nan")}, "temperature=nan: must be at least 0"),
         ([1], {"temperature": float("inf")}, "temperature=inf: must be at least 0 and finite"),
         ([1], {"top_k": 0}, "top_k=0: must be at least 1"),
+        ([1], {"top_p": 0.0}, "top_p=0.0: must be above 0"),
+        ([1], {"top_p": 1.1}, "top_p=1.1: must be above 0 and at most 1"),
         ([1], {"seed": -1}, "seed=-1: must be at least 0"),
         ([1], {"seed": 2**64}, r"must be at least 0 and below 2\^63"),
     ],
