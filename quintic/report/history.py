@@ -5,15 +5,16 @@ Every record has a ``kind``; the other fields depend on it:
     run      time, name, config, machine, versions, model, data, total_steps, command
     train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, tokens_per_second, times_ms,
              and on some steps grad_rms, update_rms
-    eval     step, tokens, seconds, loss, bpb
+    eval     step, tokens, seconds, loss, bpb, bpb_stderr
     sample   step, samples
     resume   step, time
     final    step, loss, bpb, seconds, baselines, breakdown
 
 The last samples come after the final record.
 
-``step`` counts from 1; ``tokens`` and ``seconds`` are totals since the start of training; ``loss`` is in nats per
-token, ``bpb`` in bits per byte. The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
+``step`` counts from 1, an evaluation before the first has 0; ``tokens`` and ``seconds`` are totals since the start of
+training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
+The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """
 
 import json

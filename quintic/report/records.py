@@ -8,7 +8,7 @@ __all__ = ["wrong_in"]
 
 _TEXTS = ("kind", "name", "time", "command")
 _COUNTS = ("step", "total_steps")
-_NUMBERS = ("tokens", "seconds", "loss", "bpb", "momentum", "weight_decay", "tokens_per_second")
+_NUMBERS = ("tokens", "seconds", "loss", "bpb", "bpb_stderr", "momentum", "weight_decay", "tokens_per_second")
 _NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown")
 _MAPPINGS = ("config", "machine", "versions", "model", "data")
 _STEPPED_KINDS = ("train", "eval", "sample", "resume")

@@ -193,7 +193,7 @@ class RunConfig:
     threads: int | None = None
     """CPU threads; by default PyTorch's choice."""
     eval_every: int = 100
-    """Steps between evaluations (0: only at the end)."""
+    """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: int = 131_072
     """Validation tokens per evaluation, at most."""
     sample_every: int = 0
@@ -201,7 +201,7 @@ class RunConfig:
     sample_tokens: int = 160
     """Tokens per sample."""
     prompts: tuple[str, ...] = ()
-    """Beginnings of the samples; by default two that suit the data."""
+    """Beginnings of the samples; by default some that suit the data."""
     save_every: int = 200
     """Steps between checkpoints (0: only at the end)."""
     keep: int = 2

@@ -101,6 +101,8 @@ def _train(
         else:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         try:
+            if run.step == 0 and config.run.eval_every:
+                _evaluate(run, log, progress)  # what training starts from
             while run.step < run.total:
                 record = run.train_step()
                 progress.train(log.write("train", **record))

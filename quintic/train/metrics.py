@@ -110,8 +110,8 @@ class MetricsLog:
 
 
 def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
-    """Whether a run that continues from ``resume_step`` makes this record again."""
-    return record.get("kind") in _STEPPED_KINDS and record.get("step", 0) > resume_step
+    """Whether a run that continues from ``resume_step`` makes this record again; from 0, the evaluation of step 0."""
+    return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -184,6 +184,7 @@ class Trainer:
             "seconds": self.seconds,
             "loss": self.score.loss,
             "bpb": self.score.bpb,
+            "bpb_stderr": self.score.bpb_stderr,
         }
 
     def last_score(self) -> Score:

@@ -76,7 +76,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
         "warm-up (--warmup-frac)"
     )
     assert saved_steps(tmp_path / "run") == ["step-000002"]
-    assert kinds(tmp_path / "run") == [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4)]
+    assert kinds(tmp_path / "run") == [
+        ("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4)
+    ]  # fmt: skip
     history = RunHistory.load(tmp_path / "run")
     assert [record["loss"] is None for record in history.train] == [False, False, False, True]
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

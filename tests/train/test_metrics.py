@@ -124,6 +124,17 @@ def test_resuming_leaves_each_step_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_run_that_begins_again_evaluates_step_0_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write("run", name="r")
+        log.write("eval", step=0, loss=9.0)
+        log.write("train", step=1, loss=9.0)
+    for resume_step, kept in ((1, ["run", "eval", "train"]), (0, ["run"])):
+        MetricsLog(path, resume_step=resume_step).close()
+        assert [record["kind"] for record in lines(path)] == kept
+
+
 def test_resuming_where_the_log_ends_keeps_all_but_the_final_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     fill(path, 4)

@@ -13,6 +13,7 @@ from tiny_runs import tiny_config
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.errors import ConfigError, DataError
+from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
@@ -96,7 +97,12 @@ def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_pat
     assert final["baselines"] == reference_scores(tiny_dataset, batches)
     assert final["baselines"]["bytes"] == expected.num_bytes
     assert (final["bpb"], final["step"]) == (expected.bpb, 0)
-    assert [sample["prompt"] for sample in trainer.sample()] == ["The", "In"]
+    assert record["bpb_stderr"] == expected.bpb_stderr
+    samples = trainer.sample()
+    assert [sample["prompt"] for sample in samples] == list(GENERAL_PROMPTS)
+    tokenizer = tiny_dataset.tokenizer
+    greedy = sample_text(trainer.model, tokenizer, GENERAL_PROMPTS, max_tokens=8, temperature=0)
+    assert samples == greedy  # of general text: what the model holds for likeliest
 
 
 def test_prompts_suit_the_data() -> None:
@@ -124,7 +130,7 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     result = train(config, tiny_dataset, run_dir, resume=False, command="quintic train", say=said.append)
     records = read_metrics(run_dir / METRICS_FILE)
     assert [(record["kind"], record.get("step")) for record in records] == [
-        ("run", None), ("train", 1), ("train", 2), ("train", 3), ("sample", 3), ("train", 4), ("eval", 4),
+        ("run", None), ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("sample", 3), ("train", 4), ("eval", 4),
         ("train", 5), ("train", 6), ("eval", 6), ("final", 6), ("sample", 6),
     ]  # fmt: skip
     history = RunHistory.load(run_dir)
