@@ -71,9 +71,21 @@ class ModelConfig:
     """Tokens the model sees at once."""
     window_pattern: str = "SSSL"
     """Attention windows by layer, repeated: S sees a quarter of --seq-len, L all of it; the last layer is always L."""
+    l3_layers: str | None = None
+    """Layers, counted from 0, behind which a large lookup layer stands, as in '2,5'; none by default."""
+    l3_embeddings: int = 0
+    """Rows of a lookup layer's tables; 0: one for 1,000 parameters, but at least one for each token."""
+    l3_d_up: int = 0
+    """Channels that a lookup layer raises what it found to; 0: four times the width."""
+    l3_k_max: int = 512
+    """Rows of one token in a lookup layer, at most."""
+    l3_tied: bool = True
+    """Lookup layers take their keys as values, too."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
+        _check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
+        _check_at_least(1, l3_k_max=self.l3_k_max)
         _check_at_least(1, depth=self.depth, head_dim=self.head_dim, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
 
 

@@ -26,6 +26,7 @@ from quintic.report.report import write_report
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.hardware import choose_hardware
+from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
@@ -85,6 +86,8 @@ def _train(
     if checkpoint is not None:
         run.restore(checkpoint)
         say(f"Continuing {run_dir.name} after step {run.step}")
+    else:
+        allocate_lookups(run.model, dataset, seed=config.run.seed)
     for line in run.describe():
         say(line)
     resume_step = run.step if resume else None

@@ -15,6 +15,7 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config
+from quintic.train.lookups import with_lookups
 from quintic.train.schedule import lr_multiplier, momentum_at, weight_decay_multiplier
 
 __all__ = ["apply_schedule", "build_model", "build_optimizer", "model_config", "total_steps"]
@@ -24,6 +25,9 @@ _LR_WIDTH = 256
 
 # Value embeddings add to every value: half the rate of the token embedding (nanochat).
 _VALUE_EMBEDDING_FRAC = 0.5
+
+# As fast as the token embedding, in relation to what entries are at first: 1 there, width^-0.5 in a lookup layer.
+_LOOKUP_FRAC = 1.0
 
 # The residual scales multiply the whole stream: a small fraction of the other scalars' rate.
 _RESIDUAL_SCALE_FRAC = 0.1
@@ -36,7 +40,7 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
         ConfigError: the sizes do not fit each other.
     """
     try:
-        return GPTConfig.from_depth(
+        sizes = GPTConfig.from_depth(
             config.model.depth,
             vocab_size=vocab_size,
             seq_len=config.model.seq_len,
@@ -45,9 +49,10 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
             kv_ratio=config.model.kv_ratio,
             window_pattern=config.model.window_pattern,
         )
+        return with_lookups(sizes, config.model)
     except ValueError as error:
         # The library speaks of its argument, the user of the option.
-        message = re.sub(r"\b([a-z_]+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
+        message = re.sub(r"\b([a-z][a-z0-9_]*)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
         raise ConfigError(f"{message}; change one of the model's sizes") from None
 
 
@@ -66,6 +71,7 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
     """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks."""
     optim = config.optim
     scale = (model.config.width / _LR_WIDTH) ** -0.5
+    table_scale = _LOOKUP_FRAC * model.config.width**-0.5
     # What was tuned for each of the two optimizers; everything else is common to both.
     uses_adamw = optim.optimizer == "adamw"
     decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
@@ -84,9 +90,14 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
             options={"name": "residual scales", "lr": optim.scalar_lr * _RESIDUAL_SCALE_FRAC},
         ),
     ]
+    if model.lookups:
+        options = {"name": "lookup tables", "lr": optim.embedding_lr * scale * table_scale}
+        tables = ["keys"] if model.config.l3_tied else ["keys", "values"]
+        rules += [Rule(f"lookups.*.{table}", "adamw", options=options) for table in tables]
     matrices = {"name": "matrices", "weight_decay": decay, "cautious": optim.cautious}
     if uses_adamw:
-        for pattern in ("blocks.*.query.*", "blocks.*.key.*", "blocks.*.value.*", "blocks.*.out.*", "blocks.*.mlp.*"):
+        blocks = [f"blocks.*.{part}.*" for part in ("query", "key", "value", "out", "mlp")]
+        for pattern in [*blocks, *(["lookups.*"] if model.lookups else [])]:
             rules.append(Rule(pattern, "adamw", options={**matrices, "lr": optim.adamw_lr}))
     groups = quintic.param_groups(
         model,

@@ -1,0 +1,175 @@
+"""Lookup layers in a run: sizes from the options, allocation from the text, groups, resumed and sampled."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
+
+from quintic.cli import main
+from quintic.data.dataset import Dataset
+from quintic.data.loader import Loader
+from quintic.errors import ConfigError
+from quintic.model.allocation import allocate_rows
+from quintic.model.gpt import GPT
+from quintic.train import lookups, loop
+from quintic.train.checkpoint import checkpoints
+from quintic.train.config import Config, ModelConfig, OptimConfig
+from quintic.train.recipe import build_model, build_optimizer, model_config, total_steps
+
+L3 = {"l3_layers": "0", "l3_embeddings": 700}
+
+
+def config(optimizer: Any = "muon", **model: Any) -> Config:
+    options = {"depth": 3, "head_dim": 32, "seq_len": 32, **model}
+    return Config(model=ModelConfig(**options), optim=OptimConfig(optimizer=optimizer))
+
+
+def build(wanted: Config, vocab_size: int = 300) -> GPT:
+    sizes = model_config(wanted, vocab_size=vocab_size, bos_id=0)
+    return build_model(sizes, device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", seed=0)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_layers_nothing_changes() -> None:
+    assert model_config(config(l3_embeddings=5), vocab_size=300, bos_id=0) == model_config(
+        config(), vocab_size=300, bos_id=0
+    )
+
+
+def test_the_number_of_embeddings_follows_from_the_parameters() -> None:
+    wanted = config(depth=4, head_dim=64, l3_layers="1,2")
+    with torch.device("meta"):
+        plain = GPT(model_config(config(depth=4, head_dim=64), vocab_size=300, bos_id=0))
+    width = 256
+    parameters = sum(param.numel() for param in plain.parameters())
+    parameters += 2 * (300 * width + 4 * width * width + 5 * width * width)
+    sizes = model_config(wanted, vocab_size=300, bos_id=0)
+    assert (sizes.l3_layers, sizes.l3_embeddings) == ((1, 2), parameters // 1000)
+    assert parameters // 1000 > 300
+    # At least the vocabulary, at most what its tokens may have.
+    assert model_config(config(depth=1, l3_layers="0"), vocab_size=3000, bos_id=0).l3_embeddings == 3000
+    assert model_config(dataclasses.replace(wanted, model=dataclasses.replace(wanted.model, l3_k_max=2)),
+                        vocab_size=300, bos_id=0).l3_embeddings == 600  # fmt: skip
+    assert model_config(config(l3_layers="1", l3_embeddings=501), vocab_size=300, bos_id=0).l3_embeddings == 501
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"l3_layers": "1;2"}, "--l3-layers 1;2: must be numbers of layers with commas between"),
+        ({"l3_layers": "-1"}, "--l3-layers -1: must be numbers"),
+        ({"l3_layers": "3"}, "--l3-layers 3: must be layers from 0 to 2"),
+        ({"l3_layers": "1", "l3_embeddings": 299}, "--l3-embeddings 299: need one for each of 300 tokens"),
+        ({"l3_layers": "1", "l3_embeddings": 601, "l3_k_max": 2}, r"at most 2 \(--l3-k-max 2\)"),
+        ({"l3_layers": "1", "l3_embeddings": -1}, "--l3-embeddings -1"),
+        ({"l3_layers": "1", "l3_d_up": -1}, "--l3-d-up -1"),
+        ({"l3_layers": "1", "l3_k_max": 0}, "--l3-k-max 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_config(config(**options), vocab_size=300, bos_id=0)
+
+
+# -- groups, horizon ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_go_to_the_matrices_and_tables_to_adamw(kind: str, tied: bool) -> None:
+    wanted = config(kind, l3_layers="0,2", l3_tied=tied)
+    found: dict[str, list[str]] = {}
+    rates = {}
+    for group in build_optimizer(build(wanted), wanted).param_groups:
+        found.setdefault(group["name"], []).extend(group["param_names"])
+        rates[group["name"]] = group["lr"]
+        assert group["algorithm"] == (kind if group["name"] == "matrices" else "adamw")
+    matrices = {f"lookups.{layer}.{part}.weight" for layer in (0, 2) for part in ("up", "mix")}
+    assert {name for name in found["matrices"] if name.startswith("lookups")} == matrices
+    tables = ["keys"] if tied else ["keys", "values"]
+    assert sorted(found["lookup tables"]) == [f"lookups.{layer}.{table}" for layer in (0, 2) for table in tables]
+    width = 192
+    assert rates["lookup tables"] == pytest.approx(rates["embedding"] * lookups_rate() * width**-0.5)
+
+
+def lookups_rate() -> float:
+    from quintic.train import recipe
+
+    return recipe._LOOKUP_FRAC
+
+
+def test_the_matrices_lengthen_the_horizon_and_the_tables_do_not() -> None:
+    def tokens(**options: Any) -> int:
+        wanted = config(**options)
+        schedule = dataclasses.replace(wanted.schedule, steps=None, tokens_per_param=100.0, batch_tokens=128 * 32)
+        return total_steps(dataclasses.replace(wanted, schedule=schedule), build(wanted)) * schedule.batch_tokens
+
+    width = 192
+    more = tokens(l3_layers="1", l3_d_up=64) - tokens()
+    assert more == pytest.approx(100 * (64 * width + (64 + width) * width), abs=2 * 128 * 32)
+    assert tokens(l3_layers="1", l3_d_up=64, l3_embeddings=900) == tokens(l3_layers="1", l3_d_up=64)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs_dir = tmp_path_factory.mktemp("l3")
+    assert main(["train", *tiny_options(tiny_dataset, runs_dir, run="run", threads=1, **L3)]) == 0
+    return runs_dir / "run"
+
+
+def test_a_run_allocates_by_its_own_text(finished: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    wanted = tiny_config(tiny_dataset, tmp_path, **L3)
+    loader = Loader(tiny_dataset, "train", rows=1, seq_len=32, seed=wanted.run.seed, prefetch=0)
+    rows = [next(loader).inputs[0].numpy() for _ in range(100)]
+    loader.close()
+    expected = allocate_rows(rows, vocab_size=300, total=700, most=512, bos_id=tiny_dataset.bos_id)
+    saved = load_file(checkpoints(finished)[0] / "model.safetensors")
+    assert np.array_equal(saved["lookup_offsets"].diff().numpy(), expected)
+    assert len(np.unique(expected)) > 3
+    assert float(saved["lookup_mean_rows"]) == pytest.approx(np.mean([expected[row].mean() for row in rows]))
+    first = load_file(checkpoints(finished)[-1] / "model.safetensors")
+    assert not torch.equal(first["lookups.0.keys"], saved["lookups.0.keys"])
+    assert course(finished)[-1]["kind"] in ("final", "sample")
+
+
+def test_a_resumed_run_never_allocates_and_ends_the_same(
+    finished: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["train", *tiny_options(tiny_dataset, tmp_path, run="run", threads=1, **L3)]
+    train_step = loop.Trainer.train_step
+
+    def interrupted(run: loop.Trainer) -> Any:
+        if run.step == 4:
+            raise KeyboardInterrupt
+        return train_step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "train_step", interrupted)
+        assert main(options) != 0
+    with monkeypatch.context() as patch:
+        patch.setattr(lookups, "allocate_rows", lambda *_, **__: pytest.fail("allocated again"))
+        assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
+    assert final_weights(tmp_path / "run") == final_weights(finished)
+
+
+def test_a_trained_run_is_scored_and_sampled(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--run", "run", "--runs-dir", str(finished.parent)]
+    assert main(["sample", *where, "--tokens", "5", "--prompts", "def"]) == 0
+    assert main(["eval", *where, "--device", "cpu"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_the_plan_shows_the_tables(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--depth", "2", "--l3-layers", "1"]) == 0
+    assert "lookup tables     adamw" in capsys.readouterr().out
+    assert "--l3-layers 2: must be layers from 0 to 1" in error_of(capsys, "plan", "--depth", "2", "--l3-layers", "2")
