@@ -377,6 +377,21 @@ class GPT(nn.Module):
             self._trunk(inputs, document_starts, None)
         return recorder.take()
 
+    def compile_parts(self) -> None:
+        """Compile each block, and what comes before and after them, for one shape of inputs.
+
+        Blocks of a kind share their compiled code, so the first step takes as long as that of a few blocks, whatever
+        the depth. Leave it out where shapes change, as in generation: `torch.compiler.set_stance("force_eager")`.
+        """
+        # Kinds of blocks (window, value embedding) times training and evaluation.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+        for block in self._blocks():
+            block.compile(dynamic=False)
+        for lookup in self._lookups():
+            lookup.compile(dynamic=False)
+        self._stem = torch.compile(self._stem, dynamic=False)  # type: ignore[method-assign]
+        self._top = torch.compile(self._top, dynamic=False)  # type: ignore[method-assign]
+
     def num_parameters(self) -> dict[str, int]:
         """Return how many parameters each part has; the values add up to all of them.
 
@@ -437,18 +452,15 @@ class GPT(nn.Module):
             )
         else:
             mask = DocumentMask("sdpa")  # the cache knows what is visible
-        x_BTC = rms_norm(self.embedding(inputs).to(self.compute_dtype))
-        x_BTC = self._smear(x_BTC, inputs, cache)
-        x0_BTC, halfway_BTC = x_BTC, x_BTC
+        x0_BTC = x_BTC = halfway_BTC = self._stem(inputs, cache)
         plan = plan_lookup(inputs, self.lookup_offsets, config.l3_embeddings) if self.lookups else None
         for layer, block in enumerate(self._blocks()):
-            x_BTC = self.residual_scales[layer].to(x_BTC.dtype) * x_BTC + self.x0_scales[layer].to(x_BTC.dtype) * x0_BTC
-            value_embedding = None
-            if config.has_value_embedding(layer):
-                value_embedding = self.value_embeddings[str(layer)](inputs).to(x_BTC.dtype)
             x_BTC = block(
                 x_BTC,
-                value_embedding,
+                x0_BTC,
+                (self.residual_scales[layer], self.x0_scales[layer]),
+                self.value_embeddings[str(layer)] if config.has_value_embedding(layer) else None,
+                inputs,
                 rotary,
                 mask,
                 config.windows[layer],
@@ -458,6 +470,14 @@ class GPT(nn.Module):
                 x_BTC = self.lookups[str(layer)](x_BTC, self.lookup_offsets, plan)
             if layer == config.depth // 2:
                 halfway_BTC = x_BTC
+        return self._top(x_BTC, halfway_BTC)
+
+    def _stem(self, inputs: Tensor, cache: KVCache | None) -> Tensor:
+        """Return what enters the first block, (B, T, C)."""
+        return self._smear(rms_norm(self.embedding(inputs).to(self.compute_dtype)), inputs, cache)
+
+    def _top(self, x_BTC: Tensor, halfway_BTC: Tensor) -> Tensor:
+        """Return what the head sees, (B, T, C)."""
         return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)
 
     def _smear(self, x_BTC: Tensor, inputs: Tensor, cache: KVCache | None) -> Tensor:

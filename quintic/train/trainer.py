@@ -4,7 +4,6 @@ When these things happen is decided in `loop.py`; what a step sets is in `recipe
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,14 +68,13 @@ class Trainer:
             attention=hardware.attention,
             seed=config.run.seed,
         )
-        # The compiled module shares the weights; sampling uses the plain one, whose shapes change with every token.
-        self.compiled: Callable[..., Tensor] = torch.compile(self.model) if hardware.compile else self.model
+        if hardware.compile:
+            self.model.compile_parts()
         self.optimizer = build_optimizer(self.model, config)
         self.total = total_steps(config, self.model)
         self.micro_steps = schedule.batch_tokens // (schedule.rows * seq_len)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model)
-        self.starts_capacity = 0
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
@@ -136,7 +134,7 @@ class Trainer:
             asked = time.perf_counter()
             batch = next(self.loader)
             waited += time.perf_counter() - asked
-            micro_loss = self.compiled(batch.inputs, batch.targets, document_starts=self._starts(batch))
+            micro_loss = self.model(batch.inputs, batch.targets, document_starts=self._starts(batch))
             (micro_loss / self.micro_steps).backward()
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
@@ -176,8 +174,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Score the validation text and return the record."""
-        batches = (replace(batch, document_starts=self._padded(batch.document_starts)) for batch in self.validation)
-        self.score = score(self.compiled, batches, self.dataset.tokenizer.token_bytes(), self.hardware.device)
+        batches = (replace(batch, document_starts=self._starts(batch)) for batch in self.validation)
+        self.score = score(self.model, batches, self.dataset.tokenizer.token_bytes(), self.hardware.device)
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -195,14 +193,16 @@ class Trainer:
     def sample(self) -> list[dict[str, str]]:
         """Return samples from the current weights."""
         prompts = self.config.run.prompts or default_prompts(self.config.data.data)
-        return sample_text(
-            self.model,
-            self.dataset.tokenizer,
-            prompts,
-            max_tokens=self.config.run.sample_tokens,
-            temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # what it knows, or what it makes up
-            seed=self.config.run.seed,
-        )
+        # Shapes change with every token.
+        with torch.compiler.set_stance("force_eager"):
+            return sample_text(
+                self.model,
+                self.dataset.tokenizer,
+                prompts,
+                max_tokens=self.config.run.sample_tokens,
+                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # what it knows, or what it makes up
+                seed=self.config.run.seed,
+            )
 
     def finish(self) -> dict[str, Any]:
         """Return the final record: score, reference scores of the same text, where the time went."""
@@ -255,18 +255,14 @@ class Trainer:
     def _optimizer_name(self) -> str:
         return {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
 
-    def _starts(self, batch: Batch) -> Tensor | None:
-        return self._padded(batch.document_starts) if needs_document_starts(self.hardware.attention) else None
-
-    def _padded(self, starts: Tensor) -> Tensor:
-        """Pad document starts to a size that rarely changes, so that compiled code is not compiled again."""
-        if not needs_document_starts(self.hardware.attention):
-            return starts
-        while self.starts_capacity < len(starts):
-            self.starts_capacity = max(1024, 2 * self.starts_capacity)
-        padded = starts.new_full((self.starts_capacity,), int(starts[-1]))
-        padded[: len(starts)] = starts
-        return padded.to(self.hardware.device, non_blocking=True)
+    def _starts(self, batch: Batch) -> Tensor:
+        """Return where documents start, on the device if the attention reads it there."""
+        starts = batch.document_starts
+        if needs_document_starts(self.hardware.attention):
+            starts = starts.to(self.hardware.device, non_blocking=True)
+            # Their number changes with every batch: compiled code is made for any.
+            torch._dynamo.maybe_mark_dynamic(starts, 0)
+        return starts
 
     def _synchronize(self) -> None:
         if self.hardware.device.type == "cuda":

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -221,3 +222,19 @@ def test_a_tiny_model_learns_a_pattern():
         loss.backward()
         optimizer.step()
     assert float(loss.detach()) < 0.2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
+def test_compiled_parts_compute_what_the_model_computes(monkeypatch):
+    # What is traced is in question here, not the code that is made of it, which takes a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain, compiled = model(depth=3), model(depth=3)
+    compiled.compile_parts()
+    inputs = tokens(2, 16)
+    targets = tokens(2, 16)
+    losses = [module(inputs, targets) for module in (plain, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    for (name, expected), found in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=name)

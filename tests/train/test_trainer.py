@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -110,17 +111,20 @@ def test_prompts_suit_the_data() -> None:
     assert not any(prompt.endswith(" ") for data in ("python", "text") for prompt in default_prompts(data))
 
 
-def test_document_starts_are_padded_to_sizes_that_rarely_change(tiny_dataset: Dataset, tmp_path: Path) -> None:
-    config = tiny_config(tiny_dataset, tmp_path)
+def test_code_is_compiled_once_for_any_number_of_documents(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
     varlen = Hardware(device=CPU, dtype=torch.float32, attention="varlen", compile=False)
-    trainer = Trainer(config, tiny_dataset, tmp_path, varlen)
-    starts = torch.tensor([0, 5, 128], dtype=torch.int32)
-    padded = trainer._padded(starts)
-    assert padded.tolist() == [0, 5] + [128] * 1022
-    assert padded.dtype == torch.int32
-    many = torch.arange(3000, dtype=torch.int32)
-    assert trainer._padded(many).tolist() == [*range(3000), *[2999] * (4096 - 3000)]
-    assert len(trainer._padded(starts)) == 4096  # it does not shrink again
+    trainer = Trainer(tiny_config(tiny_dataset, tmp_path), tiny_dataset, tmp_path, varlen)
+    counter = CompileCounter()
+    successor = torch.compile(lambda starts: starts + 1, backend=counter, dynamic=False)
+    with trainer.loader as loader:
+        batch = next(loader)
+        for number in (9, 12, 40):
+            starts = torch.arange(number, dtype=torch.int32)
+            found = trainer._starts(replace(batch, document_starts=starts))
+            assert successor(found).tolist() == list(range(1, number + 1))
+    assert counter.frame_count == 1
 
 
 def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> None:
