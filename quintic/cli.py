@@ -1,4 +1,4 @@
-"""The command line: `quintic train | compare | prepare | sample | eval | report | plan`.
+"""The command line: `quintic train | compare | prepare | sample | eval | report | plan | export`.
 
 What a command does is in `quintic/commands`. Every mistake a user can mend ends as one line on standard error and exit
 code 2; Ctrl-C, SIGTERM and SIGHUP during training save the run and exit with 130.
@@ -28,9 +28,10 @@ commands:
   compare    train the same model with AdamW and with Muon, and draw both curves in one report
   prepare    only turn text into tokens
   sample     let a trained model write
-  eval       score a trained model in bits per byte
+  eval       score a trained model in bits per byte, and on the tasks of CORE
   report     write report.html of a run again
   plan       show what the optimizer does to each kind of weight, without training
+  export     write a trained model as a folder for other libraries
 
 `quintic COMMAND --help` lists the options of a command with their defaults.
 """
@@ -45,6 +46,7 @@ _COMMANDS = {
     "eval": "quintic.commands.evaluate",
     "report": "quintic.commands.report",
     "plan": "quintic.commands.plan",
+    "export": "quintic.commands.export",
 }
 
 # Its number everywhere; Windows has no such signal, but the same exit code serves there.

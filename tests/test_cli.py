@@ -15,6 +15,7 @@ from tiny_runs import ROOT, error_of, start, tiny_config, tiny_options
 
 from quintic.cli import main
 from quintic.commands.evaluate import EvalOptions
+from quintic.commands.export import ExportOptions
 from quintic.commands.report import ReportOptions
 from quintic.commands.sample import SampleOptions
 from quintic.data.dataset import Dataset
@@ -34,6 +35,7 @@ COMMANDS: dict[str, list[Any]] = {
     "sample": [SampleOptions],
     "eval": [EvalOptions],
     "report": [ReportOptions],
+    "export": [ExportOptions],
 }
 
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")

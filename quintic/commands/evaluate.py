@@ -1,4 +1,4 @@
-"""`quintic eval`: score a trained model in bits per byte."""
+"""`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from quintic.data.loader import Batch, validation_rows
 from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
+from quintic.eval.core import core_lines, core_score, core_sums
+from quintic.eval.core_tasks import load_core
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
 from quintic.eval.text import text_batches
@@ -24,7 +26,7 @@ _DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Score a trained model in bits per byte."""
+    """Score a trained model in bits per byte, and on the tasks of CORE."""
 
     run: str | None = None
     """Name of the run; by default the one started last."""
@@ -36,15 +38,22 @@ class EvalOptions:
     """Tokens to score, at most; by default all there are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; 'auto' takes a GPU if there is one."""
+    core: Path | None = None
+    """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
+    core_items: int = 500
+    """Items per task, at most."""
     verify: bool = False
     """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte.")
+    options = parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte, and on the tasks of CORE.")
     if options.tokens is not None and options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
+    if options.core_items < 1:
+        raise ConfigError(f"--core-items {options.core_items}: must be at least 1")
+    suite = None if options.core is None else load_core(options.core)
     model, trained_on, config = trained_model(options.runs_dir, options.run, options.device)
     verify(trained_on, again=options.verify)  # its training text makes the bigram model
     rows, seq_len = config.schedule.rows, config.model.seq_len
@@ -60,6 +69,17 @@ def run(arguments: list[str]) -> int:
         "text"
     )
     print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
+    if suite is not None:
+        sums = core_sums(
+            model,
+            trained_on.tokenizer,
+            suite,
+            model.head.weight.device,
+            max_tokens=seq_len,
+            max_items=options.core_items,
+            rows=rows,
+        )
+        print("\n".join(["", *core_lines(core_score(suite, sums))]))
     return 0
 
 

@@ -20,7 +20,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.eval.core_prompts import Candidate, candidates, num_candidates
 from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, Item
 
-__all__ = ["Answer", "CoreScore", "TaskScore", "answers", "core_score", "core_sums"]
+__all__ = ["Answer", "CoreScore", "TaskScore", "answers", "core_lines", "core_score", "core_sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,21 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
             )
         )
     return CoreScore(tasks=tuple(results), missing=suite.missing)
+
+
+def core_lines(result: CoreScore) -> list[str]:
+    """Return a result as lines for people: a row per task, what is missing, and CORE last."""
+    lines = [f"{'task':<34}{'items':>6}{'accuracy':>10}{'centred':>9}"]
+    lines += [
+        f"{task.label:<34}{task.num_items:>6,}{task.accuracy:>10.4f}{task.centred:>9.4f}" for task in result.tasks
+    ]
+    if cropped := sum(task.num_cropped for task in result.tasks):
+        total = sum(task.num_items for task in result.tasks)
+        lines.append(f"{cropped:,} of {total:,} items are longer than the model's rows and lost their beginning")
+    if result.missing:
+        lines.append(f"missing: {', '.join(result.missing)}")
+    lines.append(f"{result.name}: {result.core:.4f} (standard error over items {result.stderr:.4f})")
+    return lines
 
 
 @torch.no_grad()

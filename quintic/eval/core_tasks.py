@@ -183,6 +183,8 @@ def _bundle_tasks(folder: Path) -> tuple[CoreTask, ...]:
 def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
     items = []
     for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
         try:
             item = json.loads(line)
         except ValueError as error:
@@ -197,7 +199,7 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
 
 def _lines(path: Path) -> Iterable[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
 

@@ -21,8 +21,8 @@ __all__ = ["MLP", "Attention", "Block", "Linear", "rms_norm", "rotary_tables", "
 # How many leading channels the value-embedding gate reads: enough for a decision, too few to cost anything.
 GATE_CHANNELS = 12
 
-# Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale _QK_GAIN^2 sqrt(D) at most).
-_QK_GAIN = 1.2
+# Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale QK_GAIN^2 sqrt(D) at most).
+QK_GAIN = 1.2
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ class Attention(nn.Module):
             # In (0, 2): a gate that has learned nothing adds the embedding once.
             gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTC[..., : self.value_gate.in_features]))
             v_BTGD = v_BTGD + gate_BTG.unsqueeze(-1) * value_embedding_BTC.view_as(v_BTGD)
-        q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * _QK_GAIN
-        k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * _QK_GAIN
+        q_BTHD = rms_norm(rotate(q_BTHD, *rotary)) * QK_GAIN
+        k_BTGD = rms_norm(rotate(k_BTGD, *rotary)) * QK_GAIN
         if cache is None and self.on_max_logits is not None:
             out_BTHD, max_logits_H = attention_with_max_logits(q_BTHD, k_BTGD, v_BTGD, mask, window)
             self.on_max_logits(max_logits_H)
