@@ -20,11 +20,11 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.eval.core_prompts import Candidate, candidates, num_candidates
 from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, Item
 
-__all__ = ["Answer", "CoreScore", "TaskScore", "answers", "core_lines", "core_score", "core_sums"]
+__all__ = ["CoreScore", "ItemAnswer", "TaskScore", "answers", "core_lines", "core_score", "core_sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ItemAnswer:
     """What a model said to an item.
 
     Attributes:
@@ -190,7 +190,7 @@ def answers(
     rows: int = 32,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[Answer]:
+) -> Iterator[ItemAnswer]:
     """Yield the answers to this rank's share of the first `asked` items, which are examples for each other.
 
     The other arguments are those of `core_sums`.
@@ -211,7 +211,7 @@ def answers(
             else:
                 correct = choice == items[index]["gold"]
             first += len(some)
-            yield Answer(index=index, choice=choice, correct=correct, cropped=any(one.cropped for one in some))
+            yield ItemAnswer(index=index, choice=choice, correct=correct, cropped=any(one.cropped for one in some))
 
 
 def _batches(items: Sequence[Item], rows: int) -> list[list[int]]:
