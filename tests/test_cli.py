@@ -69,6 +69,7 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
                 assert entry[1].strip() == str(default), option
     if section in TRAINING and command != "prepare":
         assert " --config {None}|PATH " in text
+        assert " --preset {None}|STR " in text
         assert (" --resume, --no-resume " in text) == (command == "train")
 
 
@@ -109,6 +110,8 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
         cautious=False, beta1=0.1, beta2=0.2, steps=None, tokens_per_param=1.5, warmup_frac=0.1, warmdown_frac=0.2,
         final_lr_frac=0.3, seed=3, attention="sdpa", compile=False, threads=3, sample_every=9, prompts=("a b", "c"),
         keep=9, tensorboard=True, wandb="w", l3_layers="0", l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
+        aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
+        momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
     )  # fmt: skip
     default = Config()
     for section in dataclasses.fields(Config):
@@ -135,6 +138,21 @@ def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, expected in (([], gpu_preset()), (["--device=cpu"], Config(run=RunConfig(device="cpu")))):
         assert training_options(arguments, command="train").config == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert training_options(["--preset", "gpu"], command="plan").config == gpu_preset()
+    assert training_options(["--preset=cpu", "--depth=3"], command="plan").config.model.depth == 3
+    recipe = training_options(["--preset", "gpu", "--recipe", "nanochat", "--head-lr", "0.5"], command="train").config
+    assert (recipe.model.depth, recipe.optim.weight_decay, recipe.optim.head_lr) == (12, 0.28, 0.5)
+    assert (recipe.optim.recipe, recipe.schedule.warmup_steps) == ("nanochat", 40)
+
+
+def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
+    assert error_of(capsys, "plan", "--preset", "tpu") == "--preset tpu: unknown; choose cpu or gpu"
+    assert error_of(capsys, "plan", "--recipe", "mine").startswith("--recipe mine: unknown; choose quintic, seed or")
+    saved = ["--config", str(trained / "config.json"), "--preset", "cpu"]
+    assert error_of(capsys, "plan", *saved) == "--preset cpu: the options come from --config; give one of the two"
+    resumed = ["--resume", "--runs-dir", str(trained.parent), "--preset", "cpu"]
+    assert error_of(capsys, "train", *resumed) == "--preset: a resumed run keeps its own configuration; leave it out"
 
 
 # -- what the commands print ------------------------------------------------------------------------------------------
@@ -269,14 +287,16 @@ def test_plan_lists_groups_and_costs(
     options = tiny_options(tiny_dataset, elsewhere / "runs", depth=2)
     assert main(["plan", *options]) == 0
     output = capsys.readouterr().out
-    lines = output.splitlines()
     # Width 128: queries, keys, values and outputs of 128 x 128, and an MLP of 2 x 128 x 512, in each of two layers.
     matrices = 2 * (4 * 128 * 128 + 2 * 128 * 512)
     assert re.search(rf"^matrices +muon +lr 0\.02 +{matrices:,} parameters  blocks\.0", output, re.MULTILINE)
     assert re.search(rf"^embedding +adamw +lr 0\.28284 +{300 * 128:,} parameters", output, re.MULTILINE)
     parameters = sum(int(found.replace(",", "")) for found in re.findall(r" ([\d,]+) parameters  ", output))
-    assert lines[-1].startswith(f"{parameters:,} parameters; 6 steps of 256 tokens, ")
-    assert float(lines[-1].split()[-3]) > 6 * 6 * 256 * matrices
+    assert f"Model: depth 2, width 128, 4 heads, {parameters:,} parameters: " in output
+    assert "Length: 6 steps, 1,536 tokens" in output
+    assert float(re.search(r"([\d.e+]+) in all", output)[1]) > 6 * 6 * 256 * matrices
+    assert f"Vocabulary: 300 tokens, read from {tiny_dataset.path}\n" in output
+    assert "Precision: float32 activations, float32 weights\n" in output
     assert list(elsewhere.iterdir()) == []
 
 

@@ -1,16 +1,31 @@
-"""`quintic plan`: what the optimizer does to each kind of weight, without training."""
+"""`quintic plan`: what a training run would be: sizes, length, rates, memory, and what the optimizer does."""
+
+import json
+from pathlib import Path
 
 import torch
 
 from quintic.commands.parsing import options_of, parse
 from quintic.commands.training_options import training_options
+from quintic.data.dataset import MANIFEST_NAME
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
+from quintic.optim.muon import Muon
 from quintic.rehearsal.table import RehearsalOptions, rehearsal_text
-from quintic.train.config import Config
-from quintic.train.recipe import build_optimizer, model_config, total_steps
+from quintic.train.config import Config, DataConfig
+from quintic.train.hardware import choose_hardware
+from quintic.train.recipe import build_optimizer, model_config, scale_lines
 
-__all__ = ["run"]
+__all__ = ["run", "training_memory"]
+
+_GPT2_VOCABULARY = 50_257
+
+# Values that forward keeps for backward, in units of the width: counted in float32 without compiling.
+_KEPT_PER_LAYER = 21
+_KEPT_ONCE = 4
+# Logits and their gradients exist in chunks of this size on a GPU; on a CPU they hardly count.
+_LOSS_CHUNK_BYTES = 2**28
 
 
 def run(arguments: list[str]) -> int:
@@ -22,21 +37,103 @@ def run(arguments: list[str]) -> int:
 
     start = training_options(arguments, "plan")
     config = start.config
+    on_gpu = start.preset == "gpu" or (torch.cuda.is_available() and config.run.device != "cpu")
+    dtype, why = _dtype(config, on_gpu)
+    vocab_size, origin = planned_vocabulary(config.data)
     with torch.device("meta"):
-        model = GPT(model_config(config, vocab_size=config.data.vocab_size, bos_id=0))
-    optimizer = build_optimizer(model, config)
+        model = GPT(model_config(config, vocab_size=vocab_size, bos_id=0), compute_dtype=dtype)
+    optimizer = build_optimizer(model, config, on_gpu=on_gpu)
+    print(f"Vocabulary: {vocab_size:,} tokens, {origin}")
+    for line in scale_lines(config, vocab_size=vocab_size):
+        print(line)
+    print(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, float32 weights")
+    memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu)
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
+    print(
+        f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations an estimate "
+        "for a model that is not compiled; of the last two only the larger counts\n"
+    )
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
         names = f"{group['param_names'][0]}" + (f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else "")
         print(f"{group['name']:17} {group['algorithm']:6} lr {group['lr']:<9.5g} {parameters:>13,} parameters  {names}")
-    print(f"\n{optimizer.plan()}\n")
-    steps = total_steps(config, model)
-    tokens = steps * config.schedule.batch_tokens
-    print(
-        f"{sum(model.num_parameters().values()):,} parameters; {steps:,} steps of {config.schedule.batch_tokens:,} "
-        f"tokens, {tokens * model.flops_per_token():.3g} floating-point operations"
-    )
+    print(f"\n{optimizer.plan()}")
     return 0
+
+
+def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
+    """Return the size of the vocabulary that a run on this text would have, and in words where it is from.
+
+    Nothing is downloaded or prepared: without a tokenizer file or prepared text the size is an assumption, and said
+    to be one.
+
+    Raises:
+        DataError: --tokenizer names no tokenizer.
+    """
+    if data.tokenizer == "gpt2" and not Path("gpt2").exists():
+        return _GPT2_VOCABULARY, "those of gpt2, which was not loaded"
+    if data.tokenizer is not None:
+        return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
+    wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    for path in sorted(data.data_dir.glob(f"*/{MANIFEST_NAME}")):
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            settings = {name: manifest["settings"][name] for name in wanted}
+            if manifest["source"]["spec"] == data.data and settings == wanted:
+                return int(manifest["vocab_size"]), f"read from {path.parent}"
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a dataset, or a damaged one
+    return data.vocab_size, "assumed from --vocab-size: the text is not prepared, and a short one gives fewer"
+
+
+def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool) -> dict[str, int]:
+    """Return the bytes that training takes on one device, by what for.
+
+    Args:
+        model: on any device, the meta device too.
+        optimizer: of its parameters.
+        rows: rows of `seq_len` tokens that go through the model at once.
+        on_gpu: whether to count what only a GPU keeps.
+
+    Returns:
+        `weights`, `gradients` and `optimizer state` to the byte; `activations`, an estimate, within 10 % for float32
+        that is not compiled; `optimizer step`, its temporary memory, which is there when the activations are not.
+    """
+    parts = model.num_parameters()
+    weights = sum(param.numel() * param.element_size() for param in model.parameters())
+    state = 0
+    for group in optimizer.param_groups:
+        size = 2 if group["state_dtype"] is not None else 4
+        for param in group["params"]:
+            if group["algorithm"] == "adamw":
+                state += 2 * size * param.numel() + 4  # and its number of steps
+            else:
+                state += size * param.numel() + (4 * max(param.shape) if group["normalize"] is not None else 0)
+    size = torch.empty((), dtype=model.compute_dtype).element_size()
+    tokens = rows * model.config.seq_len
+    kept = tokens * model.config.width * size * (_KEPT_PER_LAYER * model.config.depth + _KEPT_ONCE)
+    copies = (parts["blocks"] + parts["head"]) * size if size < 4 else 0
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer state": state,
+        "activations": kept + copies + (_LOSS_CHUNK_BYTES if on_gpu else 0),
+        "optimizer step": optimizer.plan().peak_workspace_bytes,
+    }
+
+
+def _peak(memory: dict[str, int]) -> int:
+    kept = memory["weights"] + memory["gradients"] + memory["optimizer state"]
+    return kept + max(memory["activations"], memory["optimizer step"])
+
+
+def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:
+    """Return the precision of the activations, and why where nobody asked for it."""
+    if config.run.dtype != "auto":
+        return (torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32), ""
+    if on_gpu and not torch.cuda.is_available():
+        return torch.bfloat16, " (what GPUs since 2020 have)"
+    return choose_hardware(config.run).dtype, " (fastest here)"
 
 
 def _asks_for_rehearsal(arguments: list[str]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quintic.commands.parsing import parse, taken
 from quintic.errors import ConfigError
-from quintic.train.config import Config, gpu_preset
+from quintic.train.config import Config, preset, with_recipe
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import changed_fields, load_config
 
@@ -25,8 +25,8 @@ _FREE_WHEN_RESUMED = frozenset(
 _DESCRIPTIONS = {
     "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
     "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
-    "plan": "Show what the optimizer does to each kind of weight, without training. For another model, on any "
-    "number of GPUs: quintic plan --model NAME --help.",
+    "plan": "Show what a run would be, without training: sizes, length, rates, memory, and what the optimizer does to "
+    "each kind of weight. For another model, on any number of GPUs: quintic plan --model NAME --help.",
 }
 
 
@@ -36,6 +36,8 @@ class FileOptions:
 
     config: Path | None = None
     """Take the defaults of all other options from this file, the config.json of a run."""
+    preset: str | None = None
+    """Take them from what suits a kind of machine, 'cpu' or 'gpu'; by default the one of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +66,15 @@ class Start:
     config: Config
     resumed: Path | None
     """Folder of the run to continue; None for a new one."""
+    preset: str | None = None
+    """Name of the preset that the options started from, if they did."""
 
 
 def training_options(arguments: list[str], command: str) -> Start:
     """Read the options of a training command.
 
-    The defaults come from `--config`, with `--resume` from the run that is continued, else from the preset of the
-    device.
+    The defaults come from `--config`, with `--resume` from the run that is continued, else from `--preset`, by default
+    that of the device; `--recipe` changes some of them.
 
     Raises:
         ConfigError: an option cannot be read, does not fit the others, or cannot change when a run is resumed.
@@ -80,9 +84,14 @@ def training_options(arguments: list[str], command: str) -> Start:
     resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
     asks_help = any(argument in ("-h", "--help") for argument in rest)
     path, rest = taken(rest, "--config")
+    name, rest = taken(rest, "--preset")
+    if path is not None and name is not None:
+        raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
     if resume and not asks_help:
         if path is not None:
             raise ConfigError("--config: a resumed run keeps its own configuration; leave it out")
+        if name is not None:
+            raise ConfigError("--preset: a resumed run keeps its own configuration; leave it out")
         name, _ = taken(rest, "--run")
         runs_dir, _ = taken(rest, "--runs-dir")
         run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)
@@ -91,7 +100,12 @@ def training_options(arguments: list[str], command: str) -> Start:
         default = load_config(Path(path))
     else:
         device, _ = taken(rest, "--device")
-        default = gpu_preset() if torch.cuda.is_available() and device != "cpu" else Config()
+        has_gpu = torch.cuda.is_available() and device != "cpu"
+        name = name if name is not None else "gpu" if has_gpu else "cpu"
+        default = preset(name)
+    recipe, _ = taken(rest, "--recipe")
+    if recipe is not None:
+        default = with_recipe(default, recipe)
     kind: type[Config] = Config
     if asks_help:
         kind = _TrainOptions if command == "train" else _OtherOptions
@@ -99,7 +113,7 @@ def training_options(arguments: list[str], command: str) -> Start:
     description = (
         f"{_DESCRIPTIONS[command]}\n\nThe defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
     )
-    return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None)
+    return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None, preset=name)
 
 
 def _resumed(saved: Config, arguments: list[str], command: str) -> Config:

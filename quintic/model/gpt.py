@@ -47,7 +47,8 @@ class GPTConfig:
         head_dim: channels per head, even.
         num_kv_heads: key/value heads; the number of query heads, width / head_dim, is a multiple of it.
         seq_len: positions of a training row.
-        window_pattern: letters S (quarter window) and L (whole row), repeated over the layers; the last is always L.
+        window_pattern: letters S (short window) and L (whole row), repeated over the layers; the last is always L.
+        short_window: share of a row that an S layer sees, in (0, 1].
         bos_id: token that starts a document.
         softcap: logits are softcap tanh(logits / softcap).
         rotary_base: slowest rotary wavelength is about 2 pi times this.
@@ -66,6 +67,7 @@ class GPTConfig:
     seq_len: int
     bos_id: int
     window_pattern: str = "SSSL"
+    short_window: float = 0.25
     softcap: float = 15.0
     rotary_base: float = 100_000.0
     l3_layers: tuple[int, ...] = ()
@@ -87,7 +89,7 @@ class GPTConfig:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide the {self.num_heads} query heads")
         if not 0 <= self.bos_id < self.vocab_size:
             raise ValueError(f"bos_id={self.bos_id} is not a token of a vocabulary of {self.vocab_size}")
-        window_sizes(self.window_pattern, self.depth, self.seq_len)
+        _ = self.windows
         if self.l3_layers:
             self._check_lookups()
 
@@ -115,9 +117,11 @@ class GPTConfig:
         bos_id: int,
         head_dim: int = 128,
         kv_ratio: int = 1,
+        aspect_ratio: int = 64,
         window_pattern: str = "SSSL",
+        short_window: float = 0.25,
     ) -> "GPTConfig":
-        """Return the configuration of a depth: width is 64 x depth, rounded up to a multiple of `head_dim`.
+        """Return the sizes for a depth: width is aspect_ratio x depth, rounded up to a multiple of `head_dim`.
 
         Args:
             depth: blocks.
@@ -126,12 +130,14 @@ class GPTConfig:
             bos_id: token that starts a document.
             head_dim: channels per head.
             kv_ratio: query heads that share a key/value head.
+            aspect_ratio: channels of the residual stream per block.
             window_pattern: see the class.
+            short_window: see the class.
 
         Raises:
             ValueError: sizes that do not fit each other; the message names the argument.
         """
-        num_heads = max(1, -(-64 * depth // head_dim))
+        num_heads = max(1, -(-aspect_ratio * depth // head_dim))
         if kv_ratio < 1 or num_heads % kv_ratio:
             raise ValueError(f"kv_ratio={kv_ratio} does not divide the {num_heads} query heads of depth {depth}")
         return cls(
@@ -143,6 +149,7 @@ class GPTConfig:
             seq_len=seq_len,
             bos_id=bos_id,
             window_pattern=window_pattern,
+            short_window=short_window,
         )
 
     @property
@@ -153,7 +160,7 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """Return the attention window of each layer, in positions."""
-        return tuple(window_sizes(self.window_pattern, self.depth, self.seq_len))
+        return tuple(window_sizes(self.window_pattern, self.depth, self.seq_len, self.short_window))
 
     def has_value_embedding(self, layer: int) -> bool:
         """Return whether a layer has a value embedding: every second one, the last included."""

@@ -5,6 +5,7 @@ to the dtype of the activations where they are used, so that mixed precision nee
 Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, D head dimension.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -196,14 +197,16 @@ class Block(nn.Module):
         return out_BTC
 
 
-def window_sizes(pattern: str, depth: int, seq_len: int) -> Sequence[int]:
-    """Return each layer's window: "L" sees the whole row, "S" a quarter of it; the last layer always sees it all.
+def window_sizes(pattern: str, depth: int, seq_len: int, short_window: float = 0.25) -> Sequence[int]:
+    """Return each layer's window: "L" sees the whole row, "S" a share of it; the last layer always sees it all.
 
     Raises:
-        ValueError: the pattern is empty or has a letter other than S and L.
+        ValueError: the pattern is empty or has a letter other than S and L, or the share is not in (0, 1].
     """
     if not pattern or set(pattern) - set("SL"):
-        raise ValueError(f"window_pattern={pattern!r}: use the letters S (quarter window) and L (full window)")
-    short = max(1, -(-seq_len // 4))
+        raise ValueError(f"window_pattern={pattern!r}: use the letters S (short window) and L (full window)")
+    if not 0 < short_window <= 1:
+        raise ValueError(f"short_window={short_window}: must be above 0 and at most 1")
+    short = max(1, math.ceil(seq_len * short_window))
     letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
     return tuple(short if letter == "S" else seq_len for letter in letters)

@@ -1,19 +1,20 @@
 """The configuration of a run: every default once, with its meaning; the command line's options are made from it.
 
-Precedence is preset < saved configuration (`--config`) < options. Nothing derived is stored here: what follows from
-these numbers (width, steps, learning rates after scaling) is computed in `recipe.py`. Numbers that no machine could
-honour are refused at construction, with the option's name.
+Precedence is preset or saved configuration (`--config`) < `--recipe` < options. Nothing derived is stored here: what
+follows from these numbers (width, steps, learning rates after scaling) is computed in `recipe.py`. Numbers that no
+machine could honour are refused at construction, with the option's name.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quintic.errors import ConfigError
 
 __all__ = [
+    "PRESETS",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -22,6 +23,8 @@ __all__ = [
     "ScheduleConfig",
     "check_prompts",
     "gpu_preset",
+    "preset",
+    "with_recipe",
 ]
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
@@ -62,7 +65,9 @@ class ModelConfig:
     """The shape of the GPT."""
 
     depth: int = 4
-    """The dial: number of layers; the width is 64 x depth, rounded up to a multiple of --head-dim."""
+    """The dial: number of layers; the width is (--aspect-ratio) x depth, rounded up to a multiple of --head-dim."""
+    aspect_ratio: int = 64
+    """Channels of the residual stream per layer."""
     head_dim: int = 64
     """Channels of an attention head."""
     kv_ratio: int = 1
@@ -70,7 +75,9 @@ class ModelConfig:
     seq_len: int = 256
     """Tokens the model sees at once."""
     window_pattern: str = "SSSL"
-    """Attention windows by layer, repeated: S sees a quarter of --seq-len, L all of it; the last layer is always L."""
+    """Attention windows by layer, repeated: S is short (--short-window), L sees --seq-len; the last is always L."""
+    short_window: float = 0.25
+    """Share of --seq-len that an S layer sees: a quarter, or 0.5 for a half."""
     l3_layers: str | None = None
     """Layers, counted from 0, behind which a large lookup layer stands, as in '2,5'; none by default."""
     l3_embeddings: int = 0
@@ -86,13 +93,26 @@ class ModelConfig:
         """Reject numbers out of range."""
         _check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
         _check_at_least(1, l3_k_max=self.l3_k_max)
-        _check_at_least(1, depth=self.depth, head_dim=self.head_dim, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
+        _check_at_least(
+            1,
+            depth=self.depth,
+            aspect_ratio=self.aspect_ratio,
+            head_dim=self.head_dim,
+            kv_ratio=self.kv_ratio,
+            seq_len=self.seq_len,
+        )
+        if not 0 < self.short_window <= 1:
+            raise ConfigError(f"--short-window {self.short_window}: must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """How the weights are updated."""
 
+    recipe: Literal["quintic", "seed", "nanochat"] = "quintic"
+    """Constants: ours, or nanochat's, early ('seed') or newest. Given as an option it sets the defaults of others."""
+    scale_rates: bool = False
+    """Learning rates are for batches of 2^19 tokens at depth 12: scale them and the decay to batch and size."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of the weight matrices; embeddings, head and scalars use AdamW either way."""
     muon_lr: float = 0.03
@@ -100,9 +120,9 @@ class OptimConfig:
     adamw_lr: float = 0.003
     """Learning rate of the matrices under --optimizer adamw."""
     embedding_lr: float = 0.4
-    """AdamW learning rate of the token embedding, at width 256 (scaled by width^-0.5)."""
+    """AdamW learning rate of the token embedding, at width 256 (768 with another --recipe); scaled by width^-0.5."""
     head_lr: float = 0.006
-    """AdamW learning rate of the output head, at width 256 (scaled by width^-0.5)."""
+    """AdamW learning rate of the output head, at the same width and scaled in the same way."""
     adamw_head_lr: float = 0.01
     """The same under --optimizer adamw."""
     scalar_lr: float = 0.03
@@ -113,6 +133,8 @@ class OptimConfig:
     """Muon's momentum at the first step."""
     momentum_warmup_steps: int = 100
     """Steps over which the momentum rises to --momentum."""
+    momentum_end: float | None = None
+    """Where the momentum ends, going there while the learning rates fall; None keeps --momentum."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
     """How Muon orthogonalises its updates; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron"] | None = None
@@ -120,7 +142,9 @@ class OptimConfig:
     state_dtype: Literal["bf16"] | None = None
     """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
     weight_decay: float = 0.3
-    """Decay of the matrices under Muon, per unit of learning rate; falls linearly to zero over the run."""
+    """Decay of the matrices under Muon, per unit of learning rate; falls to zero over the run."""
+    decay_shape: Literal["linear", "cosine"] = "linear"
+    """How the weight decay falls: on a line, or on half a cosine."""
     adamw_weight_decay: float = 0.1
     """The same under --optimizer adamw."""
     cautious: bool = True
@@ -144,7 +168,8 @@ class OptimConfig:
             weight_decay=self.weight_decay,
             adamw_weight_decay=self.adamw_weight_decay,
         )
-        averages = {name: getattr(self, name) for name in ("momentum", "momentum_start", "beta1", "beta2")}
+        names = ("momentum", "momentum_start", "momentum_end", "beta1", "beta2")
+        averages = {name: value for name in names if (value := getattr(self, name)) is not None}
         _check_below_one(**averages)
         if self.state_dtype is not None:
             from quintic.optim.rules.narrow_state import MOST_OF_BF16
@@ -159,15 +184,19 @@ class ScheduleConfig:
     """How long, and with which batches."""
 
     steps: int | None = 500
-    """Optimizer steps; 'None' derives them from --tokens-per-param."""
+    """Optimizer steps; 'None' derives them from --target-flops; else from --tokens-per-param."""
+    target_flops: float | None = None
+    """Floating-point operations of the whole run, where --steps is 'None'."""
     tokens_per_param: float = 10.5
-    """Training tokens per parameter of blocks and head, where --steps is 'None'."""
-    batch_tokens: int = 4096
-    """Tokens of one optimizer step."""
+    """Training tokens per parameter of blocks and head, where neither --steps nor --target-flops says how many."""
+    batch_tokens: int | None = 4096
+    """Tokens of one optimizer step; 'None' is the power of two that suits the size of the model."""
     rows: int = 16
     """Rows of --seq-len tokens that go through the model at once; the rest of the batch is accumulated."""
     warmup_frac: float = 0.02
     """Share of the steps over which the learning rates rise from zero."""
+    warmup_steps: int | None = None
+    """Steps over which they rise, in place of --warmup-frac."""
     warmdown_frac: float = 0.4
     """Share of the steps over which they fall again at the end."""
     final_lr_frac: float = 0.0
@@ -176,11 +205,13 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
         _check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
-        _check_at_least(0, tokens_per_param=self.tokens_per_param)
+        _check_at_least(0, tokens_per_param=self.tokens_per_param, warmup_steps=self.warmup_steps)
+        if self.target_flops is not None and not 0 < self.target_flops < math.inf:
+            raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
         for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{_option(name)} {getattr(self, name)}: must lie between 0 and 1")
-        if self.warmup_frac + self.warmdown_frac > 1:
+        if self.warmup_steps is None and self.warmup_frac + self.warmdown_frac > 1:
             raise ConfigError("--warmup-frac and --warmdown-frac add up to more than 1: shorten one of them")
 
 
@@ -260,7 +291,7 @@ class Config:
     def __post_init__(self) -> None:
         """Reject a batch that is not a whole number of passes through the model."""
         micro = self.schedule.rows * self.model.seq_len
-        if self.schedule.batch_tokens % micro:
+        if self.schedule.batch_tokens is not None and self.schedule.batch_tokens % micro:
             raise ConfigError(
                 f"--batch-tokens {self.schedule.batch_tokens} is not a multiple of --rows {self.schedule.rows} x "
                 f"--seq-len {self.model.seq_len} = {micro}; change one of the three"
@@ -270,12 +301,13 @@ class Config:
 def gpu_preset() -> Config:
     """Return the defaults for one GPU: depth 12 at 2048 tokens.
 
-    Batch, context and the AdamW learning rates follow nanochat's depth-12 recipe.
+    Context and the AdamW learning rates follow nanochat's depth-12 recipe; batch and rates scale with the model.
     """
     return Config(
         data=DataConfig(vocab_size=32_768, val_frac=0.01),
         model=ModelConfig(depth=12, head_dim=128, seq_len=2048),
         optim=OptimConfig(
+            scale_rates=True,
             muon_lr=0.02,
             adamw_lr=0.002,
             embedding_lr=0.5,
@@ -285,9 +317,87 @@ def gpu_preset() -> Config:
             weight_decay=0.2,
             momentum_warmup_steps=300,
         ),
-        schedule=ScheduleConfig(steps=None, batch_tokens=2**19, rows=32, warmup_frac=0.0),
+        schedule=ScheduleConfig(steps=None, batch_tokens=None, rows=32, warmup_frac=0.0),
         run=RunConfig(eval_every=250, eval_tokens=2**21, save_every=1000),
     )
+
+
+PRESETS: Mapping[str, Callable[[], Config]] = {"cpu": Config, "gpu": gpu_preset}
+"""Name -> the defaults of all options."""
+
+
+def preset(name: str) -> Config:
+    """Return the defaults of a named preset.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+# At width 768, batches of 2^19 tokens and depth 12. What differs from group to group is in `recipe.py`.
+_EARLY_NANOCHAT: Mapping[str, Any] = {
+    "scale_rates": True,
+    "muon_lr": 0.02,
+    "embedding_lr": 0.3,
+    "head_lr": 0.004,
+    "scalar_lr": 0.5,
+    "momentum": 0.95,
+    "momentum_start": 0.85,
+    "momentum_warmup_steps": 300,
+    "momentum_end": None,
+    "normalize": "neuron",
+    "weight_decay": 0.2,
+    "decay_shape": "linear",
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "tokens_per_param": 10.5,
+    "warmup_frac": 0.0,
+    "warmup_steps": None,
+    "warmdown_frac": 0.5,
+    "final_lr_frac": 0.0,
+    "short_window": 0.25,
+}
+_RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "seed": _EARLY_NANOCHAT,
+    "nanochat": {
+        **_EARLY_NANOCHAT,
+        "head_lr": 0.008,
+        "momentum": 0.97,
+        "momentum_warmup_steps": 400,
+        "momentum_end": 0.90,
+        "weight_decay": 0.28,
+        "decay_shape": "cosine",
+        "tokens_per_param": 12.0,
+        "warmup_steps": 40,
+        "warmdown_frac": 0.65,
+        "final_lr_frac": 0.05,
+    },
+}
+
+
+def with_recipe(config: Config, name: str) -> Config:
+    """Return the configuration with a recipe's constants; one that has the recipe already keeps its own numbers.
+
+    Sizes, batch and number of steps stay: they belong to the machine.
+
+    Raises:
+        ConfigError: there is no recipe of that name, or it is ours and the configuration has another one's numbers.
+    """
+    if name == config.optim.recipe:
+        return config
+    if name not in _RECIPES:
+        if name != "quintic":
+            raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
+        raise ConfigError(f"--recipe quintic: the numbers of --config are {config.optim.recipe}'s; leave --config out")
+    values = {**_RECIPES[name], "recipe": name}
+    sections = {}
+    for section in ("model", "optim", "schedule"):
+        old = getattr(config, section)
+        sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
+    return replace(config, **sections)
 
 
 def check_prompts(prompts: Iterable[str]) -> None:

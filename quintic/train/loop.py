@@ -28,6 +28,7 @@ from quintic.train.config import Config, RunConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
+from quintic.train.recipe import scale_lines
 from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -81,6 +82,8 @@ def _train(
 ) -> Result:
     hardware = choose_hardware(config.run)
     say(f"Computing on {hardware}")
+    for line in scale_lines(config, vocab_size=dataset.vocab_size):
+        say(line)
     run = Trainer(config, dataset, run_dir, hardware)
     checkpoint = _find_checkpoint(run_dir, say) if resume else None
     if checkpoint is not None:

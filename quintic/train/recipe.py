@@ -4,7 +4,10 @@ The matrices of the blocks go to Muon (or to AdamW, for comparison); embeddings,
 AdamW learning rate of their own, because their gradients differ by orders of magnitude.
 """
 
+import dataclasses
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,21 +19,79 @@ from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config
 from quintic.train.lookups import with_lookups
-from quintic.train.schedule import lr_multiplier, momentum_at, weight_decay_multiplier
+from quintic.train.schedule import (
+    REFERENCE_DEPTH,
+    Scale,
+    SetBy,
+    automatic_batch,
+    lr_multiplier,
+    momentum_at,
+    weight_decay_multiplier,
+)
 
-__all__ = ["apply_schedule", "build_model", "build_optimizer", "model_config", "total_steps"]
+__all__ = [
+    "apply_schedule",
+    "build_model",
+    "build_optimizer",
+    "model_config",
+    "scale_lines",
+    "scale_of",
+    "with_batch",
+]
 
-# Width at which the AdamW learning rates of embedding and head are given; they scale with width^-0.5 (nanochat).
-_LR_WIDTH = 256
 
-# Value embeddings add to every value: half the rate of the token embedding (nanochat).
-_VALUE_EMBEDDING_FRAC = 0.5
+@dataclass(frozen=True, kw_only=True)
+class _Constants:
+    """What a recipe sets besides the options: how the groups differ."""
+
+    lr_width: int
+    """Width at which the AdamW learning rates of embeddings and head are given; they scale with width^-0.5."""
+    value_embedding_frac: float
+    """Learning rate of the value embeddings, as a share of the token embedding's."""
+    residual_frac: float
+    """Learning rate of the residual scales, which multiply the whole stream, as a share of the other scalars'."""
+    smear_lr: float | None = None
+    """Learning rate of smear and backout; None treats them, and the scales of x0, as the other scalars."""
+    gates_to_muon: bool = False
+    """Whether the gates of the value embeddings are matrices for Muon."""
+    neuron_beta: float = 0.95
+    """NorMuon's average over steps."""
+    betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Name of a group -> AdamW's coefficients, where they are not --beta1 and --beta2."""
+    weight_decay: Mapping[str, float] = field(default_factory=dict)
+    """Name of a group under AdamW -> its weight decay, which stays the same over the run."""
+
+
+_CONSTANTS = {
+    "quintic": _Constants(lr_width=256, value_embedding_frac=0.5, residual_frac=0.1),
+    "seed": _Constants(
+        lr_width=768,
+        value_embedding_frac=1.0,
+        residual_frac=0.01,
+        smear_lr=0.2,
+        gates_to_muon=True,
+        betas={"x0 scales": (0.96, 0.95)},
+    ),
+    # As in nanochat's gpt.py and base_train.py of 2026-07.
+    "nanochat": _Constants(
+        lr_width=768,
+        value_embedding_frac=0.5,
+        residual_frac=0.01,
+        smear_lr=0.2,
+        gates_to_muon=True,
+        neuron_beta=0.9,
+        betas={
+            "embedding": (0.8, 0.995),
+            "value embeddings": (0.8, 0.995),
+            "head": (0.8, 0.96),
+            "x0 scales": (0.96, 0.95),
+        },
+        weight_decay={"embedding": 0.001, "value embeddings": 0.01, "head": 0.01, "residual scales": 0.05},
+    ),
+}
 
 # As fast as the token embedding, in relation to what entries are at first: 1 there, width^-0.5 in a lookup layer.
 _LOOKUP_FRAC = 1.0
-
-# The residual scales multiply the whole stream: a small fraction of the other scalars' rate.
-_RESIDUAL_SCALE_FRAC = 0.1
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
@@ -47,7 +108,9 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
             bos_id=bos_id,
             head_dim=config.model.head_dim,
             kv_ratio=config.model.kv_ratio,
+            aspect_ratio=config.model.aspect_ratio,
             window_pattern=config.model.window_pattern,
+            short_window=config.model.short_window,
         )
         return with_lookups(sizes, config.model)
     except ValueError as error:
@@ -67,51 +130,69 @@ def build_model(
     return model
 
 
-def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
-    """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks."""
-    optim = config.optim
-    scale = (model.config.width / _LR_WIDTH) ** -0.5
-    table_scale = _LOOKUP_FRAC * model.config.width**-0.5
+def build_optimizer(model: GPT, config: Config, *, on_gpu: bool | None = None) -> quintic.Muon:
+    """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks.
+
+    Args:
+        model: on any device, the meta device too.
+        config: sections `model`, `optim` and `schedule` count.
+        on_gpu: whether it will run on a GPU; None for where the model is.
+    """
+    optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
+    scale = scale_of(config, model)
+    lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
+    by_width = (model.config.width / constants.lr_width) ** -0.5
     # What was tuned for each of the two optimizers; everything else is common to both.
     uses_adamw = optim.optimizer == "adamw"
     decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
     head_lr = optim.adamw_head_lr if uses_adamw else optim.head_lr
-    rules = [
-        Rule("embedding.weight", "adamw", options={"name": "embedding", "lr": optim.embedding_lr * scale}),
-        Rule(
-            "value_embeddings.*",
-            "adamw",
-            options={"name": "value embeddings", "lr": optim.embedding_lr * scale * _VALUE_EMBEDDING_FRAC},
-        ),
-        Rule("head.weight", "adamw", options={"name": "head", "lr": head_lr * scale}),
-        Rule(
-            "residual_scales",
-            "adamw",
-            options={"name": "residual scales", "lr": optim.scalar_lr * _RESIDUAL_SCALE_FRAC},
-        ),
+    embedding_lr = optim.embedding_lr * by_width
+    rates = [
+        ("embedding", "embedding.weight", embedding_lr),
+        ("value embeddings", "value_embeddings.*", embedding_lr * constants.value_embedding_frac),
+        ("head", "head.weight", head_lr * by_width),
+        ("residual scales", "residual_scales", optim.scalar_lr * constants.residual_frac),
     ]
     if model.lookups:
-        options = {"name": "lookup tables", "lr": optim.embedding_lr * scale * table_scale}
+        table_lr = embedding_lr * _LOOKUP_FRAC * model.config.width**-0.5
         tables = ["keys"] if model.config.l3_tied else ["keys", "values"]
-        rules += [Rule(f"lookups.*.{table}", "adamw", options=options) for table in tables]
-    matrices = {"name": "matrices", "weight_decay": decay, "cautious": optim.cautious}
+        rates += [("lookup tables", f"lookups.*.{table}", table_lr) for table in tables]
+    if constants.smear_lr is not None:
+        rates += [
+            ("x0 scales", "x0_scales", optim.scalar_lr),
+            ("smear", "smear*", constants.smear_lr),
+            ("backout", "backout_scale", constants.smear_lr),
+        ]
+    rules = []
+    for name, pattern, lr in rates:
+        options: dict[str, Any] = {"name": name, "lr": lr * lr_factor}
+        if name in constants.betas:
+            options["betas"] = constants.betas[name]
+        if name in constants.weight_decay:
+            options["weight_decay"] = constants.weight_decay[name]
+        rules.append(Rule(pattern, "adamw", options=options))
+    matrices = {"name": "matrices", "weight_decay": decay * decay_factor, "cautious": optim.cautious}
     if uses_adamw:
         blocks = [f"blocks.*.{part}.*" for part in ("query", "key", "value", "out", "mlp")]
         for pattern in [*blocks, *(["lookups.*"] if model.lookups else [])]:
-            rules.append(Rule(pattern, "adamw", options={**matrices, "lr": optim.adamw_lr}))
+            rules.append(Rule(pattern, "adamw", options={**matrices, "lr": optim.adamw_lr * lr_factor}))
+    elif constants.gates_to_muon:
+        rules.append(Rule("blocks.*.value_gate.*", "muon"))
     groups = quintic.param_groups(
         model,
-        muon={**matrices, "lr": optim.muon_lr},
-        adamw={"name": "scalars", "lr": optim.scalar_lr},
+        muon={**matrices, "lr": optim.muon_lr * lr_factor},
+        adamw={"name": "scalars", "lr": optim.scalar_lr * lr_factor},
         rules=rules,
     )
+    on_gpu = model.head.weight.is_cuda if on_gpu is None else on_gpu
     optimizer = quintic.Muon(
         groups,
         momentum=optim.momentum,
         orthogonalizer=optim.orthogonalizer,
         # A CPU without bfloat16 instructions multiplies float32 faster; CUDA devices have every method's own dtype.
-        compute_dtype=None if model.head.weight.is_cuda or optim.orthogonalizer == "svd" else model.compute_dtype,
+        compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
         normalize=optim.normalize,
+        normalize_beta=constants.neuron_beta,
         state_dtype=optim.state_dtype,
         betas=(optim.beta1, optim.beta2),
         eps=1e-10,
@@ -122,13 +203,104 @@ def build_optimizer(model: GPT, config: Config) -> quintic.Muon:
     return optimizer
 
 
-def total_steps(config: Config, model: GPT) -> int:
-    """Return the number of optimizer steps: given, or from tokens per parameter of blocks and head."""
-    if config.schedule.steps is not None:
-        return config.schedule.steps
-    parameters = model.num_parameters()
-    tokens = config.schedule.tokens_per_param * (parameters["blocks"] + parameters["head"])
-    return max(1, round(tokens / config.schedule.batch_tokens))
+def scale_of(config: Config, model: GPT) -> Scale:
+    """Return tokens, batch and steps for a model, and how far its rates are from those of depth 12.
+
+    The length is --steps, else --target-flops, else --tokens-per-param, whichever is given first.
+
+    Args:
+        config: its sections `model` and `schedule` count.
+        model: built from it; on any device, the meta device too.
+    """
+    schedule, sizes = config.schedule, model.config
+    reference = GPTConfig.from_depth(
+        REFERENCE_DEPTH,
+        vocab_size=sizes.vocab_size,
+        seq_len=sizes.seq_len,
+        bos_id=sizes.bos_id,
+        head_dim=sizes.head_dim,
+        aspect_ratio=config.model.aspect_ratio,
+    )
+    with torch.device("meta"):
+        tokens, reference_tokens = (
+            int(schedule.tokens_per_param * _scaling_parameters(m)) for m in (model, GPT(reference))
+        )
+    batch = schedule.batch_tokens
+    set_by: SetBy
+    if batch is None:
+        batch = automatic_batch(tokens, reference_tokens)
+    if schedule.steps is not None:
+        steps, set_by = schedule.steps, "--steps"
+    elif schedule.target_flops is not None:
+        steps, set_by = round(schedule.target_flops / (model.flops_per_token() * batch)), "--target-flops"
+    else:
+        steps, set_by = tokens // batch, "--tokens-per-param"
+    return Scale(
+        tokens=tokens,
+        reference_tokens=reference_tokens,
+        batch_tokens=batch,
+        steps=max(1, steps),
+        set_by=set_by,
+    )
+
+
+def with_batch(config: Config, scale: Scale) -> Config:
+    """Return the configuration with its batch as a number.
+
+    Raises:
+        ConfigError: the automatic batch is not a whole number of passes through the model.
+    """
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
+
+
+def scale_lines(config: Config, *, vocab_size: int) -> list[str]:
+    """Return what a run will be, in lines for people, without allocating anything.
+
+    Raises:
+        ConfigError: sizes, or batch and rows, do not fit each other.
+    """
+    with torch.device("meta"):
+        model = GPT(model_config(config, vocab_size=vocab_size, bos_id=0))
+    scale = scale_of(config, model)
+    batch_is_given = config.schedule.batch_tokens is not None
+    config = with_batch(config, scale)
+    schedule, sizes, parts = config.schedule, model.config, model.num_parameters()
+    by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in parts.items())
+    total_tokens, per_token = scale.steps * scale.batch_tokens, model.flops_per_token()
+    per_parameter = total_tokens / _scaling_parameters(model)
+    passed_over = []
+    if scale.set_by != "--tokens-per-param":
+        passed_over.append(f"--tokens-per-param {schedule.tokens_per_param:g}")
+        if scale.set_by == "--steps" and schedule.target_flops is not None:
+            passed_over.insert(0, f"--target-flops {schedule.target_flops:g}")
+    unused = (
+        f"; {' and '.join(passed_over)} {'do' if len(passed_over) > 1 else 'does'} not decide it" if passed_over else ""
+    )
+    value = getattr(schedule, scale.set_by[2:].replace("-", "_"))
+    passes = scale.batch_tokens // (schedule.rows * sizes.seq_len)
+    rates: dict[str, float] = {}
+    decay = 0.0
+    for group in build_optimizer(model, config).param_groups:
+        rates.setdefault(group["name"], group["lr"])
+        decay = group["weight_decay"] if group["name"] == "matrices" else decay
+    factors = ""
+    if config.optim.scale_rates:
+        factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
+    return [
+        f"Model: depth {sizes.depth}, width {sizes.width}, {sizes.num_heads} heads, {sum(parts.values()):,} "
+        f"parameters: {by_part}",
+        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all",
+        f"Length: {scale.steps:,} steps, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
+        f"by {scale.set_by} {value:{'g' if isinstance(value, float) else ','}}{unused}",
+        f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
+        f"{'pass' if passes == 1 else 'passes'} of {schedule.rows} x {sizes.seq_len:,}",
+        f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
+    ]
+
+
+def _scaling_parameters(model: GPT) -> int:
+    parts = model.num_parameters()
+    return parts["blocks"] + parts["head"]
 
 
 def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: int) -> dict[str, Any]:
@@ -140,14 +312,22 @@ def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: in
         warmup_frac=schedule.warmup_frac,
         warmdown_frac=schedule.warmdown_frac,
         final_frac=schedule.final_lr_frac,
+        warmup_steps=schedule.warmup_steps,
     )
     momentum = momentum_at(
-        step, start=optim.momentum_start, end=optim.momentum, warmup_steps=optim.momentum_warmup_steps
+        step,
+        total,
+        start=optim.momentum_start,
+        peak=optim.momentum,
+        end=optim.momentum_end,
+        warmup_steps=optim.momentum_warmup_steps,
+        warmdown_frac=schedule.warmdown_frac,
     )
-    decay = weight_decay_multiplier(step, total)
+    decay = weight_decay_multiplier(step, total, optim.decay_shape)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
-        group["weight_decay"] = group["initial_weight_decay"] * decay
+        if group["name"] == "matrices":
+            group["weight_decay"] = group["initial_weight_decay"] * decay
         if group["algorithm"] == "muon":
             group["momentum"] = momentum
     return {

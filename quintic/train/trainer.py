@@ -22,7 +22,7 @@ from quintic.model.gpt import GPT
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.hardware import Hardware, machine_facts, package_versions
-from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, total_steps
+from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
 from quintic.train.rms import RmsMeter
 from quintic.train.saved_config import to_dict
 from quintic.train.schedule import is_due
@@ -70,9 +70,11 @@ class Trainer:
         )
         if hardware.compile:
             self.model.compile_parts()
+        self.scale = scale_of(config, self.model)
+        self.config = config = with_batch(config, self.scale)
         self.optimizer = build_optimizer(self.model, config)
-        self.total = total_steps(config, self.model)
-        self.micro_steps = schedule.batch_tokens // (schedule.rows * seq_len)
+        self.total = self.scale.steps
+        self.micro_steps = self.scale.batch_tokens // (schedule.rows * seq_len)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -152,7 +154,7 @@ class Trainer:
 
         self.step += 1
         self.score = None
-        batch_tokens = self.config.schedule.batch_tokens
+        batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
         times = {"data": waited, "forward_backward": computed - start - waited, "optimizer": after - before}
         elapsed = sum(times.values())
@@ -220,17 +222,12 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return what will happen, in lines for people."""
-        sizes, schedule = self.model.config, self.config.schedule
-        parameters = sum(self.model.num_parameters().values())
         summary = self.dataset.summary()
         return [
             f"Text: {summary['source']}, {summary['train_bytes'] / 1e6:.1f} MB to train on, "
             f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
-            f"Model: GPT with {sizes.depth} layers of width {sizes.width}, {parameters / 1e6:.1f}M parameters "
-            f"({self.model.num_parameters()['blocks'] / 1e6:.1f}M in matrices for {self._optimizer_name()})",
-            f"Plan: {self.total:,} steps of {schedule.batch_tokens:,} tokens "
-            f"({self.total * schedule.batch_tokens / summary['train_tokens']:.1f} times through the text); "
-            f"run folder {self.run_dir}",
+            f"Plan: {self.total * self.scale.batch_tokens / summary['train_tokens']:.1f} times through the text with "
+            f"{self._optimizer_name()}; run folder {self.run_dir}",
         ]
 
     def facts(self) -> dict[str, Any]:

@@ -122,7 +122,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         *[(DataConfig, "vocab_size", value, "must be at least 257") for value in (256, 0, -1)],
         *[(DataConfig, "val_frac", value, "must lie strictly between 0 and 1") for value in (0, 1, -1, float("nan"))],
         (DataConfig, "max_bytes", 0, "must be at least 1"),
-        *[(ModelConfig, f, 0, "must be at least 1") for f in ("depth", "head_dim", "kv_ratio", "seq_len")],
+        *[
+            (ModelConfig, f, 0, "must be at least 1")
+            for f in ("depth", "aspect_ratio", "head_dim", "kv_ratio", "seq_len")
+        ],
+        *[(ModelConfig, "short_window", value, "must be above 0 and at most 1") for value in (0.0, 1.1, float("nan"))],
+        *[(ScheduleConfig, "target_flops", v, "must be above 0 and finite") for v in (0, -1.0, float("inf"))],
+        (ScheduleConfig, "warmup_steps", -1, "must be at least 0"),
         *[
             (OptimConfig, f.name, -0.1, "must be at least 0")
             for f in dataclasses.fields(OptimConfig)
@@ -130,7 +136,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ],
         (OptimConfig, "muon_lr", float("inf"), "must be at least 0 and finite"),
         (OptimConfig, "head_lr", float("nan"), "must be at least 0 and finite"),
-        *[(OptimConfig, f, 1.0, "below 1") for f in ("momentum", "momentum_start", "beta1", "beta2")],
+        *[(OptimConfig, f, 1.0, "below 1") for f in ("momentum", "momentum_start", "momentum_end", "beta1", "beta2")],
         (OptimConfig, "momentum_warmup_steps", -1, "must be at least 0"),
         *[(ScheduleConfig, f, 0, "must be at least 1") for f in ("steps", "batch_tokens", "rows")],
         (ScheduleConfig, "tokens_per_param", float("nan"), "must be at least 0"),

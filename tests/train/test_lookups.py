@@ -19,7 +19,7 @@ from quintic.model.gpt import GPT
 from quintic.train import lookups, loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, ModelConfig, OptimConfig
-from quintic.train.recipe import build_model, build_optimizer, model_config, total_steps
+from quintic.train.recipe import build_model, build_optimizer, model_config, scale_of
 
 L3 = {"l3_layers": "0", "l3_embeddings": 700}
 
@@ -109,7 +109,7 @@ def test_the_matrices_lengthen_the_horizon_and_the_tables_do_not() -> None:
     def tokens(**options: Any) -> int:
         wanted = config(**options)
         schedule = dataclasses.replace(wanted.schedule, steps=None, tokens_per_param=100.0, batch_tokens=128 * 32)
-        return total_steps(dataclasses.replace(wanted, schedule=schedule), build(wanted)) * schedule.batch_tokens
+        return scale_of(dataclasses.replace(wanted, schedule=schedule), build(wanted)).steps * 128 * 32
 
     width = 192
     more = tokens(l3_layers="1", l3_d_up=64) - tokens()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.train.schedule import is_due, lr_multiplier, momentum_at, weight_decay_multiplier
+from quintic.train.schedule import automatic_batch, is_due, lr_multiplier, momentum_at, weight_decay_multiplier
 
 
 def lr(step: int, total: int, warmup: float, warmdown: float, final: float = 0.0) -> float:
@@ -46,21 +46,49 @@ def test_the_learning_rate_rises_stays_and_falls(total: int, warmup: float, rest
 
 
 def test_the_momentum() -> None:
-    values = [momentum_at(step, start=0.85, end=0.95, warmup_steps=4) for step in range(6)]
-    assert values == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, 0.95], abs=1e-15)
-    assert momentum_at(0, start=0.85, end=0.95, warmup_steps=0) == 0.95
+    def course(end: float | None, warmup: int = 4) -> list[float]:
+        return [
+            momentum_at(step, 10, start=0.85, peak=0.95, end=end, warmup_steps=warmup, warmdown_frac=0.4)
+            for step in range(10)
+        ]
+
+    rise = [0.85, 0.875, 0.9, 0.925]
+    assert course(None) == pytest.approx([*rise, *[0.95] * 6], abs=1e-15)
+    assert course(None, warmup=0) == [0.95] * 10
+    assert course(0.75) == pytest.approx([*rise, 0.95, 0.95, 0.95, 0.9, 0.85, 0.8], abs=1e-15)
+    # The warm-up goes first where the two overlap, as in nanochat.
+    assert course(0.75, warmup=8)[:8] == pytest.approx([0.85 + step / 80 for step in range(8)], abs=1e-15)
 
 
-@given(st.integers(0, 500), st.integers(0, 500), st.floats(0, 0.99), st.floats(0, 0.99))
-def test_the_momentum_stays_between_its_ends(step: int, warmup: int, start: float, end: float) -> None:
-    value = momentum_at(step, start=start, end=end, warmup_steps=warmup)
-    assert min(start, end) - 1e-12 <= value <= max(start, end) + 1e-12
-    assert step < warmup or value == end
+@given(st.integers(0, 499), st.integers(0, 500), *[st.floats(0, 0.99)] * 3, st.floats(0, 1))
+def test_the_momentum_stays_between_its_ends(
+    step: int, warmup: int, start: float, peak: float, end: float, warmdown: float
+) -> None:
+    value = momentum_at(step, 500, start=start, peak=peak, end=end, warmup_steps=warmup, warmdown_frac=warmdown)
+    assert min(start, peak, end) - 1e-12 <= value <= max(start, peak, end) + 1e-12
+    assert step < warmup or step >= 500 - round(500 * warmdown) or value == peak
 
 
 def test_the_weight_decay() -> None:
     assert [weight_decay_multiplier(step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
     assert weight_decay_multiplier(0, 1) == 1.0
+    half_cosine = [1.0, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2]
+    assert [weight_decay_multiplier(step, 4, "cosine") for step in range(4)] == pytest.approx(half_cosine, abs=1e-15)
+
+
+def test_a_warm_up_in_steps_takes_the_place_of_a_share() -> None:
+    rates = [lr_multiplier(s, 10, warmup_frac=0.9, warmdown_frac=0.5, final_frac=0, warmup_steps=2) for s in range(6)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1])
+    rates = [lr_multiplier(s, 4, warmup_frac=0, warmdown_frac=0.5, final_frac=0, warmup_steps=40) for s in range(4)]
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1])
+
+
+@given(st.integers(1, 10**13), st.integers(1, 10**13))
+def test_the_automatic_batch_is_the_power_of_two_nearest_to_the_law(tokens: int, reference: int) -> None:
+    batch = automatic_batch(tokens, reference)
+    assert batch & (batch - 1) == 0
+    ideal = 524288.0 * (tokens / reference) ** 0.383
+    assert batch == 1 or ideal / 2**0.5 * (1 - 1e-9) <= batch <= ideal * 2**0.5 * (1 + 1e-9)
 
 
 def test_what_is_due() -> None:

@@ -151,7 +151,8 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     assert result.report == run_dir / "report.html"
     assert f"{result.score.bpb:.3f}" in result.report.read_text(encoding="utf-8")
     assert result.samples[0]["prompt"] == "def"
-    assert any("Plan: 6 steps of 256 tokens" in line for line in said)
+    assert any(line.startswith("Length: 6 steps, 1,536 tokens") for line in said)
+    assert any(line.startswith("Batch: 256 tokens (given), in 2 passes of 4 x 32") for line in said)
 
 
 def test_too_little_text_is_an_error_before_training(tiny_dataset: Dataset, tmp_path: Path) -> None:

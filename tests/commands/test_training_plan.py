@@ -1,0 +1,127 @@
+"""`quintic plan` of a training run: what it knows without data, network or GPU, and the memory it predicts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import tiny_config
+
+from quintic.cli import main
+from quintic.commands.plan import planned_vocabulary, training_memory
+from quintic.data.dataset import Dataset
+from quintic.errors import DataError
+from quintic.model.gpt import GPT
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig, gpu_preset, with_recipe
+from quintic.train.recipe import build_model, build_optimizer, model_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("depth", "steps", "batch"), [(12, "2,205", "524,288"), (20, "4,357", "1,048,576"), (26, "9,196", "1,048,576")]
+)
+def test_a_gpu_run_is_planned_without_one(
+    depth: int, steps: str, batch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--preset", "gpu", "--recipe", "seed", "--depth", str(depth)]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "Vocabulary: 32,768 tokens, assumed from --vocab-size" in printed
+    assert f"Length: {steps} steps" in printed
+    assert f"Batch: {batch} tokens (automatic)" in printed
+    assert "Precision: bfloat16 activations" in printed
+    assert "Memory: about " in printed
+
+
+def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    data = tiny_config(tiny_dataset, tmp_path).data
+    assert planned_vocabulary(data) == (tiny_dataset.vocab_size, f"read from {tiny_dataset.path}")
+    for other in ({"vocab_size": 301}, {"val_frac": 0.2}, {"max_bytes": 10**6}, {"data": "elsewhere"}):
+        changed: Any = dataclasses.replace(data, **other)
+        assert planned_vocabulary(changed)[0] == changed.vocab_size
+        assert "assumed" in planned_vocabulary(changed)[1]
+    assert planned_vocabulary(DataConfig(tokenizer="gpt2", data_dir=tmp_path))[0] == 50_257
+    given = str(tiny_dataset.path / "tokenizer.json")
+    assert planned_vocabulary(DataConfig(tokenizer=given)) == (tiny_dataset.vocab_size, f"read from {given}")
+    with pytest.raises(DataError, match="no such tokenizer"):
+        planned_vocabulary(DataConfig(tokenizer=str(tmp_path / "none.json")))
+
+
+def test_damaged_data_does_not_stop_a_plan(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "dataset.json").write_text("[")
+    data = dataclasses.replace(tiny_config(tiny_dataset, tmp_path).data, data_dir=tmp_path)
+    assert "assumed" in planned_vocabulary(data)[1]
+
+
+def small(**optim: Any) -> Config:
+    return Config(
+        model=ModelConfig(depth=3, head_dim=32, seq_len=64),
+        optim=OptimConfig(**optim),
+        schedule=ScheduleConfig(rows=4, batch_tokens=256, steps=10),
+    )
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {},
+        {"optimizer": "adamw"},
+        {"state_dtype": "bf16"},
+        {"normalize": "neuron"},
+        {"normalize": "neuron", "state_dtype": "bf16"},
+        {"recipe": "nanochat"},
+    ],
+)
+def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, Any]) -> None:
+    config = small(**optim)
+    sizes = model_config(config, vocab_size=300, bos_id=0)
+    with torch.device("meta"):
+        planned = GPT(sizes)
+    memory = training_memory(planned, build_optimizer(planned, config), rows=4, on_gpu=False)
+    model = build_model(sizes, device=CPU, dtype=torch.float32, attention="sdpa", seed=0)
+    optimizer = build_optimizer(model, config)
+    tokens = torch.randint(0, 300, (4, 64))
+    model(tokens, tokens).backward()
+    optimizer.step()
+    size = {param: param.numel() * param.element_size() for param in model.parameters()}
+    assert memory["weights"] == sum(size.values())
+    assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in size if p.grad is not None)
+    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert memory["optimizer state"] == sum(t.numel() * t.element_size() for t in held)
+
+
+@pytest.mark.parametrize(("depth", "seq_len", "rows"), [(2, 128, 4), (4, 64, 8)])
+def test_activations_are_predicted_within_a_tenth(depth: int, seq_len: int, rows: int) -> None:
+    config = Config(
+        model=ModelConfig(depth=depth, seq_len=seq_len), schedule=ScheduleConfig(rows=rows, batch_tokens=None)
+    )
+    sizes = model_config(config, vocab_size=512, bos_id=0)
+    model = build_model(sizes, device=CPU, dtype=torch.float32, attention="sdpa", seed=0)
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.randint(1, 512, (rows, seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+    assert loss.isfinite()
+    # The mask of "sdpa" is no activation: other implementations have none.
+    counted = sum(t.untyped_storage().nbytes() for t in kept.values() if t.shape != (rows, 1, seq_len, seq_len))
+    gradients_of_the_head = 4 * model.head.weight.numel()  # the loss computes them on the way
+    predicted = training_memory(model, build_optimizer(model, config), rows=rows, on_gpu=False)["activations"]
+    assert predicted == pytest.approx(counted - gradients_of_the_head, rel=0.1)
+
+
+def test_a_plan_of_nanochats_recipe_names_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_recipe(gpu_preset(), "nanochat").schedule.tokens_per_param == 12
+    assert main(["plan", "--preset", "gpu", "--recipe", "nanochat"]) == 0
+    printed = capsys.readouterr().out
+    assert "x0 scales 0.5, smear 0.2, backout 0.2" in printed
+    assert "by --tokens-per-param 12" in printed
