@@ -33,6 +33,7 @@ from benchmarks.common.results import (
     write_result,
 )
 from benchmarks.common.timing import synchronize
+from quintic.optim.plan.bucket import DividedTable
 from quintic.optim.plan.row_division import RowDivision
 
 WAYS = ("whole", "announced", "found")
@@ -193,9 +194,9 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
 def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:
     """Return how much the busiest rank sends or receives, and what the rule says of it. All ranks must call it."""
     [bucket] = one.optimizer.plan()
-    division = None if bucket.sharding is None else bucket.sharding.rows
-    if division is None:
+    if not isinstance(bucket, DividedTable):
         return {"share": None, "rule": "whole"}
+    division = bucket.rows
     owners = tokens.cpu() // division.rows_per_rank
     counts = team.from_all(torch.bincount(owners, minlength=division.num_ranks).tolist())
     busiest = max(max(map(sum, counts)), max(map(sum, zip(*counts, strict=True))))

@@ -25,7 +25,7 @@ from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
 from quintic.optim.state.parts import CUT_KEYS
-from quintic.optim.state.sharded_state import Divided, divided_parameters, part_of_saved
+from quintic.optim.state.sharded_state import DividedState, divided_parameters, part_of_saved
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
 
@@ -52,7 +52,7 @@ class _Owned(NamedTuple):
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Tensor]
-    divided: Divided | None
+    divided: DividedState | None
     """Which parts of the state are whose, where ranks divide it."""
 
 

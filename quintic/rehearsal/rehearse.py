@@ -1,9 +1,9 @@
 """A step on many ranks, planned on one machine without them: who computes, sends and keeps how much.
 
-The plans are those that the ranks would make (`travel.shared_buckets`, `planning.local_buckets`), from parameters that
-have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for all
-ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that do the
-same. Nothing is allocated and nothing is communicated.
+The plans are those that the ranks would make (`gathered.shared_buckets`, `planning.local_buckets`), from parameters
+that have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for
+all ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that do
+the same. Nothing is allocated and nothing is communicated.
 """
 
 import math
@@ -20,15 +20,15 @@ from quintic.optim.comms.sharing import travelling
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
-from quintic.optim.plan.bucket import Bucket, TravellingUnit
+from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
 from quintic.optim.plan.exchange import Cargo, per_key, traffic_of
+from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Kind
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
 from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
-from quintic.optim.plan.travel import SharedBucket, shared_buckets, travelling_buckets
 from quintic.optim.state.owners import balance
 from quintic.rehearsal.parallelism import layouts_by_name
 
@@ -145,7 +145,7 @@ def rehearse(
     alike = [(one, shared_buckets(groups, one.layouts)[0]) for one in _alike(groups, layouts, choices, nodes)]
     loads: list[Load] = []
     moving: list[list[_Moving]] = [[] for _ in alike]
-    counted: set[tuple[int, TravellingUnit]] = set()
+    counted: set[tuple[int, ParameterUnit]] = set()
     for number, (group, found, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
         for (ranks, shared), moves in zip(alike, moving, strict=True):
             for one in shared:
@@ -154,7 +154,7 @@ def rehearse(
                 stages = _stages_of_ranks(one)
                 loads.append(_travelling_load(one, stages, ranks.like, nodes, counted))
                 if not one.exchange.is_local:
-                    buckets = travelling_buckets(one, ranks.layouts[number], one.key.ranks[0])
+                    buckets = gathered_buckets(one, ranks.layouts[number], one.key.ranks[0])
                     moves += [_Moving(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
@@ -205,7 +205,7 @@ def _alike(
 class _Moving(NamedTuple):
     """A bucket with collectives, as the first rank has it, and the memory that each of its ranks needs for it."""
 
-    bucket: Bucket
+    bucket: Gathered
     stages: list[Stages]
 
 
@@ -245,7 +245,7 @@ def _travelling_load(
     stages: Sequence[Stages],
     like: Mapping[int, int],
     nodes: Sequence[int],
-    counted: set[tuple[int, TravellingUnit]],
+    counted: set[tuple[int, ParameterUnit]],
 ) -> Load:
     """Return what a bucket asks of the ranks that have it, or one like it.
 
@@ -355,7 +355,7 @@ def _local_loads(
             yield _local_load(bucket, present)
 
 
-def _local_load(bucket: Bucket, present: Tensor) -> Load:
+def _local_load(bucket: Local, present: Tensor) -> Load:
     zeros = torch.zeros(len(present), dtype=torch.int64)
     is_muon = bucket.shape is not None
     return Load(

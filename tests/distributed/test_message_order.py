@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trajectories import fused_adamw_tolerance
 
 import quintic
-from quintic.optim.plan import sharded
+from quintic.optim.plan import divided
 from quintic.optim.state import parts
 from quintic.optim.step.averages import averaging
 
@@ -84,7 +84,7 @@ def steps(comms, rank, world_size, *, dtype=torch.float32, least_alone=2**20, mi
         )
     ]
     with (
-        mock.patch.object(sharded, "_LEAST_ALONE", least_alone),
+        mock.patch.object(divided, "_LEAST_ALONE", least_alone),
         mock.patch.object(parts, "_LEAST_ENTRIES", 16),
         mock.patch.object(averaging, "_LEAST_ALONE", least_alone),
     ):
@@ -110,7 +110,7 @@ def check_whole_parameters(rank, world_size, comms, dtype, missing):
     expected, _ = steps("none", rank, world_size, dtype=dtype, missing=missing)
     found, optimizer = steps(comms, rank, world_size, dtype=dtype, missing=missing, least_alone=100)
     if comms == "sharded":
-        direct = {bucket.names[0] for bucket in optimizer.plan() if bucket.sharding.is_direct}
+        direct = {bucket.names[0] for bucket in optimizer.plan() if bucket.is_direct}
         assert direct >= {"even", "uneven"}
         assert ("bank" in direct) == (8 % world_size == 0)
         assert ("odd bank" in direct) == (9 % world_size == 0)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import quintic
+from quintic.optim.plan.bucket import Gathered
 
 FLOAT32 = {"compute_dtype": torch.float32}
 EXPERTS, MATRIX = quintic.Experts(), quintic.Matrix()
@@ -144,7 +145,7 @@ def gathered_changes(rank, world_size, layouts):
 
 
 def owned_by(bucket):
-    return [unit.name for unit in bucket.travel.owned] if bucket.travel is not None else []
+    return [unit.name for unit in bucket.units.own] if isinstance(bucket, Gathered) else []
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import quintic
 from quintic.optim.comms import channels
 from quintic.optim.comms.collectives import Pending
-from quintic.optim.step import travel_step
+from quintic.optim.step import gathered_step
 
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
 
@@ -129,14 +129,14 @@ def kept_by_updates(rank, world_size):
     param.grad = torch.ones_like(param)
     optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)
     found = []
-    original = travel_step.orthogonalized_units
+    original = gathered_step.orthogonalized_units
 
     def orthogonalized(*arguments):
         updates, factors = original(*arguments)
         found.append((len(updates), updates.untyped_storage().nbytes()))
         return updates, factors
 
-    with mock.patch.object(travel_step, "orthogonalized_units", orthogonalized):
+    with mock.patch.object(gathered_step, "orthogonalized_units", orthogonalized):
         optimizer.step()
     return found
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trajectories import CASES, Layout
 
 import quintic
+from quintic.optim.plan.bucket import Gathered
 from quintic.optim.plan.exchange import Exchange
 from quintic.optim.step import operands
 from quintic.optim.step.runner import Runner
@@ -129,7 +130,7 @@ def check_broken(rank, world_size):
     text = said_by_all(report)
     assert not report.ok
     assert text.startswith("THE STEP IS WRONG")
-    owned = {unit.name for bucket in optimizer.plan() if bucket.travel for unit in bucket.travel.owned}
+    owned = {unit.name for bucket in optimizer.plan() if isinstance(bucket, Gathered) for unit in bucket.units.own}
     of_rank_1 = [owned]
     dist.broadcast_object_list(of_rank_1, src=1)
     assert {wrong.name for wrong in report.wrong} <= of_rank_1[0]

@@ -146,7 +146,6 @@ def test_the_largest_bucket_of_matrices_comes_first_and_tables_behind_it():
             dtype=dtype,
             shape=shape,
             group=0,
-            sharding=None,
             shared_stages=stages,
         )
 

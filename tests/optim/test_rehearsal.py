@@ -87,16 +87,16 @@ def plans_of(optimizer, mesh, names, node_size):
 
 def bytes_sent(bucket, normalizes, nodes=None):
     """What one rank sends for a bucket, by the exchange of this rank; with `nodes`, what it sends to other ones."""
-    exchange = bucket.travel.exchange
+    exchange = bucket.exchange
     here = exchange.position
     nodes = exchange.ranks if nodes is None else [nodes[rank] for rank in exchange.ranks]
     elsewhere = [other for other, node in enumerate(nodes) if node != nodes[here]]
     others = len(elsewhere)
-    directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
-    updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.travel.kinds)
+    directions = max(direction_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.units.kinds)
+    updates = max(update_dtype(kind.form, bucket.dtype).itemsize for kind in bucket.units.kinds)
     # Padded to the longest, but where few ranks own anything: they broadcast it.
     longest = exchange.num_owned if exchange.is_sparse else max(exchange.counts)
-    factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.travel.kinds) * normalizes
+    factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.units.kinds) * normalizes
     if exchange.is_replicated:
         return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors
     gather = sum(exchange.gather_sends()[other] for other in elsewhere)

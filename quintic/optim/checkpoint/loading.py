@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS
-from quintic.optim.state.sharded_state import Divided, part_of_saved
+from quintic.optim.state.sharded_state import DividedState, part_of_saved
 from quintic.optim.state.state import CODE_KEYS, copy_, piece_of
 
 __all__ = ["load_state"]
@@ -68,7 +68,7 @@ class _Match(NamedTuple):
 def load_state(
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, Mapping[str, Tensor]],
-    divided: Mapping[Tensor, Divided],
+    divided: Mapping[Tensor, DividedState],
     state_dict: Mapping[str, Any],
     check: Callable[[int, Mapping[str, Any]], None],
 ) -> None:
@@ -260,7 +260,7 @@ def _matched_state(
     param: Tensor,
     state: Mapping[str, Tensor],
     saved: Mapping[str, Any] | None,
-    divided: Divided | None,
+    divided: DividedState | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what of this rank's state becomes what of the saved state of a parameter."""
     if saved is None:

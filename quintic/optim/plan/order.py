@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from quintic.optim.groups.names import known_as
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Divided, Gathered
 from quintic.optim.plan.schedule import Schedule, one_ahead, overlapping
 
 __all__ = ["Orders", "arranged", "orders_of"]
+
+_Shared: TypeAlias = Gathered | Divided
 
 
 class Orders(NamedTuple):
@@ -52,7 +54,7 @@ def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | No
     return Orders(*(None if names is None else tuple(names) for names in (launch_order, work_order)))
 
 
-def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders) -> tuple[list[Bucket], Schedule]:
+def arranged(buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders) -> tuple[list[_Shared], Schedule]:
     """Return the buckets with collectives in the order in which they are worked on, and when each starts.
 
     Buckets of one process group stay together, in the order of `_largest_first` where the user wants no other.
@@ -62,7 +64,7 @@ def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders)
         groups: the parameter groups.
         orders: what the user wants first.
     """
-    in_order: list[Bucket] = []
+    in_order: list[_Shared] = []
     schedule: list[int | None] = []
     for _, of_ranks in groupby(sorted(buckets, key=lambda bucket: bucket.ranks), key=lambda bucket: bucket.ranks):
         ordered = _by_names(_largest_first(of_ranks), orders.work)
@@ -78,7 +80,7 @@ def arranged(buckets: Iterable[Bucket], groups: Sequence[Group], orders: Orders)
     return in_order, schedule or [None]
 
 
-def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+def _largest_first(buckets: Iterable[_Shared]) -> list[_Shared]:
     """Return the largest bucket of matrices, AdamW's buckets and the other matrices, each by descending size.
 
     A table takes long to send and hardly any time to step: its messages overlap with the work on matrices around it.
@@ -88,21 +90,18 @@ def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     return sorted(by_size, key=lambda bucket: (bucket is not first, bucket.shape is not None))
 
 
-def _overlapping(buckets: Sequence[Bucket], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
-    if names is None and any(groups[bucket.group].offload and bucket.sharding is None for bucket in buckets):
+def _overlapping(buckets: Sequence[_Shared], groups: Sequence[Group], names: Sequence[str] | None) -> list[int | None]:
+    if names is None and any(groups[bucket.group].offload and isinstance(bucket, Gathered) for bucket in buckets):
         # Their state comes from the host before they start: of many at once the device would wait for it.
         return one_ahead(len(buckets))
-    memory = []
-    for bucket in buckets:
-        assert bucket.shared_stages is not None
-        memory.append(bucket.shared_stages)
+    memory = [bucket.shared_stages for bucket in buckets]
     budgets = [groups[bucket.group].max_workspace_bytes for bucket in buckets]
     budget = min((value for value in budgets if value is not None), default=None)
     numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
     return overlapping([numbers[id(bucket)] for bucket in _by_names(buckets, names)], memory, budget)
 
 
-def _by_names(buckets: Sequence[Bucket], names: Sequence[str] | None) -> list[Bucket]:
+def _by_names(buckets: Sequence[_Shared], names: Sequence[str] | None) -> list[_Shared]:
     """Return buckets by the first of the names that is in each, those without one behind."""
     places = {name: place for place, name in enumerate(names or ())}
     none = len(places)

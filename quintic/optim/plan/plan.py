@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from quintic.optim.comms.replicas import ReplicaChoice
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
-from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
+from quintic.optim.plan.schedule import Schedule, overlapping_bytes
 
 __all__ = [
     "PLANNED_OPTIONS",
@@ -82,7 +82,7 @@ class Plan:
     @property
     def peak_workspace_bytes(self) -> int:
         """Return the most temporary memory of a step on this rank, see `overlapping_bytes`."""
-        stages = [bucket.stages or Stages(0, 0, 0, 0) for bucket in self.buckets if bucket.travels]
+        stages = [bucket.stages for bucket in self.buckets if not isinstance(bucket, Local) and bucket.travels]
         alone = max((bucket.workspace_bytes for bucket in self.buckets if not bucket.travels), default=0)
         peak = overlapping_bytes(stages, self.schedule, alone)
         small = small_bytes(bucket.device for bucket in self.buckets)

@@ -12,7 +12,9 @@ from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.plan.divided import divided_buckets
+from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
 from quintic.optim.plan.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
 from quintic.optim.plan.memory.workspace import (
     Matrices,
@@ -25,8 +27,6 @@ from quintic.optim.plan.memory.workspace import (
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, arranged
 from quintic.optim.plan.plan import Plan
-from quintic.optim.plan.sharded import sharded_buckets
-from quintic.optim.plan.travel import shared_buckets, travelling_buckets
 from quintic.optim.polar.forms import Form
 
 __all__ = ["build_plan", "local_buckets"]
@@ -58,19 +58,19 @@ def build_plan(
     buckets: list[Bucket] = []
     for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
         if divided and number in divided:
-            buckets += sharded_buckets(number, group, divided[number], rank)
+            buckets += divided_buckets(number, group, divided[number], rank)
             continue
         for one in shared:
             if one.key.group == number and rank in one.key.ranks:
-                buckets += travelling_buckets(one, found, rank)
+                buckets += gathered_buckets(one, found, rank)
         buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
-    in_order, schedule = arranged((bucket for bucket in buckets if bucket.travels), param_groups, orders or Orders())
-    return Plan(
-        (*in_order, *(bucket for bucket in buckets if not bucket.travels)), balance, schedule, choices=tuple(choices)
-    )
+    moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.travels]
+    in_order, schedule = arranged(moving, param_groups, orders or Orders())
+    still = [bucket for bucket in buckets if not bucket.travels]
+    return Plan((*in_order, *still), balance, schedule, choices=tuple(choices))
 
 
-def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
+def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
     """Return the buckets of a group's parameters that this rank steps by itself.
 
     Args:
@@ -82,7 +82,7 @@ def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
     return build(group_index, group, indices)
 
 
-def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
+def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
     members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
@@ -95,7 +95,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> li
         largest = min(max(numels), adamw_entries(group.max_workspace_bytes) or max(numels))
         workspace = 0 if kernels == "triton" else ADAMW_BYTES * largest
         buckets.append(
-            Bucket(
+            Local(
                 algorithm="adamw",
                 group=group_index,
                 members=tuple(found),
@@ -112,7 +112,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> li
     return buckets
 
 
-def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Bucket]:
+def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
     # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
     found: dict[tuple[Any, ...], list[Member]] = {}
     for index in indices:
@@ -149,7 +149,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
         for chunk in _chunks(members, at_a_time):
             count = sum(member.num_matrices for member in chunk)
             buckets.append(
-                Bucket(
+                Local(
                     algorithm="muon",
                     group=group_index,
                     members=tuple(chunk),
@@ -183,7 +183,7 @@ def _is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form 
 def _workspace_bytes(
     count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
-    """Return an upper bound of what `local_step.py` allocates.
+    """Return an upper bound of what `LocalStep` allocates.
 
     Args:
         count: matrices.

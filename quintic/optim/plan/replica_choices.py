@@ -9,7 +9,7 @@ from quintic.optim.comms.replicas import LINKS, WAYS, ReplicaChoice, Way, dividi
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.exchange import traffic_of
-from quintic.optim.plan.travel import shared_buckets
+from quintic.optim.plan.gathered import shared_buckets
 
 __all__ = ["choose_ways", "divided_layouts"]
 

@@ -9,7 +9,16 @@ rank has to do, and process groups come in the same order everywhere.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Schedule", "Stages", "one_ahead", "overlapping", "overlapping_bytes", "restricted", "run_overlapping"]
+__all__ = [
+    "NO_STAGES",
+    "Schedule",
+    "Stages",
+    "one_ahead",
+    "overlapping",
+    "overlapping_bytes",
+    "restricted",
+    "run_overlapping",
+]
 
 Schedule = Sequence[int | None]
 """Numbers of steps: each makes the step go on to its next part, of three. None stands for work without collectives."""
@@ -40,6 +49,9 @@ class Stages(NamedTuple):
     def most(self) -> int:
         """Return the most at any time."""
         return max(self.starting, self.working, self.finishing)
+
+
+NO_STAGES = Stages(0, 0, 0, 0)
 
 
 def run_overlapping(

@@ -24,7 +24,7 @@ from quintic.optim.qk_clip.layers import is_projection
 from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
 from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.state.parts import shaped
-from quintic.optim.state.sharded_state import Divided, divided_parameters
+from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import master_of
 
 __all__ = ["QKStep"]
@@ -37,7 +37,7 @@ class _Held(NamedTuple):
     group: Group
     layout: Layout | None
     """None where this rank has all there is."""
-    divided: Divided | None
+    divided: DividedState | None
     """Where its state is, if ranks divide it."""
 
     @property

@@ -14,7 +14,7 @@ from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.state.parts import CUT_KEYS, Part, parts_of
 from quintic.optim.state.state import second_moments
 
-__all__ = ["Divided", "Division", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
+__all__ = ["DividedState", "Division", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
 
 
 class Division(NamedTuple):
@@ -27,7 +27,7 @@ class Division(NamedTuple):
     """Of the parameter's dimensions that have several entries: what the order of memory is."""
 
 
-class Divided(NamedTuple):
+class DividedState(NamedTuple):
     """A parameter whose state is divided."""
 
     name: str
@@ -53,14 +53,14 @@ class Divided(NamedTuple):
         return Division(self.ranks, tuple(runs), strides)
 
 
-def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, Divided]:
+def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
     """Return the parameters whose state is divided among ranks."""
-    found: dict[Tensor, Divided] = {}
+    found: dict[Tensor, DividedState] = {}
     for group in groups:
         ranks = dividing_ranks(group, layouts_of(group))
         if ranks:
             rows = zip(group.params, group.param_names, parts_of(group, ranks), strict=True)
-            found |= {param: Divided(name, group, parts, ranks) for param, name, parts in rows}
+            found |= {param: DividedState(name, group, parts, ranks) for param, name, parts in rows}
     return found
 
 
@@ -98,7 +98,7 @@ def whole_states(
     return found
 
 
-def _owned_moments(buffer: Tensor, param: Tensor, divided: Divided) -> Tensor:
+def _owned_moments(buffer: Tensor, param: Tensor, divided: DividedState) -> Tensor:
     kept = torch.zeros_like(buffer)
     view = divided.group.view
     sources, targets = second_moments(buffer, param.shape, view), second_moments(kept, param.shape, view)
@@ -110,7 +110,7 @@ def _owned_moments(buffer: Tensor, param: Tensor, divided: Divided) -> Tensor:
 
 
 def part_of_saved(
-    what: str, param: Tensor, divided: Divided, target: Tensor, source: Tensor
+    what: str, param: Tensor, divided: DividedState, target: Tensor, source: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what of this rank's flat state becomes what of a saved whole tensor.
 

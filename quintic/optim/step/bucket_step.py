@@ -1,6 +1,6 @@
-"""What steps one bucket of a plan: `local_step.py`, `travel_step.py` and `sharded_step.py` have the three kinds.
+"""What steps one bucket of a plan: which of its parameters, by which passes, and who looks on.
 
-Here is what they have in common: which of its parameters are stepped, which passes do it, and who looks on.
+`LocalStep` has a bucket that this rank has alone; `gathered_step.py` and `divided_step.py` those shared with others.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,18 +13,19 @@ from torch import Tensor
 from quintic.optim.comms.channels import Channel
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.step.agreements import Agreements
+from quintic.optim.step.averages.early_averages import EarlyMeans
 from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import Operands, State
 from quintic.optim.step.plain_passes import PlainPasses, step_adamw
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.updates import Observer, Passes
+from quintic.optim.step.updates import Moments, Observer, Passes, make_updates
 
-__all__ = ["BucketStep", "PlanWide"]
+__all__ = ["BucketStep", "LocalStep", "PlanWide"]
 
 _NOTHING = Operands((), [], [], [], 0)
 
@@ -38,6 +39,8 @@ class PlanWide:
     state: State
     communicators: Communicators
     agreements: Agreements
+    early_means: EarlyMeans
+    """Of the gradients of buckets with divided state, where they were averaged before the step."""
     offload: Offload | None = None
     is_alone: bool = False
     """Whether a step needs nobody else's agreement or gradients; not before ranks have agreed."""
@@ -108,19 +111,17 @@ class BucketStep:
         """Let go of the gradients."""
         self.active = _NOTHING
 
+    def renew(self) -> None:
+        """Forget where weights and state are: they may have other memory now."""
+        self.memory.renew()
+
     def runs_alone(self, host_go: bool) -> bool:
         """Return whether this rank has something to do that needs no messages.
 
         Args:
             host_go: False if the host knows that a gradient is not finite.
         """
-        bucket = self.bucket
-        if self.travels or (not host_go and self.group.on_nonfinite != "propagate"):
-            return False
-        if bucket.travel is not None:
-            return True
-        # AdamW counts steps also of parameters of which this rank holds no entry.
-        return bool(self.active.params) and (bucket.numel > 0 or bucket.algorithm == "adamw")
+        raise NotImplementedError
 
     def counts(self) -> Counts:
         """Return what the step does."""
@@ -192,6 +193,48 @@ class BucketStep:
         kind = members[0].first_matrix if members and members[0].piece is None else 0
         found = Measured(list(members), measure(directions, updates, factors), go)
         self._common.measured[self.number][kind] = found
+
+
+class LocalStep(BucketStep):
+    """Steps a bucket that this rank has whole: momentum, orthogonalisation, neuron factors, weights; or AdamW."""
+
+    bucket: Local
+
+    def runs_alone(self, host_go: bool) -> bool:
+        """See `BucketStep`."""
+        if not host_go and self.group.on_nonfinite != "propagate":
+            return False
+        # AdamW counts steps also of parameters of which this rank holds no entry.
+        return bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
+
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; nothing travels."""
+        members = self.active.members
+        if self.bucket.algorithm == "muon":
+            indices = (member.index for member in members for _ in range(member.num_matrices))
+            self._step_matrices(self.stepped(go, members, indices))
+        else:
+            self.step_vectors(self.active, self.stepped(go, members, (member.index for member in members)))
+        return iter(())
+
+    def _step_matrices(self, go: Tensor | None) -> None:
+        bucket, group, active, memory = self.bucket, self.group, self.active, self.memory
+        assert bucket.shape is not None
+        passes = self.passes(active, go)
+        directions = passes.directions()
+        numbers = ((member.first_matrix + i,) for member in active.members for i in range(member.num_matrices))
+        scales = memory.scales(bucket, group, [bucket.shape], active.num_matrices, numbers).view(-1, 1, 1)
+        moments = None
+        if group.normalize is not None:
+            tensors = memory.moments(group.view, active)
+            table = memory.neuron_table(bucket, tensors, (member.name for member in active.members))
+            moments = Moments(tensors, table)
+        update, factors = make_updates(directions, bucket.form, bucket, group, scales, moments, go)
+        observer = self.observer()
+        if observer is not None:
+            observer(active.members, directions, update, factors, go)
+        del directions
+        passes.apply(update, factors)
 
 
 def _present(active: Operands, stepped: Tensor) -> list[bool]:

@@ -112,8 +112,6 @@ class BucketMemory:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
 
         A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
-        Where matrices travel, all members take part, whatever this rank has: a gradient that is missing stands as
-        zeros.
 
         Raises:
             ValueError: a gradient is sparse; the message names the parameter.
@@ -130,13 +128,12 @@ class BucketMemory:
         gradients = local_gradients(owners) if self._are_cut else [owner.grad for owner in owners]
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
-        if bucket.travel is None:
-            found = everything.present(gradients)
-            return found._replace(num_matrices=sum(member.num_matrices for member in found.members))
-        rows = list(zip(everything.members, everything.params, gradients, strict=True))
-        whole = [torch.zeros_like(param) if gradient is None else gradient for _, param, gradient in rows]
-        missing = tuple(member.index for member, _, gradient in rows if gradient is None)
-        return everything.present(whole)._replace(missing=missing)
+        return self.of_those(everything, gradients)
+
+    def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
+        """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
+        found = everything.present(gradients)
+        return found._replace(num_matrices=sum(member.num_matrices for member in found.members))
 
     def scales(
         self,

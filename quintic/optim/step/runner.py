@@ -1,7 +1,7 @@
 """Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
 
 A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
-the buckets: those that need collectives overtaking each other (`travel_step.py`, `sharded_step.py`), the others while
+the buckets: those that need collectives overtaking each other (`gathered_step.py`, `divided_step.py`), the others while
 the first of these is under way.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
@@ -27,18 +26,17 @@ from quintic.optim.plan.schedule import Schedule, restricted, run_overlapping
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.divided import ShardedMemory
-from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
+from quintic.optim.step.averages.divided_memory import DividedMemory
+from quintic.optim.step.averages.early_averages import EarlyAverages, EarlyMeans, OfGroup
 from quintic.optim.step.averages.gradient_averages import GradientAverages
-from quintic.optim.step.bucket_step import BucketStep, PlanWide
+from quintic.optim.step.bucket_step import BucketStep, LocalStep, PlanWide
 from quintic.optim.step.device_passes import DeviceMemory
-from quintic.optim.step.local_step import LocalStep
+from quintic.optim.step.divided_step import DividedMatricesStep, DividedStep
+from quintic.optim.step.gathered_step import GatheredMemory, GatheredStep
 from quintic.optim.step.offload.offload import Offload, Visit
 from quintic.optim.step.operands import State
-from quintic.optim.step.sharded_step import ShardedStep
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts, Measured
-from quintic.optim.step.travel_step import TravelMemory, TravelStep
 
 __all__ = ["Done", "Runner"]
 
@@ -92,14 +90,14 @@ class Runner:
         self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
         self._rows = rows
         rows.adopt(self.plan, groups)
-        self._common = PlanWide(groups, state, communicators, self.agreements)
-        self._memories = [self._new_memory(bucket) for bucket in self.plan]
-        self._averages = GradientAverages(self.plan, self._memories, groups, layouts, communicators, early)
-        self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
+        self._common = PlanWide(groups, state, communicators, self.agreements, EarlyMeans())
         if any(group.offload for group in groups):
             self._common.offload = Offload(self.plan, groups, state)
             self.plan = self._common.offload.plan
-        self._steps = [self._new_step(*of_bucket) for of_bucket in zip(count(), self.plan, self._memories)]
+        self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
+        parts = [(step.bucket, step.memory) for step in self._steps if isinstance(step, DividedStep)]
+        self._averages = GradientAverages(parts, groups, layouts, communicators, early, self._common.early_means)
+        self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -132,8 +130,8 @@ class Runner:
 
     def renew(self) -> None:
         """Find weights and state anew at the next step: they may have other memory now."""
-        for memory in self._memories:
-            memory.renew()
+        for step in self._steps:
+            step.renew()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
@@ -217,16 +215,16 @@ class Runner:
             return
         run_overlapping([step.run(go) for step in travelling], schedule, partial(_run_alone, alone, go))
 
-    def _new_memory(self, bucket: Bucket) -> DeviceMemory:
-        if bucket.sharding is not None:
+    def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
+        if isinstance(bucket, Divided):
             params = self.groups[bucket.group].params
-            return ShardedMemory(bucket, params, self._rows.table_of(params[bucket.sharding.parts[0].index]))
-        return DeviceMemory() if bucket.travel is None else TravelMemory()
-
-    def _new_step(self, number: int, bucket: Bucket, memory: DeviceMemory) -> BucketStep:
-        if bucket.sharding is not None:
-            return ShardedStep(number, bucket, memory, self._common, averages=self._averages)
-        return (LocalStep if bucket.travel is None else TravelStep)(number, bucket, memory, self._common)
+            memory = DividedMemory(bucket, params, self._rows.table_of(params[bucket.parts[0].index]))
+            if isinstance(bucket, DividedMatrices):
+                return DividedMatricesStep(number, bucket, memory, self._common)
+            return DividedStep(number, bucket, memory, self._common)
+        if isinstance(bucket, Gathered):
+            return GatheredStep(number, bucket, GatheredMemory(bucket), self._common)
+        return LocalStep(number, bucket, DeviceMemory(), self._common)
 
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""

@@ -30,7 +30,7 @@ from quintic.optim.comms.collectives import (
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.names import known_as
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Bucket, Sharding
+from quintic.optim.plan.bucket import Bucket, DividedTable
 from quintic.optim.plan.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
 from quintic.optim.step.operands import dense_gradient
@@ -45,15 +45,14 @@ class Table:
         name: of the parameter.
         param: the parameter.
         group: position of its group.
-        sharding: of its bucket.
+        bucket: its own.
     """
 
-    def __init__(self, name: str, param: Tensor, group: int, sharding: Sharding) -> None:
-        assert sharding.rows is not None
+    def __init__(self, name: str, param: Tensor, group: int, bucket: DividedTable) -> None:
         self.name, self.param, self.group = name, param, group
         self.device = param.device
-        self.ranks, self.position = sharding.ranks, sharding.position
-        self.division: RowDivision = sharding.rows
+        self.ranks, self.position = bucket.ranks, bucket.position
+        self.division: RowDivision = bucket.rows
         self.is_complete = False
         """Whether everything has been announced that will be."""
         self.is_sent = False
@@ -223,7 +222,7 @@ class Table:
         return self._known_counts
 
 
-def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[], Tensor]:
+def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
     """Send touched rows to their owners; the function returned waits for the mean of this rank's entries.
 
     Args:
@@ -240,7 +239,7 @@ def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup
     pending = start_all_to_all(send, sends, receives, process_group)
     places = table.places()
     table.start_check(gradient, process_group)
-    return lambda: mean_of_rows(pending.wait().view(-1, row_size), places, bucket.kernels).view(-1)
+    return lambda _: mean_of_rows(pending.wait().view(-1, row_size), places, bucket.kernels).view(-1)
 
 
 class AnnouncedRows:
@@ -260,13 +259,13 @@ class AnnouncedRows:
         """Find the tables of a new plan; those known before keep what was announced."""
         found: dict[tuple[int, int], Table] = {}
         for bucket in buckets:
-            if bucket.sharding is not None and bucket.sharding.rows is not None:
-                part = bucket.sharding.parts[0]
+            if isinstance(bucket, DividedTable):
+                part = bucket.parts[0]
                 param = groups[bucket.group].params[part.index]
                 table = self.tables.get(param)
-                known = (bucket.sharding.rows, bucket.sharding.ranks, bucket.device)
+                known = (bucket.rows, bucket.ranks, bucket.device)
                 if table is None or (table.division, table.ranks, table.device) != known:
-                    table = Table(part.name, param, bucket.group, bucket.sharding)
+                    table = Table(part.name, param, bucket.group, bucket)
                 found[bucket.group, part.index] = table
         self.tables = {table.param: table for _, table in sorted(found.items())}
 

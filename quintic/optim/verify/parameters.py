@@ -17,7 +17,7 @@ from quintic.optim.layout.layouts import Layout, intersection, numel_of, relativ
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.muon import Muon
 from quintic.optim.state.parts import CUT_KEYS, divided_state
-from quintic.optim.state.sharded_state import Divided, divided_parameters
+from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averages.early_averages import OfGroup
 
@@ -35,7 +35,7 @@ class Parameter:
     """None where this rank has all there is."""
     process_group: ProcessGroup | None
     """Of the layout's ranks."""
-    divided: Divided | None = None
+    divided: DividedState | None = None
     """Which parts of the state are whose; None where state lies as the parameter does."""
     early: OfGroup | None = None
     """The average of its gradients, where it was made before the step."""

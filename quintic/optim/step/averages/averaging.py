@@ -1,25 +1,22 @@
-"""Averages of gradients that differ among ranks: of whole tensors in place, or on the way to those who own a part.
+"""Averages of gradients that differ among ranks: each entry has an owner, who averages it and may give it back to all.
 
 Averages are sums in the order of the ranks, in float32, divided and rounded once: the same on all ranks and in every
-layout, whatever a library's own reduction would do. All entries travel once to the rank that adds them up, as in a
-reduce-scatter, and `"replicated"` sends the sums back, as in an all-gather.
+layout, whatever a library's own reduction would do. Gradients travel to the owners as in a reduce-scatter; where state
+is divided, owners step their entries and send back weights; with `comms="replicated"` they send back the averages.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.channels import Channel, Route
 from quintic.optim.layout.packing import Packing, Run, in_memory_order
-from quintic.optim.plan.schedule import run_overlapping
 from quintic.optim.rules.means import mean_of_ranks
 
-__all__ = [
-    "Averaging",
-]
+__all__ = ["Averaging", "Entries", "evenly_divided", "messages_of"]
 
 # Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
 _LEAST_ALONE = 2**24
@@ -27,123 +24,163 @@ _LEAST_ALONE = 2**24
 # Entries that travel together, at most: while some are added up, others are under way.
 _MOST_TOGETHER = 2**25
 
-
-class _Message(NamedTuple):
-    """Tensors that travel together."""
-
-    numbers: list[int]
-    numel: int
-    route: Route
-    """Of the parts that ranks add up, to these."""
-    packing: Packing | None
-    """None for a single tensor, which travels from where it is and back."""
+Entries = tuple[int, int, int]
+"""Which tensor, and the half-open range of its entries in the order of memory."""
 
 
 class Averaging:
-    """Replaces tensors by their means over ranks, the same bits on all of them.
+    """One message of gradients to the owners of their entries, and one of what owners have to all ranks.
 
     Args:
-        tensors: examples of one dtype and device: dense, with the shapes of those to come.
-        num_ranks: how many ranks average.
-        position: of this rank among them.
+        owned: for each rank the entries that it owns, of tensors that are dense.
+        position: of this rank.
+        dtype: of messages.
+        device: of the tensors.
         kernels: implementation.
-        max_workspace_bytes: bound of what is under way at a time (a single tensor may exceed it); None for none.
-        elsewhere: whether what is received comes into memory that is kept, see `copy_engines.py`.
+        is_direct: whether the entries are one whole tensor, in order: then it travels from where it is, and back.
     """
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
-        num_ranks: int,
+        owned: Sequence[Sequence[Entries]],
         position: int,
+        dtype: torch.dtype,
+        device: torch.device,
         kernels: Kernels,
-        max_workspace_bytes: int | None = None,
         *,
-        elsewhere: bool = False,
+        is_direct: bool = False,
     ) -> None:
-        self._num_ranks, self._position, self._kernels, self._elsewhere = num_ranks, position, kernels, elsewhere
-        self._itemsize, device = tensors[0].itemsize, tensors[0].device
-        limit = _MOST_TOGETHER
-        if max_workspace_bytes is not None:
-            # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
-            limit = max(1, min(limit, max_workspace_bytes // (6 * self._itemsize)))
-        numels = [tensor.numel() for tensor in tensors]
-        alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
-        together = sorted({*range(len(numels))} - {*alone})
+        self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
+        self._position = position
+        self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
+        """Entries that each rank owns."""
+        self.most = max(self.counts)
+        """Entries of the rank that owns most."""
+        counts = self.counts
+        self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
+        self._route = Route(len(counts), position, lambda _, owner: counts[owner])
 
-        def route(numel: int) -> Route:
-            size = -(-numel // num_ranks)
-            return Route(num_ranks, position, lambda _, __: size)
+        def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
+            runs = []
+            for owner in owners:
+                place = starts[owner]
+                for tensor, start, stop in owned[owner]:
+                    runs.append(Run(tensor, start, stop, place))
+                    place += stop - start
+            return Packing(runs, kernels, device)
 
-        self._messages = [_Message([number], numels[number], route(numels[number]), None) for number in alone]
-        for numbers in _chunks(together, numels, limit):
-            sizes = [numels[number] for number in numbers]
-            starts = accumulate(sizes, initial=0)
-            runs = [Run(n, 0, size, start) for n, (size, start) in enumerate(zip(sizes, starts, strict=False))]
-            packing = Packing(runs, kernels, device)
-            self._messages.append(_Message(numbers, sum(sizes), route(sum(sizes)), packing))
+        everybody = range(len(counts))
+        self._to_owners = packing(everybody, list(accumulate(counts, initial=0)))
+        self._of_own = packing([position], [0] * len(counts))
+        self._of_others = packing([rank for rank in everybody if rank != position], [r * self.most for r in everybody])
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes."""
-        sizes = [-(-message.numel // self._num_ranks) for message in self._messages]
-        received = [0 if self._elsewhere else size * self._num_ranks for size in sizes]
-        # What is sent is a copy where tensors travel together, and stays until they are unpacked.
-        found = zip(self._messages, sizes, strict=True)
-        copied = [0 if message.packing is None else size * self._num_ranks for message, size in found]
-        before = [0, *copied]
-        after = [*map(sum, zip(received[1:], copied[1:], strict=True)), 0]
-        under_way = max(map(sum, zip(received, copied, before, after, strict=False)), default=0)
-        # Plain PyTorch's sums.
-        width = 0 if self._kernels == "triton" else max(4, self._itemsize)
-        return under_way * self._itemsize + max(sizes, default=0) * width
-
-    def average_(self, tensors: Sequence[Tensor], channel: Channel) -> None:
-        """Average tensors in place. All ranks of the group must call it.
+    def start_mean(self, gradients: Sequence[Tensor | None], channel: Channel) -> Callable[[Tensor | None], Tensor]:
+        """Send gradients to the owners. All ranks must call it.
 
         Args:
-            tensors: as the examples.
+            gradients: the tensors; None stands for zeros.
             channel: of the ranks.
+
+        Returns:
+            What waits for the mean of this rank's entries, (entries,), and writes it to the tensor given, which is
+            contiguous, or to a new one for None.
         """
-        run_overlapping(
-            [self._average(message, [tensors[n] for n in message.numbers], channel) for message in self._messages]
-        )
-
-    def _average(self, message: _Message, tensors: Sequence[Tensor], channel: Channel) -> Iterator[None]:
-        """Average one message's tensors; yields twice, while a collective is under way."""
-        packing = message.packing
-        if packing is None:
-            flat = in_memory_order(tensors[0])
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        if len(dtypes) > 1:
+            gradients = [None if gradient is None else gradient.to(self._dtype) for gradient in gradients]
+        if self._is_direct and gradients[0] is not None:
+            send = in_memory_order(gradients[0]).to(self._dtype)
         else:
-            size = -(-message.numel // self._num_ranks)
-            flat = tensors[0].new_empty(size * self._num_ranks)
-            flat[message.numel :] = 0
-            packing.pack(tensors, flat)
-        size = flat.numel() // self._num_ranks
-        pending = channel.all_to_all(flat, message.route, own=False)
+            send = torch.empty(sum(self.counts), dtype=self._dtype, device=self._device)
+            self._to_owners.pack(gradients, send)
+        pending = channel.all_to_all(send, self._route, own=False)
+        own = (self._position, send[self._own]) if pending.lacks_own else None
+        del send  # once it has arrived it is not needed
+
+        def finish(out: Tensor | None) -> Tensor:
+            mean = mean_of_ranks(pending.wait().view(len(self.counts), -1), self._kernels, out, own)
+            pending.release()
+            return mean
+
+        return finish
+
+    def start_giving(
+        self, tensors: Sequence[Tensor], channel: Channel, own: Tensor | None = None
+    ) -> Callable[[], None]:
+        """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
+
+        All ranks must call it.
+
+        Args:
+            tensors: changed.
+            channel: of the ranks.
+            own: (`most`,) contiguous: this rank's entries, to be put into the tensors, too; None if they are there.
+        """
+        if self._is_direct:
+            whole = in_memory_order(tensors[0])
+            if min(self.counts) == self.most:
+                pending = channel.all_gather(whole[self._own], out=whole)
+            else:
+                pending = channel.broadcasts(whole, self.counts)
+        elif own is None:
+            values = torch.empty(self.most, dtype=self._dtype, device=self._device)
+            self._of_own.pack(tensors, values)
+            pending = channel.all_gather(values, own=False)
+        else:
+            self._of_own.unpack(own, tensors)
+            pending = channel.all_gather(own, own=False)
+
+        def finish() -> None:
+            received = pending.wait()
+            if not self._is_direct:
+                self._of_others.unpack(received, tensors)
+            pending.release()
+
+        return finish
+
+    def average(self, tensors: Sequence[Tensor], channel: Channel) -> Iterator[None]:
+        """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
+        wait_for_mean = self.start_mean(tensors, channel)
         yield
-        own = flat[self._position * size : (self._position + 1) * size]
-        received = pending.wait().view(self._num_ranks, size)
-        mean_of_ranks(received, self._kernels, out=own, own=(self._position, own) if pending.lacks_own else None)
-        del received
-        pending.release()
-        pending = channel.all_gather(own, out=flat)
+        own = in_memory_order(tensors[0])[self._own] if self._is_direct else tensors[0].new_empty(self.most)
+        wait_for_mean(own[: self.counts[self._position]])
+        del wait_for_mean  # and what was sent
+        wait_for_others = self.start_giving(tensors, channel, own)
         yield
-        pending.wait()
-        pending.release()
-        if packing is not None:
-            packing.unpack(flat, tensors)
+        wait_for_others()
 
 
-def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Yield which tensors travel together."""
+def messages_of(numels: Sequence[int], num_ranks: int, limit: int | None) -> Iterator[tuple[list[int], bool]]:
+    """Yield which whole tensors travel together, and whether it is one alone that travels from where it is.
+
+    Args:
+        numels: entries of the tensors.
+        num_ranks: how many ranks average.
+        limit: entries that may travel together (a single tensor may exceed it); None for any number.
+    """
+    limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
+    alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
+    yield from (([number], True) for number in alone)
     chunk: list[int] = []
     entries = 0
-    for number in numbers:
+    for number in sorted({*range(len(numels))} - {*alone}):
         if chunk and entries + numels[number] > limit:
-            yield chunk
+            yield chunk, False
             chunk, entries = [], 0
         chunk.append(number)
         entries += numels[number]
     if entries:
-        yield chunk
+        yield chunk, False
+
+
+def evenly_divided(numels: Sequence[int], num_ranks: int) -> list[list[Entries]]:
+    """Return the entries that each rank owns of some tensors, one after the other: equally many, the last ones less."""
+    size = -(-sum(numels) // num_ranks)
+    starts = list(accumulate(numels, initial=0))
+
+    def between(first: int, last: int) -> Iterator[Entries]:
+        for number, (start, stop) in enumerate(pairwise(starts)):
+            if max(start, first) < min(stop, last):
+                yield number, max(start, first) - start, min(stop, last) - start
+
+    return [list(between(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Divided
 
-__all__ = ["EarlyAverages", "OfGroup"]
+__all__ = ["EarlyAverages", "EarlyMeans", "OfGroup"]
 
 
 class OfGroup:
@@ -52,26 +52,36 @@ class OfGroup:
         for param in self._params:
             yield param, self.lent[param] if param.grad is None else param.grad
 
-    def of_bucket(self, bucket: Bucket) -> Tensor:
+    def of_bucket(self, bucket: Divided) -> Tensor:
         """Return the averages of the parts of a bucket that this rank owns, one after the other, (entries,)."""
-        assert bucket.sharding is not None
         return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
 
-    def keep_bucket(self, bucket: Bucket, mean: Tensor) -> None:
+    def keep_bucket(self, bucket: Divided, mean: Tensor) -> None:
         """Keep what `of_bucket` then returns."""
         runs = list(self._runs(bucket))
         for run, part in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
             run.copy_(part)
 
-    def _runs(self, bucket: Bucket) -> Iterator[Tensor]:
-        assert bucket.sharding is not None
+    def _runs(self, bucket: Divided) -> Iterator[Tensor]:
         assert self.own is not None
-        for part in bucket.sharding.owned:
+        for part in bucket.own:
             yield self.own[self._params[part.index]][part.offset : part.offset + part.numel]
 
 
 def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
+
+
+class EarlyMeans:
+    """The averages that a step takes as they are, by the position of the parameter group."""
+
+    def __init__(self) -> None:
+        self.of_groups: Mapping[int, OfGroup] = {}
+
+    def of_bucket(self, bucket: Divided) -> Tensor | None:
+        """Return the averages of the parts of a bucket that this rank owns, if they were made before the step."""
+        found = self.of_groups.get(bucket.group)
+        return None if found is None else found.of_bucket(bucket)
 
 
 class EarlyAverages:

@@ -1,5 +1,6 @@
 """When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -14,12 +15,13 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
-from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.schedule import run_overlapping
-from quintic.optim.step.averages.averaging import Averaging
-from quintic.optim.step.averages.divided import ShardedMemory, start_mean
-from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
-from quintic.optim.step.operands import BucketMemory, dense_gradient
+from quintic.optim.plan.bucket import Divided
+from quintic.optim.plan.memory.divided_memory import averaged_entries, averaging_stages
+from quintic.optim.plan.schedule import one_ahead, overlapping_bytes, run_overlapping
+from quintic.optim.step.averages.averaging import Averaging, evenly_divided, messages_of
+from quintic.optim.step.averages.divided_memory import DividedMemory
+from quintic.optim.step.averages.early_averages import EarlyAverages, EarlyMeans, OfGroup
+from quintic.optim.step.operands import dense_gradient
 
 __all__ = ["GradientAverages"]
 
@@ -31,29 +33,25 @@ class GradientAverages:
     divided, buckets average on the way to the owners; here this is done if it must be done before the step.
 
     Args:
-        buckets: of the plan.
-        memories: of the buckets.
+        divided: the buckets with divided state, and what each keeps.
         groups: parameter groups.
         layouts: of their parameters, from `layouts_of`.
         communicators: of the optimizer.
         early: what is averaged before the step; outlives the plan.
+        means: filled with what of it a step takes.
     """
 
     def __init__(
         self,
-        buckets: Iterable[Bucket],
-        memories: Sequence[BucketMemory],
+        divided: Sequence[tuple[Divided, DividedMemory]],
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         early: EarlyAverages,
+        means: EarlyMeans,
     ) -> None:
         self._groups, self._communicators, self._early = groups, communicators, early
-        self._sharded = [
-            (bucket, memory)
-            for bucket, memory in zip(buckets, memories, strict=True)
-            if isinstance(memory, ShardedMemory)
-        ]
+        self._divided, self._means = divided, means
         self._ranks = {
             number: ranks_of(found)
             for number, (group, found) in enumerate(zip(groups, layouts, strict=True))
@@ -62,22 +60,18 @@ class GradientAverages:
         """Of the groups whose gradients differ among ranks."""
         self._lent: list[Tensor] = []
         """Parameters that have a gradient only until the step is over, because other ranks have one."""
-        self._of_step: Mapping[int, OfGroup] = {}
-        self._averagings: dict[object, Averaging] = {}
+        self._averagings: dict[object, list[tuple[Averaging, list[int]]]] = {}
+        self.workspace_bytes = 0
+        """Upper bound of the temporary bytes of averaging whole gradients."""
         for number in self._ranks:
             if groups[number].comms == "replicated":
                 # Most gradients have the dtype of their parameter.
-                self._averagings_of(number, groups[number].params)
+                deque(self._averagings_of(number, groups[number].params), maxlen=0)
 
     @property
     def is_needed(self) -> bool:
         """Whether there are gradients to average."""
         return bool(self._ranks)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Return an upper bound of the temporary bytes of averaging whole gradients."""
-        return max((found.workspace_bytes for found in self._averagings.values()), default=0)
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
@@ -89,27 +83,22 @@ class GradientAverages:
         Raises:
             ValueError: a gradient is sparse.
         """
-        self._of_step = self._early.fresh()
+        self._means.of_groups = of_step = self._early.fresh()
         try:
             for number in self._ranks:
                 if self._groups[number].comms != "replicated" or pending_steps[number]:
                     continue
-                if number not in self._of_step:
+                if number not in of_step:
                     self._average(number)
                     continue
-                for param, average in self._of_step[number].lent.items():
+                for param, average in of_step[number].lent.items():
                     param.grad = average
                     self._lent.append(param)
             yield
         finally:
             self._take_back()
-            self._of_step = {}
+            self._means.of_groups = {}
         self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
-
-    def of_bucket(self, bucket: Bucket) -> Tensor | None:
-        """Return the averages of the parts of a bucket that this rank owns, if they were made before the step."""
-        found = self._of_step.get(bucket.group)
-        return None if found is None else found.of_bucket(bucket)
 
     def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average gradients before the next step, see `Runner.average_early`."""
@@ -127,9 +116,9 @@ class GradientAverages:
                     self._take_back()
                 found[number] = OfGroup(params, lent)
                 continue
-            buckets = [(bucket, memory) for bucket, memory in self._sharded if bucket.group == number]
+            buckets = [(bucket, memory) for bucket, memory in self._divided if bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(memory.sharding.owned for _, memory in buckets):
+            for part in chain.from_iterable(bucket.own for bucket, _ in buckets):
                 numels[part.index] += part.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
             found[number] = OfGroup(params, {}, own)
@@ -137,11 +126,12 @@ class GradientAverages:
         self._early.keep(found)
         return {number: found[number] for number in due}
 
-    def _average_bucket(self, bucket: Bucket, memory: ShardedMemory, averages: OfGroup) -> Iterator[None]:
-        channel = self._channel(bucket.group, memory.sharding.ranks, bucket.device)
-        wait_for_mean = start_mean(bucket, memory, memory.local_operands(), channel)
+    def _average_bucket(self, bucket: Divided, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
+        channel = self._channel(bucket.group, bucket.ranks, bucket.device)
+        gradients = memory.local_gradients(memory.local_operands())
+        wait_for_mean = memory.averaging.start_mean(gradients, channel)
         yield
-        mean = wait_for_mean()
+        mean = wait_for_mean(None)
         del wait_for_mean  # and what was sent
         averages.keep_bucket(bucket, mean)
         yield
@@ -162,29 +152,35 @@ class GradientAverages:
                 param.grad = dense
             gradients.append(dense)
         channel = self._channel(number, self._ranks[number], gradients[0].device)
-        for averaging, indices in self._averagings_of(number, gradients):
-            averaging.average_([gradients[index] for index in indices], channel)
+        for of_dtype in self._averagings_of(number, gradients):
+            run_overlapping(
+                [averaging.average([gradients[n] for n in indices], channel) for averaging, indices in of_dtype]
+            )
 
-    def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> list[tuple[Averaging, list[int]]]:
-        """Return what averages a group's gradients, and which of them; `tensors` are like these, one per parameter."""
-        group, ranks = self._groups[number], self._ranks[number]
+    def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> Iterator[list[tuple[Averaging, list[int]]]]:
+        """Yield by dtype what averages a group's gradients, and which; `tensors` are like these, one per parameter."""
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
             together.setdefault((tensor.dtype, tensor.device), []).append(index)
-        found = []
-        for (dtype, _), indices in together.items():
+        for (dtype, device), indices in together.items():
             key = number, dtype, tuple(indices)
             if key not in self._averagings:
-                alike = [tensors[index] for index in indices]
-                self._averagings[key] = Averaging(
-                    alike,
-                    len(ranks),
-                    ranks.index(this_rank()),
-                    choose_kernels(group.kernels, alike[0]),
-                    group.max_workspace_bytes,
-                    elsewhere=group.transport == "copy_engines",
-                )
-            found.append((self._averagings[key], indices))
+                self._averagings[key] = self._new_averagings(number, indices, dtype, device)
+            yield self._averagings[key]
+
+    def _new_averagings(
+        self, number: int, indices: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> list[tuple[Averaging, list[int]]]:
+        group, ranks = self._groups[number], self._ranks[number]
+        kernels, position = choose_kernels(group.kernels, group.params[indices[0]]), ranks.index(this_rank())
+        numels = [group.params[index].numel() for index in indices]
+        found, stages, copies = [], [], group.transport == "copy_engines"
+        for places, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
+            owned = evenly_divided([numels[place] for place in places], len(ranks))
+            averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
+            found.append((averaging, [indices[place] for place in places]))
+            stages.append(averaging_stages(averaging.counts, dtype, kernels, is_direct=is_direct, copies=copies))
+        self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
         return found
 
     def _take_back(self) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.plan.bucket import Bucket
+from quintic.optim.plan.bucket import Bucket, Divided
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.state.parts import state_of_part
 from quintic.optim.state.placement import planned_state
-from quintic.optim.state.sharded_state import Divided, divided_parameters
+from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.step.device_passes import DeviceMemory
 from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
 from quintic.optim.step.offload.transfers import Copies, Loan, Ring, copies_for
@@ -94,10 +94,10 @@ class Offload:
                 )
             first, last = _stages(bucket)
             if stage == first:
-                if bucket.sharding is None:
-                    hosted.prepare(active.members, active.params, active.states)
-                else:
+                if isinstance(bucket, Divided):
                     hosted.prepare(bucket.members, None, self._states(bucket))
+                else:
+                    hosted.prepare(active.members, active.params, active.states)
                 sequences.setdefault((bucket.device, 0), []).extend(hosted.directions)
             if stage == last:
                 sequences.setdefault((bucket.device, 1), []).extend(hosted.weights)
@@ -172,14 +172,14 @@ class Offload:
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
     """Return what this rank has of the state of each member of a bucket."""
-    if bucket.sharding is None:
-        found = [state[params[member.index]] for member in bucket.members]
-        return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in found]
-    owned = [(part, params[part.index]) for part in bucket.sharding.owned]
-    return [state_of_part(state[param], part, param) for part, param in owned]
+    if isinstance(bucket, Divided):
+        owned = [(part, params[part.index]) for part in bucket.own]
+        return [state_of_part(state[param], part, param) for part, param in owned]
+    found = [state[params[member.index]] for member in bucket.members]
+    return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in found]
 
 
-def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, Divided]) -> Offloaded:
+def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, DividedState]) -> Offloaded:
     """Return how much state of a bucket is in host memory; there need be none yet."""
     params = group.params
     members = [local_tensor(params[member.index]) for member in bucket.members]
@@ -193,6 +193,6 @@ def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, Divided]) -> Of
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
     """Return in which of its stages a bucket makes directions, and in which it steps weights."""
-    if bucket.sharding is not None:
+    if isinstance(bucket, Divided):
         return 1, 1
     return (0, 2) if bucket.travels else (None, None)

@@ -21,16 +21,16 @@ from quintic.optim.comms.replicas import speed_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
-from quintic.optim.plan.bucket import Bucket, Travel, TravellingUnit
+from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
 from quintic.optim.plan.exchange import Cargo, Exchange
 from quintic.optim.plan.members import Kind, Member, direction_dtype, form_of, update_dtype
-from quintic.optim.plan.memory.travel_memory import Key, different_positions, piece_entries, stages_of
+from quintic.optim.plan.memory.gathered_memory import Key, different_positions, piece_entries, stages_of
 from quintic.optim.plan.memory.workspace import width_of
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.state.owners import assign_owners, balance, loads_of, shape_cost
 
-__all__ = ["SharedBucket", "kinds_of", "shared_buckets", "travelling_buckets"]
+__all__ = ["SharedBucket", "gathered_buckets", "kinds_of", "shared_buckets"]
 
 
 # How much more than a single unit's memory buckets may take where that alone exceeds the workspace.
@@ -40,7 +40,7 @@ _TOLERANCE = 1.25
 class _Share(NamedTuple):
     """A unit on its way into a bucket."""
 
-    unit: TravellingUnit
+    unit: ParameterUnit
     key: tuple[Any, ...]
     ranks: tuple[int, ...]
     holders: tuple[int, ...]
@@ -54,7 +54,7 @@ class SharedBucket:
     key: Key
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
-    units: tuple[TravellingUnit, ...]
+    units: tuple[ParameterUnit, ...]
     """In the order of their owners."""
     exchange: Exchange
     """As the first rank sees it; `replace(exchange, position=...)` is another's."""
@@ -88,10 +88,6 @@ class SharedBucket:
             seconds += flops / speed_of(self.key.device.type, self.key.dtype if form is None else form.compute_dtype)
         return seconds
 
-    def workspace_bytes(self, exchange: Exchange) -> int:
-        """Return an upper bound of the temporary bytes on a rank, with no other bucket under way."""
-        return self.stages(exchange).most
-
     @cached_property
     def most(self) -> Stages:
         """Return the most temporary bytes of any rank on any device of the type, by stage."""
@@ -116,7 +112,7 @@ def shared_buckets(
             if layout is not None:
                 shares += _shares(number, group, index, layout)
     owners = _owners(shares)
-    together: dict[Key, list[tuple[int, TravellingUnit]]] = {}
+    together: dict[Key, list[tuple[int, ParameterUnit]]] = {}
     for share, owner in zip(shares, owners, strict=True):
         together.setdefault(Key(*share.key), []).append((owner, share.unit))
     buckets: list[SharedBucket] = []
@@ -148,7 +144,7 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
             group.transport == "copy_engines",
         )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
-        yield _Share(TravellingUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
+        yield _Share(ParameterUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
 
 
 class _Cut(NamedTuple):
@@ -223,9 +219,9 @@ def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
     return max(found, default=1.0)
 
 
-def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, TravellingUnit]]) -> Iterator[SharedBucket]:
+def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, ParameterUnit]]) -> Iterator[SharedBucket]:
     kinds = kinds_of(key.view, key.shape, group, key.dtype, key.device)
-    per_owner: list[list[TravellingUnit]] = [[] for _ in key.ranks]
+    per_owner: list[list[ParameterUnit]] = [[] for _ in key.ranks]
     for owner, unit in units:
         per_owner[owner].append(unit)
 
@@ -245,13 +241,13 @@ def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, Travellin
                 )
 
 
-def travelling_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Bucket]:
+def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], rank: int) -> Iterator[Gathered]:
     """Yield a rank's part in a bucket, or nothing where it has none."""
     key, kinds = shared.key, shared.kinds
     exchange = replace(shared.exchange, position=key.ranks.index(rank))
     if exchange.is_local and not exchange.num_owned:
         return
-    yield Bucket(
+    yield Gathered(
         algorithm="muon",
         group=key.group,
         members=tuple(_members(shared.units, exchange, layouts, rank)),
@@ -262,15 +258,15 @@ def travelling_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], r
         form=kinds[0].form,
         numel=math.prod(key.shape) * len(shared.units),
         flops=exchange.num_owned * shared.unit_flops,
-        workspace_bytes=shared.workspace_bytes(exchange),
-        stages=None if exchange.is_local else shared.stages(exchange),
-        shared_stages=None if exchange.is_local else shared.most,
-        travel=Travel(exchange, shared.units, key.view, kinds),
+        stages=shared.stages(exchange),
+        shared_stages=shared.most,
+        units=Units(key.shape, key.view, kinds, shared.units, exchange.owned),
+        exchange=exchange,
     )
 
 
 def _members(
-    units: Iterable[TravellingUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
+    units: Iterable[ParameterUnit], exchange: Exchange, layouts: Sequence[Layout | None], rank: int
 ) -> Iterator[Member]:
     """Yield this rank's pieces, one of each unit, or none."""
     if exchange.piece is None:

@@ -28,7 +28,7 @@ def needed(count, num_ranks):
 
 def counts_of(count, num_ranks, budget, **options):
     """For each bucket how many matrices each rank owns."""
-    return [of_ranks[0].travel.exchange.counts for of_ranks in buckets_of(count, num_ranks, budget, **options)]
+    return [of_ranks[0].exchange.counts for of_ranks in buckets_of(count, num_ranks, budget, **options)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6, 16])

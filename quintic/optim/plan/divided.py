@@ -9,32 +9,34 @@ Who owns what stands in `parts.py`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import Unit, View
-from quintic.optim.plan.bucket import Bucket, Sharding, Travel, TravellingUnit
-from quintic.optim.plan.exchange import Exchange
+from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, ParameterUnit, Units
+from quintic.optim.plan.gathered import kinds_of
 from quintic.optim.plan.members import Member
-from quintic.optim.plan.memory.sharded_memory import stages_of_parts
+from quintic.optim.plan.memory.divided_memory import stages_of_parts
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_division import RowDivision, divided_rows
-from quintic.optim.plan.travel import kinds_of
+from quintic.optim.plan.schedule import NO_STAGES
 from quintic.optim.state.parts import Part, parts_of
 
-__all__ = ["sharded_buckets"]
+__all__ = ["divided_buckets"]
 
+_B = TypeVar("_B", bound=Divided)
 
 # A parameter with at least so many entries travels from where it is, and back: nothing is packed.
 _LEAST_ALONE = 2**20
 
 
-def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Bucket]:
+def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Divided]:
     """Yield the buckets of a group whose state is divided, the same on all ranks.
 
     Args:
@@ -60,9 +62,31 @@ def sharded_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     for (kind, dtype, device, kernels, alone), found in together.items():
         chunks = [found] if alone is not None else _chunks(found, group, len(ranks), dtype)
         for parts in chunks:
-            rows = None if alone is None else divisions.get(alone)
-            sharding = Sharding(ranks, ranks.index(rank), tuple(parts), alone is not None, rows)
-            yield _bucket(number, group, sharding, kind, dtype, device, kernels)
+            own = [part for part in parts if ranks[part.owner] == rank]
+            bucket = Divided(
+                algorithm=group.algorithm,
+                group=number,
+                members=tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
+                shape=None,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                form=None,
+                numel=sum(part.numel for part in parts),
+                flops=0,
+                stages=NO_STAGES,
+                shared_stages=NO_STAGES,
+                ranks=ranks,
+                position=ranks.index(rank),
+                parts=tuple(parts),
+                is_direct=alone is not None,
+            )
+            if kind is not None:
+                bucket = _of_matrices(bucket, group, *kind)
+            elif alone in divisions:
+                bucket = _with(bucket, DividedTable, rows=divisions[alone])
+            of_all, of_this = stages_of_parts(bucket, group, anywhere=True), stages_of_parts(bucket, group)
+            yield replace(bucket, stages=of_this, shared_stages=of_all)
 
 
 def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
@@ -109,57 +133,26 @@ def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dt
         yield sorted(chunk, key=lambda part: part.owner)
 
 
-def _bucket(
-    number: int,
-    group: Group,
-    sharding: Sharding,
-    kind: tuple[tuple[int, ...], View] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-) -> Bucket:
-    ranks, parts = sharding.ranks, sharding.parts
-    members = tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in sharding.owned)
-    travel, flops = None, 0
-    if kind is not None:
-        shape, view = kind
-        whole = tuple((0, size) for size in shape)
-        counts = tuple(sum(part.owner == owner for part in parts) for owner in range(len(ranks)))
-        copies = tuple(range(len(ranks)))
-        exchange = Exchange(ranks, sharding.position, shape, (whole,) * len(ranks), copies, counts)
-        kinds = kinds_of(view, shape, group, dtype, device)
-        units = tuple(
-            TravellingUnit(p.name, p.index, p.unit, _first_matrices(p.unit, group, p.index))
-            for p in parts
-            if p.unit is not None
-        )
-        travel = Travel(exchange, units, view, kinds)
-        flops = exchange.num_owned * sum(k.form.flops(*k.shape) for k in kinds if k.form is not None)
-    # Touched rows travel in collectives. What all ranks agree on bounds messages, too.
-    elsewhere = group.transport == "copy_engines" and sharding.rows is None
-    stages, shared_stages = (
-        stages_of_parts(
-            sharding, travel, group, dtype, device, kernels, anywhere=anywhere, elsewhere=elsewhere and not anywhere
-        )
-        for anywhere in (False, True)
+def _of_matrices(bucket: Divided, group: Group, shape: tuple[int, ...], view: View) -> DividedMatrices:
+    kinds = kinds_of(view, shape, group, bucket.dtype, bucket.device)
+    everywhere = tuple(
+        ParameterUnit(part.name, part.index, part.unit, _first_matrices(part.unit, group, part.index))
+        for part in bucket.parts
+        if part.unit is not None
     )
-    return Bucket(
-        algorithm=group.algorithm,
-        group=number,
-        members=members,
-        shape=None if travel is None else travel.kinds[0].shape,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        form=None if travel is None else travel.kinds[0].form,
-        numel=sum(part.numel for part in parts),
-        flops=flops,
-        workspace_bytes=stages.working,
-        stages=stages,
-        shared_stages=shared_stages,
-        travel=travel,
-        sharding=sharding,
+    return _with(
+        bucket,
+        DividedMatrices,
+        shape=kinds[0].shape,
+        form=kinds[0].form,
+        flops=len(bucket.own) * sum(kind.form.flops(*kind.shape) for kind in kinds if kind.form is not None),
+        units=Units(shape, view, kinds, everywhere, bucket.owned),
     )
+
+
+def _with(bucket: Divided, kind: type[_B], **more: Any) -> _B:
+    """Return a bucket of another kind that has what this one has, and more."""
+    return kind(**{field.name: getattr(bucket, field.name) for field in fields(bucket)} | more)
 
 
 def _first_matrices(unit: Unit, group: Group, index: int) -> tuple[int, ...]:

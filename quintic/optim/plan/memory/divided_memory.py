@@ -1,0 +1,135 @@
+"""What a bucket with divided state allocates, stage by stage: upper bounds in bytes over all ranks.
+
+The moments are those of `sharded_step.py`: gradients sent and received, their mean, the step of this rank's parts with
+it, and weights sent and received.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from quintic.kernels.dispatch import Kernels
+from quintic.optim.groups.options import Group
+from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable
+from quintic.optim.plan.members import ADAMW_BYTES, adamw_entries, direction_dtype
+from quintic.optim.plan.memory.workspace import (
+    Matrices,
+    applied_bytes,
+    directions_bytes,
+    factor_bytes,
+    factors_of_pieces_bytes,
+    units_work,
+)
+from quintic.optim.plan.row_division import MARK_BYTES
+from quintic.optim.plan.schedule import Stages
+from quintic.optim.state.parts import Part
+
+__all__ = ["averaged_entries", "averaging_stages", "stages_of_parts"]
+
+
+def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) -> Stages:
+    """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead.
+
+    Args:
+        bucket: its stages do not count.
+        group: its parameter group.
+        anywhere: bound them for any device of the type, see `Matrices`, and with messages in temporary memory.
+    """
+    dtype, kernels = bucket.dtype, bucket.kernels
+    copies = group.transport == "copy_engines"
+    # What is received comes into memory that is kept, see `copy_engines.py`; touched rows travel in collectives.
+    elsewhere = copies and not isinstance(bucket, DividedTable) and not anywhere
+    if isinstance(bucket, DividedMatrices):
+        in_order = all(group.params[part.index].is_contiguous() for part in bucket.parts)
+        normalizes, narrow = group.normalize is not None, group.state_dtype is not None
+        of = Matrices(dtype, bucket.device, kernels, normalizes, anywhere, narrow)
+        work = _matrices_bytes(bucket, of, in_order)
+    else:
+        work = 0 if kernels == "triton" else _adamw_bytes(bucket.parts, group)
+    marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, DividedTable) else 0
+    stages = _averaging(
+        bucket.entries, dtype, kernels, is_direct=bucket.is_direct, copies=copies, elsewhere=elsewhere, work=work
+    )
+    # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
+    return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
+
+
+def averaging_stages(
+    entries: Sequence[int], dtype: torch.dtype, kernels: Kernels, *, is_direct: bool, copies: bool
+) -> Stages:
+    """Return upper bounds of the temporary bytes of averaging whole gradients, see `Averaging.average`.
+
+    Args:
+        entries: of each rank.
+        dtype: of the gradients.
+        kernels: implementation.
+        is_direct: whether a gradient travels from where it is.
+        copies: whether messages travel by copy engines, into memory that is kept.
+    """
+    return _averaging(entries, dtype, kernels, is_direct=is_direct, copies=copies, elsewhere=copies, is_in_place=True)
+
+
+def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
+    """Return how many entries of whole gradients may travel together; None for any number."""
+    # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
+    budget = group.max_workspace_bytes
+    return None if budget is None else max(1, budget // (6 * dtype.itemsize))
+
+
+def _averaging(
+    entries: Sequence[int],
+    dtype: torch.dtype,
+    kernels: Kernels,
+    *,
+    is_direct: bool,
+    copies: bool,
+    elsewhere: bool,
+    work: int = 0,
+    is_in_place: bool = False,
+) -> Stages:
+    """Return upper bounds for a message to owners, their work on what they have of it, and a message back.
+
+    Args:
+        entries: of each rank.
+        dtype: of messages.
+        kernels: implementation.
+        is_direct: whether one tensor travels from where it is, and back.
+        copies: whether messages travel by copy engines: these leave a rank's own entries where they were sent from.
+        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
+        work: what owners need besides the mean.
+        is_in_place: whether the mean of a direct message is written to the tensor.
+    """
+    most, width = max(entries), dtype.itemsize
+    received, mean = 0 if elsewhere else len(entries) * most * width, most * width
+    sums = most * max(width, 4) if kernels == "torch" else 0
+    sent = 0 if is_direct else sum(entries) * width
+    # Collectives receive direct messages where they belong.
+    own, weights = (sent, received) if copies else (0, 0)
+    return Stages(
+        gathering=sent + received,
+        computing=max(received + sums + own, work) + (0 if is_direct and is_in_place else mean),
+        updates=0,
+        scattering=weights if is_direct else mean + received,
+    )
+
+
+def _matrices_bytes(bucket: DividedMatrices, of: Matrices, in_order: bool) -> int:
+    """Return an upper bound of what the step of matrices allocates on any rank, given their gradients."""
+    shape, view, kinds = bucket.units.shape, bucket.units.view, bucket.units.kinds
+    direction = max((direction_dtype(kind.form, of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
+    most = 0
+    for count in {of_owner.stop - of_owner.start for of_owner in bucket.of_owners}:
+        numel = count * math.prod(shape)
+        held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
+        work = units_work(kinds, view, shape, count, of)
+        factors = sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
+        factors += factors_of_pieces_bytes(kinds, view, shape, shape, count, of)
+        applying = work.kept + factors + applied_bytes(math.prod(shape), of)
+        most = max(most, directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
+    return most
+
+
+def _adamw_bytes(parts: Sequence[Part], group: Group) -> int:
+    largest = max(part.numel for part in parts)
+    return ADAMW_BYTES * min(largest, adamw_entries(group.max_workspace_bytes) or largest)

@@ -1,0 +1,108 @@
+"""Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quintic.optim.plan.bucket import Divided, DividedMatrices
+from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.step.averages.divided_memory import DividedMemory
+from quintic.optim.step.bucket_step import BucketStep, PlanWide
+from quintic.optim.step.operands import Operands
+from quintic.optim.step.sparse_rows import start_mean_of_rows
+from quintic.optim.step.units import UnitsMemory, as_rows, factors_over, orthogonalized_units
+
+__all__ = ["DividedMatricesStep", "DividedStep"]
+
+
+class DividedStep(BucketStep):
+    """Steps a bucket of parts of AdamW parameters, see `BucketStep`."""
+
+    bucket: Divided
+    memory: DividedMemory
+
+    def runs_alone(self, host_go: bool) -> bool:
+        """See `BucketStep`."""
+        return False
+
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, while a message is under way."""
+        bucket, memory, channel = self.bucket, self.memory, self.channel
+        early_mean = self._common.early_means.of_bucket(bucket)
+        table = memory.sparse_table
+        if table is not None and (early_mean is not None or not table.is_sparse()):
+            table = None
+        if table is not None:
+            wait_for_mean = start_mean_of_rows(bucket, table, channel.group)
+        elif early_mean is not None:
+            wait_for_mean = partial(_given, early_mean)
+        else:
+            wait_for_mean = memory.averaging.start_mean(memory.local_gradients(self.active), channel)
+        del early_mean
+        yield
+        gradients = wait_for_mean(None)
+        del wait_for_mean  # and what was sent
+        # The device waits for what ranks agree on: so this comes after the first messages have started.
+        stepped = self.stepped(go, bucket.parts, (part.index for part in bucket.parts))
+        assert stepped is not None
+        if table is not None:
+            stepped = table.guarded(stepped)
+        owned = memory.owned_operands(self.group, self._common.state, gradients)
+        del gradients
+        self._step_parts(owned, stepped)
+        del owned
+        wait_for_weights = memory.averaging.start_giving(memory.params, channel)
+        yield
+        wait_for_weights()
+
+    def _step_parts(self, owned: Operands, stepped: Tensor) -> None:
+        """Step the parts that this rank owns; `stepped` is (parts of all ranks,) int32."""
+        if owned.params:
+            self.step_vectors(owned, stepped[self.bucket.owned])
+        self._count_elsewhere(stepped)
+
+    def _count_elsewhere(self, stepped: Tensor) -> None:
+        """Count the steps of parameters of which only other ranks have state, so that all ranks save the same."""
+        bucket, memory, params, state = self.bucket, self.memory, self.group.params, self._common.state
+        if memory.elsewhere is None:
+            # A parameter's parts may be in several buckets: it is counted with its first one.
+            rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
+            others = [(number, found["step"]) for number, found in rows if not found["exp_avg"].numel()]
+            numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
+            memory.elsewhere = [step for _, step in others], numbers
+        steps, numbers = memory.elsewhere
+        if steps:
+            torch._foreach_add_(steps, list(stepped[numbers].to(steps[0].dtype).unbind()))
+
+
+class DividedMatricesStep(DividedStep):
+    """Steps a bucket of parts that are units of matrices."""
+
+    bucket: DividedMatrices
+
+    def __init__(self, number: int, bucket: DividedMatrices, memory: DividedMemory, common: PlanWide) -> None:
+        super().__init__(number, bucket, memory, common)
+        self._units = UnitsMemory(bucket)
+
+    def renew(self) -> None:
+        """See `BucketStep`."""
+        super().renew()
+        self._units.renew()
+
+    def _step_parts(self, owned: Operands, stepped: Tensor) -> None:
+        bucket, group, units = self.bucket, self.group, self._units
+        if not owned.params:
+            return
+        passes = self.passes(owned, stepped[bucket.owned])
+        directions = passes.directions().contiguous().view(len(owned.params), *bucket.units.shape)
+        scales = units.scales_of_units(bucket, group)
+        updates, factors = orthogonalized_units(
+            bucket, group, units, self._common.state, directions, scales, stepped, self.observer()
+        )
+        passes.apply(as_rows(updates), factors_over(factors, bucket.units, None))
+
+
+def _given(mean: Tensor, _: Tensor | None) -> Tensor:
+    return mean

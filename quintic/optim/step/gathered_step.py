@@ -1,0 +1,124 @@
+"""Runs a bucket whose matrices lie on several ranks, in three parts with a collective under way between them.
+
+    1. momentum and directions of this rank's pieces      -> they start for the owners
+    2. the owner orthogonalises, and advances the neurons  -> updates, and factors, start for the pieces
+    3. weights of this rank's pieces
+
+`run_overlapping` of `schedule.py` lets buckets overtake each other's waiting: while one is orthogonalised, the next is
+being gathered and the one before scattered.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.channels import Channel
+from quintic.optim.groups.options import Group
+from quintic.optim.plan.bucket import Gathered
+from quintic.optim.plan.members import direction_dtype
+from quintic.optim.step.bucket_step import BucketStep
+from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.units import UnitsMemory, as_rows, factors_of_units, factors_over, orthogonalized_units
+
+__all__ = ["GatheredMemory", "GatheredStep", "Neurons"]
+
+
+class GatheredMemory(UnitsMemory):
+    """What a bucket whose matrices come to owners keeps between steps, besides state."""
+
+    def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
+        """Return all members, whatever this rank has: a gradient that is missing stands as zeros."""
+        rows = list(zip(everything.members, everything.params, gradients, strict=True))
+        whole = [torch.zeros_like(param) if gradient is None else gradient for _, param, gradient in rows]
+        missing = tuple(member.index for member, _, gradient in rows if gradient is None)
+        return everything.present(whole)._replace(missing=missing)
+
+
+class GatheredStep(BucketStep):
+    """Steps a bucket whose matrices come to owners, see `BucketStep`."""
+
+    bucket: Gathered
+    memory: GatheredMemory
+
+    def runs_alone(self, host_go: bool) -> bool:
+        """See `BucketStep`: nothing travels where owners hold their units whole."""
+        return not self.bucket.travels and (host_go or self.group.on_nonfinite == "propagate")
+
+    def run(self, go: Tensor | None) -> Iterator[None]:
+        """Step the bucket; yields twice, while a message is under way."""
+        bucket, group, memory, active = self.bucket, self.group, self.memory, self.active
+        units, exchange, channel, state = bucket.units, bucket.exchange, self.channel, self._common.state
+        stepped = self.stepped(go, units.everywhere, (unit.index for unit in units.everywhere))
+        passes = self.passes(active, stepped) if active.params else None
+        pieces = _empty_pieces(bucket) if passes is None else passes.directions()
+        gathered = exchange.gather(pieces.contiguous(), channel)
+        del pieces
+        yield
+        scales = memory.scales_of_units(bucket, group)
+        updates, factors = orthogonalized_units(
+            bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer()
+        )
+        scattered = exchange.scatter(updates, channel)
+        gathered.release()
+        neurons = Neurons(bucket, group, memory, state, factors, channel) if group.normalize is not None else None
+        del updates, factors
+        yield
+        received = exchange.pieces_of(scattered.wait())
+        if neurons is None:
+            factors = [scales[:, number].view(-1, 1, 1) for number in range(len(units.kinds))]
+        else:
+            factors = neurons.wait()
+        if passes is not None:
+            passes.apply(as_rows(received), factors_over(factors, units, exchange.piece))
+        scattered.release()
+        if neurons is not None:
+            neurons.release()
+
+
+class Neurons:
+    """Factors and second moments of NorMuon on their way from the owners to everybody, started by construction.
+
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        memory: the bucket's own.
+        state: of all parameters.
+        factors: of the units that this rank owns, for each kind.
+        channel: of the bucket's ranks.
+    """
+
+    def __init__(
+        self,
+        bucket: Gathered,
+        group: Group,
+        memory: GatheredMemory,
+        state: State,
+        factors: Sequence[Tensor],
+        channel: Channel,
+    ) -> None:
+        self._units, self._exchange = bucket.units, bucket.exchange
+        self._moments, self._packing = memory.moments_of_units(group, state), memory.moments_packing()
+        vectors = [found.flatten(1) for found in factors]
+        # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
+        for of_kind, found in zip(self._moments, factors, strict=True):
+            own = of_kind[self._units.owned]
+            mine = torch.cat(own).flatten(1) if own else found.flatten(1)
+            vectors.append(mine.to(found.dtype))
+        self._pending = self._exchange.all_gather(torch.cat(vectors, dim=1), channel)
+
+    def wait(self) -> list[Tensor]:
+        """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
+        vectors = self._exchange.in_order(self._pending.wait())
+        if not self._exchange.is_local:
+            self._packing.unpack(vectors.view(-1), [moment for of_kind in self._moments for moment in of_kind])
+        return factors_of_units(vectors.chunk(2, dim=1)[0], self._units)
+
+    def release(self) -> None:
+        """Give back the memory of the factors."""
+        self._pending.release()
+
+
+def _empty_pieces(bucket: Gathered) -> Tensor:
+    shape = (bucket.exchange.num_units, 0)
+    return torch.empty(shape, dtype=direction_dtype(bucket.form, bucket.dtype), device=bucket.device)

@@ -1,0 +1,205 @@
+"""The owner's work on units: they came in pieces (`gathered_step.py`), or it has their state (`divided_step.py`).
+
+A unit holds one matrix of each kind: those of one kind are orthogonalised together, and their factors spread over the
+units again.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import Box
+from quintic.optim.layout.packing import Packing, Run
+from quintic.optim.plan.bucket import DividedMatrices, Gathered, Units
+from quintic.optim.plan.members import Kind, Member, update_dtype
+from quintic.optim.state.state import second_moments
+from quintic.optim.step.device_passes import DeviceMemory
+from quintic.optim.step.operands import State
+from quintic.optim.step.updates import Moments, Observer, make_updates
+
+__all__ = ["UnitsMemory", "as_rows", "factors_of_units", "factors_over", "orthogonalized_units"]
+
+
+class UnitsMemory(DeviceMemory):
+    """What a bucket of units keeps between steps, besides state."""
+
+    def __init__(self, bucket: Gathered | DividedMatrices) -> None:
+        super().__init__()
+        self.units = bucket.units
+        self._kernels, self._device = bucket.kernels, bucket.device
+        self._moments_of_units: list[list[Tensor]] | None = None
+        self._moments_packing: Packing | None = None
+
+    def renew(self) -> None:
+        """Forget where weights and state are."""
+        super().renew()
+        self._moments_of_units = None
+
+    def moments_of_units(self, group: Group, state: State) -> list[list[Tensor]]:
+        """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
+        if self._moments_of_units is None:
+            found: list[list[Tensor]] = [[] for _ in self.units.kinds]
+            for unit in self.units.everywhere:
+                param = group.params[unit.index]
+                blocks = second_moments(state[param]["second_momentum_buffer"], param.shape, group.view)
+                for kind, (block, matrix) in enumerate(unit.unit.matrices):
+                    found[kind].append(blocks[block][matrix : matrix + 1])
+            self._moments_of_units = found
+        return self._moments_of_units
+
+    def moments_packing(self) -> Packing:
+        """Return the copy plan that unpacks gathered second moments, kind by kind."""
+        if self._moments_packing is None:
+            numels = [prod(_factor_shape(kind)) for kind in self.units.kinds]
+            half = sum(numels)
+            runs: list[Run] = []
+            for number, numel in enumerate(numels):
+                for unit in range(len(self.units.everywhere)):
+                    place = (2 * unit + 1) * half + sum(numels[:number])
+                    runs.append(Run(len(runs), 0, numel, place))
+            self._moments_packing = Packing(runs, self._kernels, self._device)
+        return self._moments_packing
+
+    def scales_of_units(self, bucket: Gathered | DividedMatrices, group: Group) -> Tensor:
+        """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
+        units = self.units
+        shapes = [kind.shape for kind in units.kinds]
+        numbers = (unit.first_matrices for unit in units.everywhere)
+        return self.scales(bucket, group, shapes, len(units.everywhere), numbers)
+
+
+def orthogonalized_units(
+    bucket: Gathered | DividedMatrices,
+    group: Group,
+    memory: UnitsMemory,
+    state: State,
+    directions: Tensor,
+    scales: Tensor,
+    go: Tensor | None,
+    observer: Observer | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Orthogonalise the units that this rank owns, and advance their neurons.
+
+    Args:
+        bucket: of the plan.
+        group: its parameter group.
+        memory: the bucket's own.
+        state: of all parameters.
+        directions: (owned, *unit shape) contiguous.
+        scales: (units of all ranks, kinds), from `UnitsMemory.scales_of_units`.
+        go: (units of all ranks,) int32 on the device: where it is zero the unit stays as it was. None for all.
+        observer: is shown what this rank orthogonalises, or None.
+
+    Returns:
+        The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
+    """
+    units = bucket.units
+    owned, normalizes = units.owned, group.normalize is not None
+    scales = scales[owned]
+    moments = [of_kind[owned] for of_kind in memory.moments_of_units(group, state)] if normalizes else []
+    updates, factors = [], []
+    for number, (kind, block) in enumerate(zip(units.kinds, _blocks(directions, units), strict=True)):
+        matrices = block.flatten(1, 2)
+        if bucket.kernels == "torch":
+            matrices = matrices.contiguous()
+        found = scales[:, number].view(-1, 1, 1)
+        if len(matrices):
+            of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
+            of_kind = None
+            if normalizes:
+                table = memory.neuron_table(bucket, moments[number], (unit.name for unit in units.own), number)
+                of_kind = Moments(moments[number], table)
+            update, found = make_updates(matrices, kind.form, bucket, group, found, of_kind, of_owned)
+            if observer is not None:
+                observer(_members(units, number), matrices, update, found, of_owned)
+        else:
+            # Not a part of the directions, which it would keep alive.
+            update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
+            if normalizes:
+                found = scales.new_empty((0, *_factor_shape(kind)))
+        updates.append(update)
+        factors.append(found)
+    return _joined(updates, units), factors
+
+
+def _members(units: Units, kind: int) -> list[Member]:
+    return [
+        Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[kind])
+        for unit in units.own
+    ]
+
+
+def _blocks(values: Tensor, units: Units) -> list[Tensor]:
+    """Return for each kind the matrices of (count, *unit shape) contiguous values, (count, g, r, n), sharing memory."""
+    if units.is_plain:
+        m, n = units.kinds[0].shape
+        return [values.view(-1, 1, n, m).mT if units.is_transposed else values.view(-1, 1, m, n)]
+    unit = torch.empty(units.shape, device="meta")
+    return [
+        values.as_strided(
+            (values.shape[0], *matrix.shape),
+            (unit.numel(), *matrix.stride()),
+            values.storage_offset() + matrix.storage_offset(),
+        )
+        for block in units.view.blocks(unit)
+        for matrix in block
+    ]
+
+
+def _joined(updates: Sequence[Tensor], units: Units) -> Tensor:
+    """Return (count, *unit shape) from the updates (count, m, n) of each kind."""
+    count = updates[0].shape[0]
+    if units.is_plain:
+        update = updates[0].mT if units.is_transposed else updates[0]
+        return update.reshape(count, *units.shape)
+    dtype = reduce(torch.promote_types, (update.dtype for update in updates))
+    values = torch.empty((count, *units.shape), dtype=dtype, device=updates[0].device)
+    for block, update in zip(_blocks(values, units), updates, strict=True):
+        block.copy_(update.view(block.shape) if block.shape[1] == 1 else update.unflatten(1, block.shape[1:3]))
+    return values
+
+
+def _factor_shape(kind: Kind) -> tuple[int, int]:
+    m, n = kind.shape
+    return (m, 1) if m >= n else (1, n)
+
+
+def factors_of_units(vectors: Tensor, units: Units) -> list[Tensor]:
+    """Return the factors (units, m or 1, n or 1) of each kind from (units, entries) of all kinds side by side."""
+    shapes = [_factor_shape(kind) for kind in units.kinds]
+    parts = vectors.split([m * n for m, n in shapes], dim=1)
+    return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def factors_over(factors: Sequence[Tensor], units: Units, piece: Box | None) -> Tensor:
+    """Return the factors of pieces of units, (units, rows or 1, columns or 1), from those of each kind.
+
+    Args:
+        factors: for each kind (units, m or 1, n or 1).
+        units: what they belong to.
+        piece: which box of each unit; None for the whole.
+    """
+    if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
+        return factors[0]
+    count = factors[0].shape[0]
+    if units.is_plain:
+        m, n = units.kinds[0].shape
+        whole = factors[0].expand(count, m, n)
+        whole = whole.mT if units.is_transposed else whole
+        # Of two dimensions, or with leading ones: nothing is copied.
+        values = whole.reshape(count, *units.shape)
+    else:
+        values = factors[0].new_empty((count, *units.shape))
+        for block, found in zip(_blocks(values, units), factors, strict=True):
+            over = found.unsqueeze(1) if found.shape[1] == 1 else found.unflatten(1, block.shape[1:3])
+            block.copy_(over)
+    return as_rows(values if piece is None else values[(slice(None), *(slice(start, stop) for start, stop in piece))])
+
+
+def as_rows(pieces: Tensor) -> Tensor:
+    """Return (count, *piece shape) as (count, rows, columns)."""
+    return pieces if pieces.ndim == 3 else pieces.flatten(3).flatten(1, 2)
