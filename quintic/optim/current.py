@@ -21,7 +21,7 @@ from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.early_averages import EarlyAverages, OfGroup
+from quintic.optim.step.averages.gradient_averages import EarlyAverages, OfGroup
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.validate import check_averages, check_group

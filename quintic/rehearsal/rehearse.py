@@ -1,9 +1,9 @@
 """A step on many ranks, planned on one machine without them: who computes, sends and keeps how much.
 
 The plans are those that the ranks would make (`gathered.shared_buckets`, `planning.local_buckets`), from parameters
-that have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry, for
-all ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that do
-the same. Nothing is allocated and nothing is communicated.
+that have shapes only. Owners are assigned once; what one rank does in a bucket follows from the exchange's geometry,
+for all ranks at a time. Where copies of parameters are stepped by ranks of their own, that is done once for those that
+do the same. Nothing is allocated and nothing is communicated.
 """
 
 import math

@@ -92,19 +92,19 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_order_in_memory(shape, dtyp
 
 def test_matrices_are_computed_alone_where_a_batch_has_other_bits(monkeypatch):
     """As with libraries that divide a batch among threads in another way than a matrix."""
-    right, shape = cpu_orthogonalize._multiply, (4, 32, 48)
+    right, shape = torch.baddbmm, (4, 32, 48)
     form = form_of("polar_express", shape, torch.float32)
     x = directions(*shape)
     expected = torch.cat([apply_form(one, form) for one in x.split(1)])
     sizes = []
 
-    def multiply(a, b, out, **options):
-        right(a, b, out, **options)
+    def multiply(c, a, b, *, out, **factors):
+        right(c, a, b, out=out, **factors)
         sizes.append(a.shape[0])
         if a.shape[0] == 4:
             out[2, 0, 0] += 1e-6
 
-    monkeypatch.setattr(cpu_orthogonalize, "_multiply", multiply)
+    monkeypatch.setattr(torch, "baddbmm", multiply)
     cpu_orthogonalize._is_the_same_alone.cache_clear()
     try:
         assert torch.equal(apply_form(x, form), expected)
@@ -129,13 +129,13 @@ def test_bits_do_not_depend_on_where_results_lie(shape, method, monkeypatch):
 
 def test_a_batch_is_multiplied_together(monkeypatch):
     sizes = []
-    right = cpu_orthogonalize._multiply
     monkeypatch.setattr(cpu_orthogonalize, "_is_the_same_alone", lambda *given: True)
-    monkeypatch.setattr(
-        cpu_orthogonalize,
-        "_multiply",
-        lambda a, b, out, **options: (sizes.append(a.shape[0]), right(a, b, out, **options)),
-    )
+
+    def counted(right):
+        return lambda *tensors, **options: (sizes.append(tensors[-1].shape[0]), right(*tensors, **options))
+
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
     apply_form(directions(6, 32, 64), form_of("polar_express", (32, 64), torch.float32))
     assert sizes == [6] * 15
 

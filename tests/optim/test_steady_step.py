@@ -14,14 +14,14 @@ import quintic
 def test_a_step_on_one_device_goes_through_few_files():
     model = model_of()
     found = steady_calls(quintic.Muon(quintic.param_groups(model)), list(model.parameters()))
-    assert len(found) <= 22, sorted(found)
-    assert found.total() <= 240, found.most_common()
+    assert len(found) <= 17, sorted(found)
+    assert found.total() <= 125, found.most_common()
 
 
-def test_calls_grow_with_buckets_and_hardly_with_parameters():
-    """Forty times the matrices in the same two buckets: what is done for each is PyTorch's."""
+def test_calls_grow_with_buckets_and_not_with_parameters():
+    """Forty times the matrices in the same bucket: what is done for each is PyTorch's."""
     counts = []
     for number in (2, 80):
         params = [nn.Parameter(torch.randn(8, 4)) for _ in range(number)]
         counts.append(steady_calls(quintic.Muon(params), params).total())
-    assert counts[1] - counts[0] <= 4 * 78, counts
+    assert counts[1] <= counts[0] + 4, counts

@@ -230,20 +230,20 @@ def local_gradient(param: Tensor) -> Tensor | None:
 
 def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return `local_gradient` of many parameters."""
-    gradients = [param.grad for param in params]
+    gradients: list[Any] = [param.grad for param in params]
     kind = _dtensor_type()
     if kind == ():
         return gradients
-    rows = zip(params, gradients, strict=True)
-    return [_local_gradient(p, g) if isinstance(g, kind) and isinstance(p, kind) else g for p, g in rows]
-
-
-def _local_gradient(param: Any, gradient: Any) -> Tensor:
-    # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
-    if gradient._spec is not param._spec and gradient.placements != param.placements:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    local: Tensor = gradient._local_tensor
-    return local if type(local) is Tensor else _waited_for(local)
+    owners: list[Any] = list(params)
+    for number, (param, gradient) in enumerate(zip(owners, gradients, strict=True)):
+        if not isinstance(gradient, kind) or not isinstance(param, kind):
+            continue
+        # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
+        if gradient._spec is not param._spec and gradient.placements != param.placements:
+            gradient = gradient.redistribute(param.device_mesh, param.placements)
+        local = gradient._local_tensor
+        gradients[number] = local if type(local) is Tensor else _waited_for(local)
+    return gradients
 
 
 def _waited_for(local: Tensor) -> Tensor:

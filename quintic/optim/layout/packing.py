@@ -23,11 +23,6 @@ class Run(NamedTuple):
     place: int
     """The entry of the buffer where they begin."""
 
-    @property
-    def numel(self) -> int:
-        """Return the number of entries."""
-        return self.stop - self.start
-
 
 class Packing:
     """Copies runs of some tensors into a buffer or back, with what the kernels need kept from step to step.
@@ -39,17 +34,17 @@ class Packing:
     """
 
     def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
-        self._runs = [run for run in runs if run.numel]
+        self._runs = [run for run in runs if run.stop > run.start]
+        self._sizes = [run.stop - run.start for run in self._runs]
         self._tensors = list(dict.fromkeys(run.tensor for run in self._runs))
         self._kernels, self._device = kernels, device
         self._table = AddressTable()
         if kernels == "triton" and self._runs:
             from quintic.kernels.runs import run_programs
 
-            numels = [run.numel for run in self._runs]
             self._places = upload(host_tensor([run.place for run in self._runs]), device)
-            self._numels = upload(host_tensor(numels), device)
-            self._programs = upload_programs(run_programs(numels), device)
+            self._numels = upload(host_tensor(self._sizes), device)
+            self._programs = upload_programs(run_programs(self._sizes), device)
             self._alignments = {run.place % ALIGNMENT for run in self._runs}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
@@ -62,20 +57,22 @@ class Packing:
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=True)
             return
-        for run in self._runs:
-            source, target = tensors[run.tensor], run_of(buffer, run.place, run.numel)
+        for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
+            source, target = tensors[number], buffer[place : place + size]
             if source is None:
                 target.zero_()
             else:
-                target.copy_(run_of(source, run.start, run.numel))
+                target.copy_(source.as_strided((size,), (1,), source.storage_offset() + start))
 
     def unpack(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the runs of a buffer back into tensors, arguments as those of `pack`."""
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=False)
             return
-        for run in self._runs:
-            run_of(tensors[run.tensor], run.start, run.numel).copy_(run_of(buffer, run.place, run.numel))
+        flat = buffer.view(-1)
+        for (number, start, _, place), size in zip(self._runs, self._sizes, strict=True):
+            target = tensors[number]
+            target.as_strided((size,), (1,), target.storage_offset() + start).copy_(flat[place : place + size])
 
     def _copy(self, tensors: Sequence[Tensor | None], buffer: Tensor, *, packs: bool) -> None:
         from quintic.kernels.runs import copy_runs_

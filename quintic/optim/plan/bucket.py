@@ -18,7 +18,7 @@ import torch
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, Member
+from quintic.optim.plan.members import Kind, Member, direction_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_division import RowDivision
 from quintic.optim.plan.schedule import Stages
@@ -61,6 +61,11 @@ class Units:
         return self.everywhere[self.owned]
 
     @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The (m, n) of each kind."""
+        return [kind.shape for kind in self.kinds]
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether a unit is one matrix or its transpose, with no groups of rows."""
         return len(self.kinds) == 1 and is_plain(self.view, self.shape)
@@ -93,6 +98,11 @@ class _Common:
     """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
     offloaded: Offloaded | None = None
     """Which of its state is in host memory, with `offload=True`."""
+
+    @cached_property
+    def direction_dtype(self) -> torch.dtype:
+        """What update directions are rounded to before they are orthogonalised, see `members.direction_dtype`."""
+        return direction_dtype(self.form, self.dtype)
 
     @property
     def num_matrices(self) -> int:
@@ -163,9 +173,9 @@ class Gathered(_Shared):
         """Whether stepping it needs collectives, which all ranks run in the same order."""
         return not self.exchange.is_local
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks among which it is divided."""
+        """The global ranks among which it is divided."""
         return self.exchange.ranks
 
     @property

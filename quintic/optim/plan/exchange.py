@@ -50,12 +50,12 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------------- geometry
 
-    @property
+    @cached_property
     def num_units(self) -> int:
         """Return how many units travel."""
         return sum(self.counts)
 
-    @property
+    @cached_property
     def num_owned(self) -> int:
         """Return how many units this rank orthogonalises."""
         return self.counts[self.position]
@@ -66,7 +66,7 @@ class Exchange:
         first = sum(self.counts[: self.position])
         return slice(first, first + self.num_owned)
 
-    @property
+    @cached_property
     def piece(self) -> Box | None:
         """Return what this rank holds of each unit."""
         return self.pieces[self.position]
@@ -160,7 +160,7 @@ class Exchange:
         if self.is_local or self.is_replicated:
             return received.view(self.num_owned, *self.unit_shape)
         units = received.new_empty((self.num_owned, *self.unit_shape))
-        for part, place in zip(received.split(self.gather_receives()), self._places, strict=True):
+        for part, place in zip(received.split(self._gathering.receives), self._places, strict=True):
             if part.numel():
                 target = units[place]
                 target.copy_(part.view(target.shape))
@@ -178,7 +178,7 @@ class Exchange:
         """
         if self.is_local or self.is_replicated:
             return self.all_gather(units, channel)
-        sends = self.scatter_sends()
+        sends = self._scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():

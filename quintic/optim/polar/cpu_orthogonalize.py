@@ -18,6 +18,7 @@ their symmetric products only blocks up to the diagonal.
 import functools
 import math
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import SMALL_PRODUCT
-from quintic.optim.rules.sums import norms
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
@@ -172,25 +172,30 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) 
     g, h, s, q, spare = memory.small
     _normalize(x, norm, current)
     wide = x.shape[-2] <= x.shape[-1]
+    is_large = g.shape[-1] >= _ALONE_SIDE
+    gram, add_symmetric = (_gram, _add_symmetric) if is_large else (torch.bmm, torch.baddbmm)
     for start, stop in form.segments:
         left, right = (current, current.mT) if wide else (current.mT, current)
-        _multiply(left, right, g, is_symmetric=True)
+        gram(left, right, out=g)
         identity = 1.0
         for step in range(start, stop):
             a, b, c = form.coefficients[step]
-            _multiply(g, g, s, alpha=c, c=g, beta=b, is_symmetric=True)
+            if c == 0:  # PyTorch 2.13 would forget b, in bfloat16
+                torch.mul(g, b, out=s)
+            else:
+                add_symmetric(g, g, g, beta=b, alpha=c, out=s)
             if step + 1 < stop:
-                _multiply(g, s, h, c=g, beta=a, is_symmetric=True)
-                _multiply(s, h, g, c=h, beta=a, is_symmetric=True)
+                add_symmetric(g, g, s, beta=a, out=h)
+                add_symmetric(h, s, h, beta=a, out=g)
             if step == start:
                 q, s = s, q
             else:
                 torch.mul(q, a, out=h).add_(s, alpha=identity)
-                _multiply(s, q, spare, c=h, is_symmetric=True)
+                add_symmetric(h, s, q, out=spare)
                 q, spare = spare, q
             identity *= a
         left, right = (q, current) if wide else (current, q)
-        _multiply(left, right, other, c=current, beta=identity)
+        torch.baddbmm(current, left, right, beta=identity, out=other)
         current, other = other, current
     # Not by the last product: the libraries' bits depend on the address that they write to.
     out.copy_(current)
@@ -200,7 +205,9 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
     """Write the matrices of `x`, each scaled to a Frobenius norm, to `out`; zero stays zero, a NaN spreads over all."""
     work = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
     found_norms = _norms(x, work)
-    if len(x) > 1 and x.dtype == out.dtype == work and all(_MIN_NORM < found < _MAX_NORM for found in found_norms):
+    # A NaN becomes one of its matrix here, too.
+    is_usual = min(found_norms) > _MIN_NORM and max(found_norms) < _MAX_NORM
+    if len(x) > 1 and x.dtype == out.dtype == work and is_usual:
         # The same in one call, for many.
         factors = torch.tensor([norm / found for found in found_norms], dtype=work, device="cpu")
         torch.mul(x, factors.view(-1, 1, 1), out=out)
@@ -225,7 +232,8 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
 def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
     """Return the Frobenius norm of each matrix."""
     # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
-    found: list[float] = norms(norms(x, -1, dtype), -2).flatten().tolist()
+    of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    found: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
     return found
 
 
@@ -237,34 +245,30 @@ def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
         out.copy_(matrix).mul_(factor)
 
 
-def _multiply(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    alpha: float = 1.0,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-    is_symmetric: bool = False,
-) -> None:
-    """Write alpha a b + beta c, rounded once, to `out`, which is none of them; all have three dimensions.
+def _gram(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """Write a b, one large symmetric matrix, to `out`."""
+    for rows, columns, above in _symmetric_blocks(out, a.shape[-1]):
+        torch.mm(a[0, rows], b[0, :, columns], out=out[0, rows, columns])
+        out[0, above, rows].copy_(out[0, rows, above].mT)
 
-    Of a large symmetric result only blocks up to the diagonal are computed, and mirrored.
+
+def _add_symmetric(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor) -> None:
+    """Write alpha a b + beta c, one large symmetric matrix, rounded once, to `out`, which is none of them."""
+    for rows, columns, above in _symmetric_blocks(out, a.shape[-1]):
+        block = out[0, rows, columns]
+        torch.addmm(c[0, rows, columns], a[0, rows], b[0, :, columns], beta=beta, alpha=alpha, out=block)
+        out[0, above, rows].copy_(out[0, rows, above].mT)
+
+
+def _symmetric_blocks(out: Tensor, terms: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield rows and columns of blocks up to the diagonal, and the columns of each that are mirrored above it.
+
+    Args:
+        out: (1, side, side).
+        terms: of the sums.
     """
-    side, terms = out.shape[-1], a.shape[-1]
-    if c is not None and alpha == 0:  # PyTorch 2.13 would forget beta, in bfloat16
-        torch.mul(c, beta, out=out)
-    elif is_symmetric and side >= _ALONE_SIDE:
-        rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
-        starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
-        for start, stop in pairwise(starts):
-            left, right, block = a[0, start:stop], b[0, :, :stop], out[0, start:stop, :stop]
-            if c is None:
-                torch.mm(left, right, out=block)
-            else:
-                torch.addmm(c[0, start:stop, :stop], left, right, beta=beta, alpha=alpha, out=block)
-            out[0, :start, start:stop].copy_(block[:, :start].mT)
-    elif c is None:
-        torch.bmm(a, b, out=out)
-    else:
-        torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
+    side = out.shape[-1]
+    rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
+    starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left
+    for start, stop in pairwise(starts):
+        yield slice(start, stop), slice(stop), slice(start)

@@ -7,6 +7,7 @@ it says, and `optimizer.plan()` prints it. The standard and the Gram form are th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,7 @@ from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.optim.polar.coefficients import (
     DEFAULT_STEPS,
     GRAM_AMPLIFICATION,
+    SAFETY,
     Coefficients,
     Triple,
     gram_restarts,
@@ -47,7 +49,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 _SVD_DTYPES = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Form:
     """What runs for one matrix shape: a method that is not "auto", its polynomials, and the dtype of its products."""
 
@@ -62,7 +64,12 @@ class Form:
         """Return the method and the dtype, as in "gram fp16"."""
         return f"{self.method} {_DTYPE_NAMES[self.compute_dtype]}"
 
-    @property
+    @cached_property
+    def entry_norm(self) -> float:
+        """The Frobenius norm that matrices enter the polynomials with."""
+        return 1.0 if self.method == "newton_schulz" else 1 / (1 + SAFETY)
+
+    @cached_property
     def segments(self) -> list[tuple[int, int]]:
         """The half-open ranges of steps that run without multiplying the whole matrix: single ones but for `"gram"`."""
         steps = len(self.coefficients)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.kernels.products.choose_products import choose_products
-from quintic.optim.polar.coefficients import DEFAULT_STEPS, SAFETY
+from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
 from quintic.optim.polar.products import nothing_ambient, padded_side
@@ -148,7 +148,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
         matrices = x.reshape(-1, *x.shape[-2:])
         has_graph = x.requires_grad and torch.is_grad_enabled()
         if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
-            return iterate_on_cpu(matrices, form, _entry_norm(form) / _ENTRY_NORM, dtype).reshape(x.shape)
+            return iterate_on_cpu(matrices, form, form.entry_norm, dtype).reshape(x.shape)
         return _iterate_padded(matrices, form, on_device, dtype).reshape(x.shape)
 
 
@@ -200,13 +200,9 @@ def _iterate_padded(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype |
     return _iterate(padded, form, on_device, dtype)[:, :m, :n].contiguous()
 
 
-def _entry_norm(form: Form) -> float:
-    return _ENTRY_NORM if form.method == "newton_schulz" else _ENTRY_NORM / (1 + SAFETY)
-
-
 def _iterate(x: Tensor, form: Form, on_device: bool, dtype: torch.dtype | None) -> Tensor:
     """Return the form's polynomials of `x`, (batch, m, n), once that is normalised."""
-    norm = _entry_norm(form)
+    norm = _ENTRY_NORM * form.entry_norm
     # In the order of memory, so that products read and write rows. But libraries' products of wide dtypes come out
     # otherwise then, in the last bit, and a matrix that travelled is in another order than one that did not.
     transposed = form.compute_dtype.itemsize == 2 and not x.is_contiguous() and x.mT.is_contiguous()

@@ -32,23 +32,25 @@ _REDUCTIONS = {
 }
 
 
-@contextlib.contextmanager
-def nothing_ambient(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Make products of `dtype` on a device exact up to float32 accumulation and one rounding, and leave no trace.
 
     The switches are the process's: a product that another thread starts meanwhile is as exact. Setting them makes no
     call to the device. A compiled graph would ignore them: callers keep out of `torch.compile`.
     """
-    with contextlib.ExitStack() as stack:
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        if device_type == "cuda" and dtype in _REDUCTIONS:
-            stack.enter_context(_full_reductions(dtype))
-        elif device_type == "cuda" and dtype == torch.float32:
-            stack.enter_context(_full_float32(torch.backends.cuda.matmul))
-        elif device_type == "cpu" and dtype != torch.float64:
-            stack.enter_context(_full_float32(torch.backends.mkldnn.matmul))  # type: ignore[attr-defined]
-        yield
+    stack = contextlib.ExitStack()
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    if device_type == "cuda" and dtype in _REDUCTIONS:
+        stack.enter_context(_full_reductions(dtype))
+    switches: Any = None
+    if device_type == "cuda" and dtype == torch.float32:
+        switches = torch.backends.cuda.matmul
+    elif device_type == "cpu" and dtype != torch.float64:
+        switches = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    if switches is not None and switches.fp32_precision not in ("ieee", "none"):
+        stack.enter_context(_full_float32(switches))
+    return stack
 
 
 def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -208,11 +210,8 @@ def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_float32(switches: Any) -> Iterator[None]:
-    """Set `switches.fp32_precision` to full precision, if it is not."""
+    """Set `switches.fp32_precision` to full precision."""
     before = switches.fp32_precision
-    if before in ("ieee", "none"):
-        yield
-        return
     switches.fp32_precision = "ieee"
     try:
         yield

@@ -17,7 +17,7 @@ no function changes a gradient. On CUDA devices kernels compute the same in one 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -76,7 +76,7 @@ def momentum_(
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
     entries = _PIECE if momenta and momenta[0].device.type == "cpu" else None
     for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=entries):
-        average = _widened(momentum)
+        average = momentum if momentum.itemsize >= 4 else momentum.float()
         wide = gradient.to(average.dtype)
         average.lerp_(wide, 1 - mu)
         direction.copy_(torch.lerp(wide, average, mu) if nesterov else average)
@@ -85,24 +85,18 @@ def momentum_(
     return out
 
 
-def _widened(average: Tensor) -> Tensor:
-    """Return a copy of an average in float32 if it is kept in less (`narrow_state.py`), else the tensor itself."""
-    return average if average.itemsize >= 4 else average.float()
-
-
 def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
-    """Yield what stands at the same place of each sequence; of large tensors one piece after the other.
+    """Return what stands at the same place of each sequence; of large tensors one piece after the other.
 
     Args:
         rows: tensors, those of the first sequence as large as all that stand at their place, which may also be
             numbers, None, or tensors to be broadcast.
         entries: that a piece may have, at least 1; None for whole tensors.
     """
-    for items in zip(*rows, strict=True):
-        if entries is None or items[0].numel() <= entries:
-            yield items
-        else:
-            yield from _pieces_of(items, entries)
+    items = zip(*rows, strict=True)
+    if entries is None or max(map(Tensor.numel, rows[0]), default=0) <= entries:
+        return items
+    return chain.from_iterable(_pieces_of(of_each, entries) for of_each in items)
 
 
 def _pieces_of(items: tuple[Any, ...], entries: int) -> Iterator[tuple[Any, ...]]:
@@ -269,7 +263,8 @@ def adamw_(
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    mean, mean_square = _widened(exp_avg), _widened(exp_avg_sq)
+    # Copies where they are kept in less than float32 (`narrow_state.py`).
+    mean, mean_square = (one if one.itemsize >= 4 else one.float() for one in (exp_avg, exp_avg_sq))
     g = gradient.to(mean.dtype)
     step += 1
     mean.lerp_(g, 1 - beta1)

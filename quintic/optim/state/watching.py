@@ -16,7 +16,7 @@ from quintic.optim.layout.layouts import is_dtensor, local_tensor
 
 __all__ = ["Change", "WatchedParameters"]
 
-_dtype_of = attrgetter("dtype")
+_dtype_of, _local_of = attrgetter("dtype"), attrgetter("_local_tensor")
 
 
 class Change(Enum):
@@ -56,7 +56,7 @@ class WatchedParameters:
         for group, params in zip(groups, self._params, strict=True):
             if not _are_same(group, params):
                 return False
-        if any(param._local_tensor is not local for param, local in self._dtensors):
+        if not _are_same(list(map(_local_of, self._dtensors)), self._pieces):
             return False
         return (
             list(map(_address, self._locals)) == self._addresses and list(map(_dtype_of, self._locals)) == self._dtypes
@@ -66,7 +66,8 @@ class WatchedParameters:
         self._params = [list(group) for group in groups]
         params = [param for of_group in self._params for param in of_group]
         self._locals = list(map(local_tensor, params))
-        self._dtensors: list[tuple[Any, Tensor]] = [(p, p._local_tensor) for p in params if is_dtensor(p)]
+        self._dtensors: list[Any] = list(filter(is_dtensor, params))
+        self._pieces = list(map(_local_of, self._dtensors))
         self._addresses = list(map(_address, self._locals))
         self._dtypes = list(map(_dtype_of, self._locals))
         self._facts = list(map(_facts_of, params, self._locals))

@@ -1,9 +1,9 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.step.partial_gradients import PartialGradients
 
 __all__ = ["Agreements"]
+
+_Parts = TypeVar("_Parts")
 
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
@@ -153,15 +155,17 @@ class Agreements:
             RuntimeError: as `agree` and `check_sums`.
         """
         self.agree()
-        params = list(self._watched(numbers))
+        params = self._watched(numbers)
         self.partial.check(params)
         self.partial.replace(params)
 
-    def _watched(self, numbers: Iterable[int]) -> Iterator[Tensor]:
-        """Yield the parameters of some groups whose gradients may be sums, in one order on all ranks."""
+    def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
+        """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
         wanted = set(numbers)
+        found: list[Tensor] = []
         for counted in self._counted.values():
-            yield from counted.watched(wanted)
+            found += counted.watched(wanted)
+        return found
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -170,18 +174,21 @@ class Agreements:
         """
         return (counted.any_present() for counted in self._counted.values())
 
-    def stepped(self, number: int, bucket: Bucket, parts: object, indices: Iterable[int]) -> Tensor | None:
+    def stepped(
+        self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
+    ) -> Tensor | None:
         """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
 
         Args:
             number: of the bucket in the plan.
             bucket: that the parameters belong to.
-            parts: what `indices` follow from: they are looked at only if it differs from the last step's.
-            indices: positions of the parameters in their group.
+            parts: of the bucket.
+            indices_of: returns the positions of their parameters in the group; called only if `parts` are not those of
+                the last step.
         """
         key, selection = self._selections.get(number, (None, None))
         if key != parts:
-            selection = self._select([(bucket.group, index) for index in indices], bucket.device)
+            selection = self._select([(bucket.group, index) for index in indices_of(parts)], bucket.device)
             self._selections[number] = parts, selection
         if selection is None:
             return None

@@ -6,6 +6,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.early_averages import EarlyMeans
+from quintic.optim.step.averages.gradient_averages import EarlyAverages
 from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import Operands, State
@@ -25,9 +26,10 @@ from quintic.optim.step.plain_passes import PlainPasses, step_adamw
 from quintic.optim.step.telemetry import Counts, Measured, measure
 from quintic.optim.step.updates import Moments, Observer, Passes, make_updates
 
-__all__ = ["BucketStep", "LocalStep", "PlanWide"]
+__all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide"]
 
-_NOTHING = Operands((), [], [], [], 0)
+NO_OPERANDS = Operands((), [], [], [], 0)
+"""Those of a bucket that is not being stepped: gradients are let go of."""
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class PlanWide:
     state: State
     communicators: Communicators
     agreements: Agreements
-    early_means: EarlyMeans
-    """Of the gradients of buckets with divided state, where they were averaged before the step."""
+    early: EarlyAverages
+    """Of gradients, made before the step."""
     offload: Offload | None = None
     is_alone: bool = False
     """Whether a step needs nobody else's agreement or gradients; not before ranks have agreed."""
@@ -63,6 +65,15 @@ class PlanWide:
         return found
 
 
+class Indexed(Protocol):
+    """Something of one parameter."""
+
+    @property
+    def index(self) -> int:
+        """Position of the parameter in its group."""
+        ...
+
+
 class BucketStep:
     """Steps one bucket.
 
@@ -78,8 +89,12 @@ class BucketStep:
         self.group = common.groups[bucket.group]
         """As it is now."""
         self.travels = bucket.travels
-        self.active = _NOTHING
+        self.active = NO_OPERANDS
         """The members that have a gradient, within a step."""
+        self.counts = Counts(bucket, 0, 0, ())
+        """What the step does."""
+        self.observer: Observer | None = None
+        """What is to be shown the updates of this step, if anybody is."""
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way, or not at all.
@@ -102,14 +117,14 @@ class BucketStep:
             ValueError: a gradient is sparse; the message names the parameter.
         """
         self.group = self._common.groups[self.bucket.group]
-        self.active = self.memory.operands(self.bucket, self.group, self._common.state)
-        if self.group.telemetry_every is not None and self._is_sampled():
+        self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
+        self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
+        self.observer = None
+        every = self.group.telemetry_every
+        if every is not None and self._common.num_steps % every == 0 and not is_capturing(self.bucket.device):
+            self.observer = self._observe
             # Also without anything to step now: what was measured before is of another step.
             self._common.measured[self.number] = {}
-
-    def end(self) -> None:
-        """Let go of the gradients."""
-        self.active = _NOTHING
 
     def renew(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
@@ -123,18 +138,12 @@ class BucketStep:
         """
         raise NotImplementedError
 
-    def counts(self) -> Counts:
-        """Return what the step does."""
-        active = self.active
-        return Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
-
-    def stepped(self, go: Tensor | None, parts: object, indices: Iterable[int]) -> Tensor | None:
-        """Return () or (parameters,) int32 on the device, 0 for what must stay as it is; None if nothing must.
+    def stepped(self, go: Tensor | None, parts: Sequence[Indexed]) -> Tensor | None:
+        """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
         Args:
             go: of the whole step.
-            parts: what of it; `indices` are looked at only where this is not what it was in the last step.
-            indices: positions of the parameters in their group.
+            parts: of the bucket, those that are stepped together.
         """
         if self.group.on_nonfinite == "propagate":
             go = None
@@ -142,8 +151,12 @@ class BucketStep:
             go = go.to(self.bucket.device, non_blocking=True)
         if self._common.is_alone:
             return go
-        stepped = self._common.agreements.stepped(self.number, self.bucket, parts, indices)
+        stepped = self._common.agreements.stepped(self.number, self.bucket, parts, self.indices_of)
         return go if stepped is None else stepped if go is None else stepped * go
+
+    def indices_of(self, parts: Sequence[Indexed]) -> list[int]:
+        """Return the position in the group of the parameter that each flag of `stepped` is for."""
+        return [part.index for part in parts]
 
     def passes(self, active: Operands, stepped: Tensor | None) -> Passes:
         """Return the passes over some operands; `stepped` is () or (matrices,) int32, see `stepped`."""
@@ -178,14 +191,6 @@ class BucketStep:
                 hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
                 step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)
 
-    def observer(self) -> Observer | None:
-        """Return what is to be shown the updates of this step, if anybody is."""
-        return self._observe if self.group.telemetry_every is not None and self._is_sampled() else None
-
-    def _is_sampled(self) -> bool:
-        every = self.group.telemetry_every
-        return every is not None and self._common.num_steps % every == 0 and not is_capturing(self.bucket.device)
-
     def _observe(
         self, members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor, go: Tensor | None
     ) -> None:
@@ -210,31 +215,39 @@ class LocalStep(BucketStep):
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""
         members = self.active.members
+        stepped = self.stepped(go, members)
         if self.bucket.algorithm == "muon":
-            indices = (member.index for member in members for _ in range(member.num_matrices))
-            self._step_matrices(self.stepped(go, members, indices))
+            self._step_matrices(stepped)
         else:
-            self.step_vectors(self.active, self.stepped(go, members, (member.index for member in members)))
+            self.step_vectors(self.active, stepped)
         return iter(())
+
+    def indices_of(self, parts: Sequence[Indexed]) -> list[int]:
+        """See `BucketStep`: there is a flag for each matrix."""
+        if self.bucket.algorithm == "adamw":
+            return super().indices_of(parts)
+        return [member.index for member in self.active.members for _ in range(member.num_matrices)]
 
     def _step_matrices(self, go: Tensor | None) -> None:
         bucket, group, active, memory = self.bucket, self.group, self.active, self.memory
         assert bucket.shape is not None
         passes = self.passes(active, go)
         directions = passes.directions()
-        numbers = ((member.first_matrix + i,) for member in active.members for i in range(member.num_matrices))
-        scales = memory.scales(bucket, group, [bucket.shape], active.num_matrices, numbers).view(-1, 1, 1)
+        scales = memory.scales(bucket, group, active.members, [bucket.shape], _numbers_of).view(-1, 1, 1)
         moments = None
         if group.normalize is not None:
             tensors = memory.moments(group.view, active)
             table = memory.neuron_table(bucket, tensors, (member.name for member in active.members))
             moments = Moments(tensors, table)
         update, factors = make_updates(directions, bucket.form, bucket, group, scales, moments, go)
-        observer = self.observer()
-        if observer is not None:
-            observer(active.members, directions, update, factors, go)
+        if self.observer is not None:
+            self.observer(active.members, directions, update, factors, go)
         del directions
         passes.apply(update, factors)
+
+
+def _numbers_of(members: Sequence[Member]) -> list[tuple[int]]:
+    return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
 
 
 def _present(active: Operands, stepped: Tensor) -> list[bool]:

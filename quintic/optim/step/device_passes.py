@@ -15,7 +15,7 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import block_of, direction_dtype
+from quintic.optim.plan.members import block_of
 from quintic.optim.rules.device_memory import HYPERPARAMETERS, DeviceHyperparameters, host_tensor, upload
 from quintic.optim.rules.narrow_state import dtype_of_averages
 from quintic.optim.state.state import master_of
@@ -159,7 +159,7 @@ class DevicePasses:
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
                 (part.stop - part.start, rows, columns),
-                dtype=direction_dtype(self._bucket.form, self._bucket.dtype),
+                dtype=self._bucket.direction_dtype,
                 device=self._bucket.device,
             )
             momentum_directions_(

@@ -30,7 +30,7 @@ class DividedStep(BucketStep):
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, memory, channel = self.bucket, self.memory, self.channel
-        early_mean = self._common.early_means.of_bucket(bucket)
+        early_mean = self._common.early.of_bucket(bucket)
         table = memory.sparse_table
         if table is not None and (early_mean is not None or not table.is_sparse()):
             table = None
@@ -39,13 +39,13 @@ class DividedStep(BucketStep):
         elif early_mean is not None:
             wait_for_mean = partial(_given, early_mean)
         else:
-            wait_for_mean = memory.averaging.start_mean(memory.local_gradients(self.active), channel)
+            wait_for_mean = memory.start_mean(self.active, channel)
         del early_mean
         yield
         gradients = wait_for_mean(None)
         del wait_for_mean  # and what was sent
         # The device waits for what ranks agree on: so this comes after the first messages have started.
-        stepped = self.stepped(go, bucket.parts, (part.index for part in bucket.parts))
+        stepped = self.stepped(go, bucket.parts)
         assert stepped is not None
         if table is not None:
             stepped = table.guarded(stepped)
@@ -99,7 +99,7 @@ class DividedMatricesStep(DividedStep):
         directions = passes.directions().contiguous().view(len(owned.params), *bucket.units.shape)
         scales = units.scales_of_units(bucket, group)
         updates, factors = orthogonalized_units(
-            bucket, group, units, self._common.state, directions, scales, stepped, self.observer()
+            bucket, group, units, self._common.state, directions, scales, stepped, self.observer
         )
         passes.apply(as_rows(updates), factors_over(factors, bucket.units, None))
 

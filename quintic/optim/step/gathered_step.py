@@ -16,7 +16,6 @@ from torch import Tensor
 from quintic.optim.comms.channels import Channel
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Gathered
-from quintic.optim.plan.members import direction_dtype
 from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.operands import Operands, State
 from quintic.optim.step.units import UnitsMemory, as_rows, factors_of_units, factors_over, orthogonalized_units
@@ -49,7 +48,7 @@ class GatheredStep(BucketStep):
         """Step the bucket; yields twice, while a message is under way."""
         bucket, group, memory, active = self.bucket, self.group, self.memory, self.active
         units, exchange, channel, state = bucket.units, bucket.exchange, self.channel, self._common.state
-        stepped = self.stepped(go, units.everywhere, (unit.index for unit in units.everywhere))
+        stepped = self.stepped(go, units.everywhere)
         passes = self.passes(active, stepped) if active.params else None
         pieces = _empty_pieces(bucket) if passes is None else passes.directions()
         gathered = exchange.gather(pieces.contiguous(), channel)
@@ -57,7 +56,7 @@ class GatheredStep(BucketStep):
         yield
         scales = memory.scales_of_units(bucket, group)
         updates, factors = orthogonalized_units(
-            bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer()
+            bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer
         )
         scattered = exchange.scatter(updates, channel)
         gathered.release()
@@ -121,4 +120,4 @@ class Neurons:
 
 def _empty_pieces(bucket: Gathered) -> Tensor:
     shape = (bucket.exchange.num_units, 0)
-    return torch.empty(shape, dtype=direction_dtype(bucket.form, bucket.dtype), device=bucket.device)
+    return torch.empty(shape, dtype=bucket.direction_dtype, device=bucket.device)

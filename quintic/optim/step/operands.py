@@ -1,7 +1,8 @@
 """The tensors that a bucket's update reads and writes, found anew at every step, and what is kept between steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import master_key, second_moments
 
-__all__ = ["BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
+__all__ = ["GRADIENT", "BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
+
+GRADIENT = attrgetter("grad")
+"""Return the gradient of a parameter."""
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
@@ -70,21 +74,29 @@ class BlockPlaces:
         self._members: tuple[Member, ...] = ()
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
 
-    def blocks(self, tensors: Sequence[Tensor], active: "Operands", view: View) -> list[Tensor]:
-        """Return the matrices of the members in tensors that are like their parameters, sharing memory."""
+    def blocks(self, active: "Operands", view: View, *lists: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Return the matrices of the members in lists of tensors that are like their parameters, sharing memory."""
         if self._members is not active.members:
-            rows = list(zip(active.params, active.members, strict=True))
-            found = [(param, block_of(param.detach(), member, view)) for param, member in rows]
-            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in found]
+            pairs = [
+                (param, block_of(param.detach(), member, view))
+                for param, member in zip(active.params, active.members, strict=True)
+            ]
+            self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
             self._members = active.members
-        return [
-            tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
-            if tensor.stride() == param.stride()
-            else block_of(tensor, member, view)
-            for tensor, param, member, (shape, stride, offset) in zip(
-                tensors, active.params, active.members, self._places, strict=True
-            )
-        ]
+        found: list[Sequence[Tensor]] = []
+        for tensors in lists:
+            blocks: list[Tensor] = []
+            rows = zip(tensors, active.params, active.members, self._places, strict=True)
+            for tensor, param, member, (shape, stride, offset) in rows:
+                if tensor.stride() == param.stride():
+                    blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
+                else:
+                    blocks.append(block_of(tensor, member, view))
+            found.append(blocks)
+        return found
+
+
+_P = TypeVar("_P")
 
 
 class BucketMemory:
@@ -98,7 +110,7 @@ class BucketMemory:
         self._contiguous = self._are_cut = False
         self._moments_key: object = None
         self._moments: list[Tensor] = []
-        self._scales_key: object = None
+        self._scales_of = self._scaled_parts = object()
         self._scales = torch.empty(0)
         self.places = BlockPlaces()
 
@@ -125,7 +137,7 @@ class BucketMemory:
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
         owners = self._owners
-        gradients = local_gradients(owners) if self._are_cut else [owner.grad for owner in owners]
+        gradients = local_gradients(owners) if self._are_cut else list(map(GRADIENT, owners))
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         return self.of_those(everything, gradients)
@@ -139,29 +151,29 @@ class BucketMemory:
         self,
         bucket: Bucket,
         group: Group,
+        parts: Sequence[_P],
         shapes: Sequence[tuple[int, int]],
-        count: int,
-        numbers: Iterable[Sequence[int]],
+        numbers_of: Callable[[Sequence[_P]], Sequence[Sequence[int]]],
     ) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix, (count, kinds).
 
         Args:
             bucket: of the plan.
             group: its parameter group.
+            parts: what the matrices belong to, a tuple that is the same one as long as nothing changes.
             shapes: (m, n) of each kind of matrix.
-            count: how many there are of each kind.
-            numbers: of each of them, by kind, the position among the matrices of its parameter.
+            numbers_of: returns of each matrix, by kind, the position among the matrices of its parameter.
         """
-        multipliers = group.lr_multipliers
-        key = group.lr_scale, multipliers, count, None if multipliers is None else tuple(numbers)
-        if key != self._scales_key:
+        if self._scales_of != (group.lr_scale, group.lr_multipliers) or self._scaled_parts != parts:
+            numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
             scales = host_tensor([lr_scale_factor(group.lr_scale, m, n) for m, n in shapes], dtype)
-            scales = scales.expand(count, -1).clone()
+            scales = scales.expand(len(numbers), -1).clone()
             if multipliers is not None:
-                each = [[multipliers[number] for number in row] for row in key[-1] or ()]
+                each = [[multipliers[number] for number in row] for row in numbers]
                 scales *= host_tensor(each, dtype).view_as(scales)
-            self._scales, self._scales_key = upload(scales, bucket.device), key
+            self._scales = upload(scales, bucket.device)
+            self._scales_of, self._scaled_parts = (group.lr_scale, group.lr_multipliers), parts
         return self._scales
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:

@@ -1,19 +1,21 @@
 """The passes over gradients, momentum and weights in plain PyTorch; `device_passes.py` has them as kernels."""
 
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.views import as_block
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import adamw_entries, direction_dtype
+from quintic.optim.plan.members import adamw_entries
 from quintic.optim.rules.update import adamw_, apply_, in_pieces, momentum_
 from quintic.optim.step.operands import BlockPlaces, Operands
 
 __all__ = ["PlainPasses", "step_adamw"]
+
+_MOMENTUM, _DTYPE = itemgetter("momentum_buffer"), attrgetter("dtype")
 
 
 class PlainPasses:
@@ -39,7 +41,6 @@ class PlainPasses:
         self._bucket, self._group, self._active = bucket, group, active
         self._present = None if present is None or all(present) else present
         self._places = BlockPlaces() if places is None else places
-        self._weights: Sequence[Tensor] = self._places.blocks(active.params, active, group.view)
 
     def _those_stepped(self, *lists: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         assert self._present is not None
@@ -47,19 +48,15 @@ class PlainPasses:
 
     def directions(self) -> Tensor:
         """Advance the momentum; return the directions (b, m, n)."""
-        group, active = self._group, self._active
-        weights = self._weights
-        gradients: Sequence[Tensor] = self._places.blocks(active.gradients, active, group.view)
-        momenta: Sequence[Tensor] = self._places.blocks(
-            [state["momentum_buffer"] for state in active.states], active, group.view
-        )
-        counts = [weight.shape[0] for weight in weights]
-        shape = weights[0].shape
+        group, active, bucket = self._group, self._active, self._bucket
+        averages = list(map(_MOMENTUM, active.states))
+        momenta, gradients = self._places.blocks(active, group.view, averages, active.gradients)
+        counts = list(map(len, momenta))
+        shape = momenta[0].shape[1:]
         new = torch.empty if self._present is None else torch.zeros
-        dtype = direction_dtype(self._bucket.form, self._bucket.dtype)
-        size = (sum(counts), shape[1:3].numel(), shape[3:].numel())
-        directions = new(size, dtype=dtype, device=self._bucket.device)
-        parts = as_block(directions, (size[0], *shape[1:])).split(counts)
+        size = (sum(counts), shape[:2].numel(), shape[2:].numel())
+        directions = new(size, dtype=bucket.direction_dtype, device=bucket.device)
+        parts: Sequence[Tensor] = directions.view(size[0], *shape).split(counts)
         if self._present is not None:
             momenta, gradients, parts = self._those_stepped(momenta, gradients, parts)
         momentum_(momenta, gradients, mu=float(group.momentum), nesterov=group.nesterov, out=parts)
@@ -68,11 +65,16 @@ class PlainPasses:
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""
         group, active = self._group, self._active
-        weights, whole = self._weights, active.masters()
-        counts = [member.num_matrices for member in active.members]
-        shape = torch.Size((update.shape[0], *weights[0].shape[1:]))
-        updates, scales = as_block(update, shape).split(counts), _like_blocks(factors, shape).split(counts)
-        masters = weights if whole is None else self._places.blocks(whole, active, group.view)
+        whole = active.masters()
+        found = self._places.blocks(active, group.view, *([active.params] if whole is None else [active.params, whole]))
+        weights, masters = found[0], found[-1]
+        counts = list(map(len, weights))
+        shape = weights[0].shape[1:]
+        updates: Sequence[Tensor] = update.view(len(update), *shape).split(counts)
+        # 1 where factors do not vary.
+        rows = shape[:2] if factors.shape[1] > 1 else (1, 1)
+        columns = shape[2:] if factors.shape[2] > 1 else (1,) * len(shape[2:])
+        scales: Sequence[Tensor] = factors.view(len(factors), *rows, *columns).split(counts)
         if self._present is not None:
             weights, updates, scales, masters = self._those_stepped(weights, updates, scales, masters)
         apply_(
@@ -92,20 +94,20 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
     if not active.params:
         return
     lr, eps, weight_decay = group.learning_rate, float(group.eps), float(group.weight_decay)
-    beta1, beta2 = (float(beta) for beta in group.betas)
+    beta1, beta2 = map(float, group.betas)
     plain = not group.cautious and group.decay_coupling == "lr"
     masters = active.masters()
-    firsts = [state["exp_avg"] for state in active.states]
+    firsts = [*map(itemgetter("exp_avg"), active.states)]
     # Nor for bfloat16 moments of bfloat16 weights, whose last bits the kernel rounds by where an entry lies.
-    dtypes = {tensor.dtype for tensor in (*active.params, *active.gradients, *firsts)}
+    dtypes = {*map(_DTYPE, (*active.params, *active.gradients, *firsts))}
     if plain and masters is None and len(dtypes) == 1 and firsts[0].itemsize >= 4:
         torch_adamw(
             active.params,
             active.gradients,
             firsts,
-            [state["exp_avg_sq"] for state in active.states],
+            [*map(itemgetter("exp_avg_sq"), active.states)],
             [],
-            [state["step"] for state in active.states],
+            [*map(itemgetter("step"), active.states)],
             fused=bucket.device.type in ("cpu", "cuda"),
             amsgrad=False,
             beta1=beta1,
@@ -138,10 +140,3 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
                 cautious=group.cautious,
             )
         state["step"] += 1
-
-
-def _like_blocks(factors: Tensor, shape: torch.Size) -> Tensor:
-    """Return (b, m or 1, n or 1) factors in the shape of blocks, with 1 where they do not vary."""
-    rows = shape[1:3] if factors.shape[1] > 1 else (1, 1)
-    columns = shape[3:] if factors.shape[2] > 1 else (1,) * (len(shape) - 3)
-    return as_block(factors, (shape[0], *rows, *columns))

@@ -27,9 +27,8 @@ from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averages.divided_memory import DividedMemory
-from quintic.optim.step.averages.early_averages import EarlyAverages, EarlyMeans, OfGroup
-from quintic.optim.step.averages.gradient_averages import GradientAverages
-from quintic.optim.step.bucket_step import BucketStep, LocalStep, PlanWide
+from quintic.optim.step.averages.gradient_averages import EarlyAverages, GradientAverages, OfGroup
+from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, PlanWide
 from quintic.optim.step.device_passes import DeviceMemory
 from quintic.optim.step.divided_step import DividedMatricesStep, DividedStep
 from quintic.optim.step.gathered_step import GatheredMemory, GatheredStep
@@ -90,13 +89,13 @@ class Runner:
         self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
         self._rows = rows
         rows.adopt(self.plan, groups)
-        self._common = PlanWide(groups, state, communicators, self.agreements, EarlyMeans())
+        self._common = PlanWide(groups, state, communicators, self.agreements, early)
         if any(group.offload for group in groups):
             self._common.offload = Offload(self.plan, groups, state)
             self.plan = self._common.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
         parts = [(step.bucket, step.memory) for step in self._steps if isinstance(step, DividedStep)]
-        self._averages = GradientAverages(parts, groups, layouts, communicators, early, self._common.early_means)
+        self._averages = GradientAverages(parts, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
 
     @property
@@ -192,14 +191,13 @@ class Runner:
             host_go = True
             if go is not None and any(step.bucket.kernels == "torch" for step in steps):
                 host_go = bool(go)
-            counts = [step.counts() for step in steps]
             self._run([step for step in steps if step.runs_alone(host_go)], go, steps)
         finally:
             for step in steps:
-                step.end()
+                step.active = NO_OPERANDS
             if self._rows.tables:
                 self._rows.end_step()
-        return Done(counts, go, bool(asking))
+        return Done([step.counts for step in steps], go, bool(asking))
 
     def _run(self, alone: Sequence[BucketStep], go: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
@@ -229,8 +227,11 @@ class Runner:
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
         # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
-        due = [group for group, pending in zip(self._common.groups, pending_steps, strict=True) if pending == 0]
-        return [group.on_nonfinite for group in due if group.on_nonfinite != "propagate" and group.params]
+        return [
+            group.on_nonfinite
+            for group, pending in zip(self._common.groups, pending_steps, strict=True)
+            if pending == 0 and group.on_nonfinite != "propagate" and group.params
+        ]
 
     def _guard(self, steps: Sequence[BucketStep], asking: Sequence[str]) -> Tensor | None:
         """Return () int32 that is 0 if a step must not happen, None if no group of the connected ranks asks.
@@ -242,11 +243,11 @@ class Runner:
         if self._common.is_alone and not asking:
             return None
         connected = self.agreements.connected
+        if not connected.is_alone and not connected.asks:
+            return None
         watched = [step.active for step in steps if step.group.on_nonfinite != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]
         if connected.is_alone and not gradients:
-            return None
-        if not connected.is_alone and not connected.asks:
             return None
         # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
         device = gradients[0].device if connected.is_alone else connected.device

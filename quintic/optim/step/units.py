@@ -14,7 +14,7 @@ from torch import Tensor
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.packing import Packing, Run
-from quintic.optim.plan.bucket import DividedMatrices, Gathered, Units
+from quintic.optim.plan.bucket import DividedMatrices, Gathered, ParameterUnit, Units
 from quintic.optim.plan.members import Kind, Member, update_dtype
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.device_passes import DeviceMemory
@@ -66,10 +66,7 @@ class UnitsMemory(DeviceMemory):
 
     def scales_of_units(self, bucket: Gathered | DividedMatrices, group: Group) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
-        units = self.units
-        shapes = [kind.shape for kind in units.kinds]
-        numbers = (unit.first_matrices for unit in units.everywhere)
-        return self.scales(bucket, group, shapes, len(units.everywhere), numbers)
+        return self.scales(bucket, group, self.units.everywhere, self.units.shapes, _numbers_of)
 
 
 def orthogonalized_units(
@@ -124,6 +121,10 @@ def orthogonalized_units(
         updates.append(update)
         factors.append(found)
     return _joined(updates, units), factors
+
+
+def _numbers_of(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
+    return [unit.first_matrices for unit in units]
 
 
 def _members(units: Units, kind: int) -> list[Member]:

@@ -19,7 +19,7 @@ from quintic.optim.muon import Muon
 from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.averages.early_averages import OfGroup
+from quintic.optim.step.averages.gradient_averages import OfGroup
 
 __all__ = ["Parameter", "parameters_of"]
 

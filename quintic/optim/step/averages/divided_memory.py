@@ -1,11 +1,12 @@
 """What a bucket with divided state keeps between steps: where its parameters' entries are, and how they travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from quintic.optim.comms.channels import Channel
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import run_of
 from quintic.optim.plan.bucket import Bucket, Divided
@@ -13,7 +14,7 @@ from quintic.optim.plan.members import Member
 from quintic.optim.state.parts import shaped, state_of_part
 from quintic.optim.step.averages.averaging import Averaging
 from quintic.optim.step.device_passes import DeviceMemory
-from quintic.optim.step.operands import Operands, State, are_contiguous
+from quintic.optim.step.operands import GRADIENT, Operands, State, are_contiguous
 from quintic.optim.step.sparse_rows import Table
 
 __all__ = ["DividedMemory"]
@@ -70,17 +71,18 @@ class DividedMemory(DeviceMemory):
         Raises:
             ValueError: a gradient is sparse; the message names the parameter.
         """
-        gradients = [param.grad for param in self.params]
+        gradients = list(map(GRADIENT, self.params))
         if self._contiguous and are_contiguous(gradients):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
 
-    def local_gradients(self, local: Operands) -> Sequence[Tensor | None]:
-        """Return this rank's gradient of each of `params`, given the operands that have one."""
-        if not local.missing:
-            return local.gradients
-        found = dict(zip(local.params, local.gradients, strict=True))
-        return [found.get(param) for param in self.params]
+    def start_mean(self, local: Operands, channel: Channel) -> Callable[[Tensor | None], Tensor]:
+        """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
+        gradients: Sequence[Tensor | None] = local.gradients
+        if local.missing:
+            found = dict(zip(local.params, local.gradients, strict=True))
+            gradients = [found.get(param) for param in self.params]
+        return self.averaging.start_mean(gradients, channel)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the parts that this rank owns.

@@ -1,4 +1,10 @@
-"""When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm."""
+"""When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm.
+
+With `comms="replicated"` averages made before the step stand in `p.grad`, where the step would have put them. With
+divided state nobody has a whole average: each rank keeps that of the parts it owns, and `p.grad` stays what it was.
+Either way the next step takes them as they are, so that nothing travels twice. They hold as long as nobody touches
+`p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +26,104 @@ from quintic.optim.plan.memory.divided_memory import averaged_entries, averaging
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes, run_overlapping
 from quintic.optim.step.averages.averaging import Averaging, evenly_divided, messages_of
 from quintic.optim.step.averages.divided_memory import DividedMemory
-from quintic.optim.step.averages.early_averages import EarlyAverages, EarlyMeans, OfGroup
 from quintic.optim.step.operands import dense_gradient
 
-__all__ = ["GradientAverages"]
+__all__ = ["EarlyAverages", "GradientAverages", "OfGroup"]
+
+
+class OfGroup:
+    """The averages of one parameter group.
+
+    Args:
+        params: of the group.
+        lent: averages of parameters that have no gradient on this rank; where whole ones are kept.
+        own: where state is divided, of each parameter the average of the parts that this rank owns, as its state is
+            kept; None where whole averages stand in `p.grad`.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], lent: Mapping[Tensor, Tensor], own: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        self.lent, self.own = lent, own
+        self._params = params
+        self._seen: list[tuple[Tensor | None, int]] = []
+        self.renew()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Return whether nobody has touched the gradients since."""
+        rows = zip(self._params, self._seen, strict=True)
+        return all(param.grad is found and _version(found) == version for param, (found, version) in rows)
+
+    def renew(self) -> None:
+        """Take gradients as they are now for those that the averages belong to."""
+        self._seen = [(param.grad, _version(param.grad)) for param in self._params]
+
+    def tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter and its average: the whole, or what this rank owns of it."""
+        if self.own is not None:
+            yield from self.own.items()
+            return
+        for param in self._params:
+            yield param, self.lent[param] if param.grad is None else param.grad
+
+    def of_bucket(self, bucket: Divided) -> Tensor:
+        """Return the averages of the parts of a bucket that this rank owns, one after the other, (entries,)."""
+        return torch.cat([torch.empty(0, dtype=bucket.dtype, device=bucket.device), *self._runs(bucket)])
+
+    def keep_bucket(self, bucket: Divided, mean: Tensor) -> None:
+        """Keep what `of_bucket` then returns."""
+        runs = list(self._runs(bucket))
+        for run, part in zip(runs, mean.split([run.numel() for run in runs]), strict=True):
+            run.copy_(part)
+
+    def _runs(self, bucket: Divided) -> Iterator[Tensor]:
+        assert self.own is not None
+        for part in bucket.own:
+            yield self.own[self._params[part.index]][part.offset : part.offset + part.numel]
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+class EarlyAverages:
+    """What one optimizer has averaged for its next step, by the position of the parameter group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, OfGroup] = {}
+        self.of_step: Mapping[int, OfGroup] = {}
+        """What a step that runs takes as it is."""
+
+    def of_bucket(self, bucket: Divided) -> Tensor | None:
+        """Return the averages of the parts of a bucket that this rank owns, if the step takes them as they are."""
+        found = self.of_step.get(bucket.group)
+        return None if found is None else found.of_bucket(bucket)
+
+    def fresh(self) -> dict[int, OfGroup]:
+        """Return those that hold.
+
+        Where gradients of one group were touched, none do: a rank that has no gradients in that group cannot see it.
+        """
+        if self._groups and not all(found.is_fresh for found in self._groups.values()):
+            self._groups = {}
+        return dict(self._groups)
+
+    def keep(self, groups: Mapping[int, OfGroup]) -> None:
+        """Keep averages for the next step, for gradients as they are now."""
+        self._groups = dict(groups)
+        for found in groups.values():
+            found.renew()
+
+    def renew(self) -> None:
+        """Take gradients as they are now for those that the averages belong to: who kept them has changed them."""
+        for found in self._groups.values():
+            found.renew()
+
+    def forget(self, numbers: Iterable[int] | None = None) -> None:
+        """Forget those of some groups, or all."""
+        forgotten = set(self._groups if numbers is None else numbers)
+        self._groups = {number: found for number, found in self._groups.items() if number not in forgotten}
 
 
 class GradientAverages:
@@ -38,7 +138,6 @@ class GradientAverages:
         layouts: of their parameters, from `layouts_of`.
         communicators: of the optimizer.
         early: what is averaged before the step; outlives the plan.
-        means: filled with what of it a step takes.
     """
 
     def __init__(
@@ -48,10 +147,9 @@ class GradientAverages:
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         early: EarlyAverages,
-        means: EarlyMeans,
     ) -> None:
         self._groups, self._communicators, self._early = groups, communicators, early
-        self._divided, self._means = divided, means
+        self._divided = divided
         self._ranks = {
             number: ranks_of(found)
             for number, (group, found) in enumerate(zip(groups, layouts, strict=True))
@@ -83,7 +181,7 @@ class GradientAverages:
         Raises:
             ValueError: a gradient is sparse.
         """
-        self._means.of_groups = of_step = self._early.fresh()
+        self._early.of_step = of_step = self._early.fresh()
         try:
             for number in self._ranks:
                 if self._groups[number].comms != "replicated" or pending_steps[number]:
@@ -97,7 +195,7 @@ class GradientAverages:
             yield
         finally:
             self._take_back()
-            self._means.of_groups = {}
+            self._early.of_step = {}
         self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
 
     def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
@@ -128,8 +226,7 @@ class GradientAverages:
 
     def _average_bucket(self, bucket: Divided, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
         channel = self._channel(bucket.group, bucket.ranks, bucket.device)
-        gradients = memory.local_gradients(memory.local_operands())
-        wait_for_mean = memory.averaging.start_mean(gradients, channel)
+        wait_for_mean = memory.start_mean(memory.local_operands(), channel)
         yield
         mean = wait_for_mean(None)
         del wait_for_mean  # and what was sent
