@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quintic.errors import ConfigError, QuinticError
+from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.streams import complete_streams, drop_output
 
 __all__ = ["main"]
@@ -49,6 +49,12 @@ _COMMANDS = {
     "export": "quintic.commands.export",
 }
 
+# torchrun reads its own options first, and takes --run for the beginning of one.
+_ALIASES = {"--name": "--run"}
+
+# What torchrun may start several processes of.
+_COMMANDS_OF_RANKS = frozenset({"train"})
+
 # Its number everywhere; Windows has no such signal, but the same exit code serves there.
 _SIGPIPE = 13
 
@@ -63,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a reader that went away is an exception like any other
         return code
+    except OtherRankError:
+        return 2
     except QuinticError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
@@ -101,21 +109,27 @@ def _run(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
-    _check_single_process()
+    if name not in _COMMANDS_OF_RANKS:
+        _check_single_process(name)
     try:
-        return int(importlib.import_module(_COMMANDS[name]).run(arguments[1:]))
+        return int(importlib.import_module(_COMMANDS[name]).run([_unaliased(text) for text in arguments[1:]]))
     except SystemExit as stop:  # after --help
         return int(stop.code or 0)
 
 
-def _check_single_process() -> None:
+def _unaliased(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    return f"{_ALIASES.get(option, option)}{equals}{value}"
+
+
+def _check_single_process(name: str) -> None:
     text = os.environ.get("WORLD_SIZE", "").strip()
     try:
         size = int(text or "1")
     except ValueError:
-        raise ConfigError(f"WORLD_SIZE {text!r} is not a number: unset it; this version trains on one device") from None
+        raise ConfigError(f"WORLD_SIZE {text!r} is not a number: unset it, or start with torchrun") from None
     if size > 1:
-        raise ConfigError("this version trains on one device: start it without torchrun (WORLD_SIZE is above 1)")
+        raise ConfigError(f"quintic {name} runs in one process: start it without torchrun (WORLD_SIZE is above 1)")
 
 
 def _fail(message: str) -> int:

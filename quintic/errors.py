@@ -4,12 +4,13 @@
     |- DataError(ValueError)            the text, the tokenizer or the token shards
     |- ConfigError(ValueError)          an option, or a combination of options
     |- CheckpointError(RuntimeError)    a checkpoint that is missing, damaged or does not fit
-    '- DivergedError(ArithmeticError)   a training run whose loss or weights are no longer finite
+    |- DivergedError(ArithmeticError)   a training run whose loss or weights are no longer finite
+    '- OtherRankError(RuntimeError)     another of several processes has failed; the command line prints nothing
 
 The message says what is wrong, what was given (parameter, file or option) and what to change.
 """
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "DivergedError", "QuinticError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "DivergedError", "OtherRankError", "QuinticError"]
 
 
 class QuinticError(Exception):
@@ -30,3 +31,7 @@ class CheckpointError(QuinticError, RuntimeError):
 
 class DivergedError(QuinticError, ArithmeticError):
     """The loss or the weights of a training run are no longer finite numbers."""
+
+
+class OtherRankError(QuinticError, RuntimeError):
+    """Another rank has failed, and says why; this one ends with it."""

@@ -72,7 +72,7 @@ HARNESS = [
     for part in ("model", "data", "train", "report", "eval", "cli", "commands", "integrations", "rehearsal")
 ]
 
-MAY_READ_ENVIRONMENT = {"cli", "train.config", "kernels.dispatch"}
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "train.distributed", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 MAY_NOT_PRINT = {"optim", "model", "data", "kernels", "integrations"}

@@ -259,9 +259,12 @@ def test_a_configuration_that_cannot_be_used(
     assert [path.name for path in elsewhere.iterdir()] == ["config.json"]
 
 
-def test_several_processes_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_for_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "start it without torchrun" in error_of(capsys, "train")
+    assert "quintic report runs in one process: start it without torchrun" in error_of(capsys, "report")
+    assert "WORLD_SIZE is 2 without RANK and MASTER_ADDR: start several processes" in error_of(capsys, "train")
 
 
 @pytest.mark.parametrize("size", ["two", "1.0", "2x"])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from quintic.commands.inputs import check_options, check_text, prepared
 from quintic.commands.training_options import training_options
+from quintic.errors import DivergedError
+from quintic.train.distributed import Launch, Ranks, connected, launched
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
@@ -12,27 +14,35 @@ __all__ = ["run"]
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command; return its exit code."""
-    start = training_options(arguments, "train")
+    """Run the command, on all ranks that torchrun has started; return its exit code."""
+    launch = launched()
+    with connected(launch) as ranks:
+        return _run(arguments, launch, ranks)
+
+
+def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
+    start = ranks.agree(lambda: training_options(arguments, "train"))
     config, run_dir = start.config, start.resumed
-    check_options(config)
+    ranks.agree(lambda: check_options(config))
     if run_dir is None:
-        check_new_run(config)
-    dataset = prepared(config.data)
+        ranks.from_first(lambda: check_new_run(config))
+    dataset = ranks.once_per_host(lambda: prepared(config.data))
     if run_dir is None:
         # Text first: a source that cannot be used leaves no run behind.
-        check_text(config, dataset)
-        run_dir = create_run(config)
+        ranks.agree(lambda: check_text(config, dataset))
+        run_dir = ranks.from_first(lambda: create_run(config))
     command = shlex.join(["quintic", "train", *arguments])
     try:
-        result = train(config, dataset, run_dir, resume=start.resumed is not None, command=command)
+        result = train(config, dataset, run_dir, resume=start.resumed is not None, command=command, ranks=ranks)
     except Interrupted as stop:
         runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
         print(f"\n{stop}; continue with: quintic train --resume --run {run_dir.name}{runs_dir}")
         return 130
-    except BaseException:
-        if start.resumed is None:
+    except BaseException as error:
+        if start.resumed is None and ranks.is_first:
             discard_unstarted(run_dir)
+        if isinstance(error, DivergedError) and not ranks.is_first:
+            raise ranks.failed_elsewhere() from None  # all ranks find the same, and the first one says so
         raise
     _print_result(result)
     return 0

@@ -15,9 +15,9 @@ __all__ = ["Start", "training_options"]
 # How a run is watched and stored may change when it is resumed; what it computes may not.
 _FREE_WHEN_RESUMED = frozenset(
     {
-        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.eval_every", "run.sample_every",
-        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
-        "run.wandb",
+        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel", "run.shard_ranks",
+        "run.eval_every", "run.sample_every", "run.sample_tokens", "run.prompts", "run.save_every", "run.keep",
+        "run.rms_every", "run.tensorboard", "run.wandb",
     }
 )  # fmt: skip
 

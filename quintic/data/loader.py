@@ -7,13 +7,17 @@ target: all pieces of a document but its last fill a row exactly, so the only do
 are real ones. Without `split_long` all of a document that does not fit into a row is dropped.
 
 Order. Each epoch is a permutation of all pieces, drawn from the seed and the epoch; pieces rather than whole
-documents, or the rows of one long document would be one batch. Rank r of w takes places r, r + w, ... of it, so all
-ranks together see each piece once per epoch. Packing is `quintic.data.packing`; at the end of an epoch what no longer
-fills a row is dropped.
+documents, or the rows of one long document would be one batch. Packing is `quintic.data.packing`; at the end of an
+epoch what no longer fills a row is dropped.
+
+Ranks. All ranks pack the same rows, and each reads only the tokens of its own: of every w * B rows, rank r of w has the
+rows from r * B to (r + 1) * B. So the text of a step does not depend on the number of ranks, and a saved position is
+that of the stream: any number of ranks goes on from it.
 
 Read next: `quintic.data.rows`, where pieces and order are made.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,7 +34,8 @@ from quintic.errors import DataError
 
 __all__ = ["Batch", "Loader", "validation_rows"]
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_ONE_RANK_VERSION = 1  # the same position, with the rank and the number of ranks it was of
 _VALIDATION_BUFFER = 1000
 
 
@@ -43,7 +48,7 @@ class Batch:
         targets: (B, T) int64; the token after each input.
         document_starts: (num_docs + 1,) int32 on the CPU; where each document begins in the flattened inputs, and
             B * T at the end. No document reaches over the end of a row.
-        epoch: the epoch of the first row, from 0.
+        epoch: the epoch of the first row, from 0; of all ranks' rows.
         documents: (B, T) int64 on the CPU; the number of each input's document, for batches that are scored.
     """
 
@@ -102,7 +107,6 @@ class Loader(Iterator[Batch]):
         needed = rows * (seq_len + 1) * world_size
         if table.num_tokens < needed:
             raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
-        self._rows = rows
         self._dataset = dataset
         self._depth = prefetch
         self._device = torch.device(device)
@@ -114,8 +118,6 @@ class Loader(Iterator[Batch]):
             "dataset": dataset.key,
             "split": split,
             "seq_len": seq_len,
-            "rank": rank,
-            "world_size": world_size,
             "seed": seed,
             "shuffle": shuffle,
             "buffer_documents": buffer_documents,
@@ -123,14 +125,15 @@ class Loader(Iterator[Batch]):
         }
         self._stream = RowStream(
             table,
-            rank=rank,
-            world_size=world_size,
             seed=seed,
             shuffle=shuffle,
             buffer_documents=buffer_documents,
         )
         self._position = self._stream.position()
-        self._batches = 0
+        # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
+        self._make = functools.partial(
+            _next_batch, self._stream, dataset, self._device, rows=rows, part=rank, parts=world_size
+        )
         self._prefetcher: Prefetcher[tuple[Batch, RowPosition]] | None = None
         self._closed = False
 
@@ -147,15 +150,12 @@ class Loader(Iterator[Batch]):
         if self._closed:
             raise ValueError("the loader is closed")
         if self._depth == 0:
-            batch, position = _next_batch(self._stream, self._rows, self._dataset, self._device)
+            batch, position = self._make()
         else:
             if self._prefetcher is None:
-                # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
-                stream, rows, dataset, device = self._stream, self._rows, self._dataset, self._device
-                self._prefetcher = Prefetcher(lambda: _next_batch(stream, rows, dataset, device), self._depth)
+                self._prefetcher = Prefetcher(self._make, self._depth)
             batch, position = self._prefetcher.get()
         self._position = position
-        self._batches += 1
         if self._device.type == "cpu":
             return batch
         return Batch(
@@ -172,18 +172,20 @@ class Loader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return, fit for JSON, what comes after the last batch that was returned; batches made ahead do not count."""
-        return {**self._identity, "batches": self._batches, "position": self._position.to_json()}
+        return {**self._identity, "position": self._position.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place: the next batch is the one that followed when the state was taken.
 
-        The number of rows per batch may differ from the saved one; everything else that decides which text a rank
-        sees must be the same.
+        The number of rows per batch and of ranks may differ from the saved ones; everything else that decides which
+        text comes next must be the same.
 
         Raises:
             DataError: the state is damaged, or was made with another dataset or another setting; the message names
                 it.
         """
+        if state.get("version") == _ONE_RANK_VERSION and state.get("world_size") == 1:
+            state = {**state, "version": _STATE_VERSION}
         for name, value in self._identity.items():
             if name not in state:
                 raise DataError(f"the saved data state has no {name!r}; it was not made by this loader")
@@ -202,7 +204,6 @@ class Loader(Iterator[Batch]):
             self._stream.restore(self._position)
             raise
         self._position = position
-        self._batches = int(state.get("batches", 0))
 
     def close(self) -> None:
         """Stop the thread; no more batches. May be called twice."""
@@ -258,8 +259,6 @@ def validation_rows(
     wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
     stream = RowStream(
         table,
-        rank=0,
-        world_size=1,
         seed=0,
         shuffle=False,
         buffer_documents=_VALIDATION_BUFFER,
@@ -275,8 +274,10 @@ def validation_rows(
     return [_to_batch(block, dataset, numbered=True) for block in blocks[rank:count:world_size]]
 
 
-def _next_batch(stream: RowStream, rows: int, dataset: Dataset, device: torch.device) -> tuple[Batch, RowPosition]:
-    found = stream.next_rows(rows)
+def _next_batch(
+    stream: RowStream, dataset: Dataset, device: torch.device, *, rows: int, part: int, parts: int
+) -> tuple[Batch, RowPosition]:
+    found = stream.next_rows(rows, part=part, parts=parts)
     assert found is not None  # a stream without max_epochs does not end
     batch = _to_batch(found, dataset)
     if device.type == "cuda":

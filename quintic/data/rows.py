@@ -1,4 +1,4 @@
-"""Rows of tokens from a split: pieces of documents, their order per epoch and rank, packed and copied out.
+"""Rows of tokens from a split: pieces of documents, their order per epoch, packed and copied out.
 
 numpy only; tensors, threads and saved states are `quintic.data.loader`, whose docstring explains pieces and order.
 """
@@ -113,7 +113,7 @@ class RowPosition:
 
     Attributes:
         epoch: number of the epoch, from 0.
-        next_place: the next place of this rank's order to let into the buffer.
+        next_place: the next place of the epoch's order to let into the buffer.
         waiting: places in the buffer, ascending.
         served: tokens of all rows so far.
         cropped: tokens dropped so far, by cropping and at the ends of epochs.
@@ -158,14 +158,12 @@ class RowPosition:
 
 
 class RowStream:
-    """The packed rows of one rank, epoch after epoch."""
+    """The packed rows of a split, epoch after epoch."""
 
     def __init__(
         self,
         table: PieceTable,
         *,
-        rank: int,
-        world_size: int,
         seed: int,
         shuffle: bool,
         buffer_documents: int,
@@ -175,15 +173,12 @@ class RowStream:
 
         Args:
             table: the pieces.
-            rank: which of every `world_size` places this stream takes.
-            world_size: number of streams that share the pieces.
             seed: of the permutations.
             shuffle: whether the pieces are permuted.
             buffer_documents: pieces to choose from when packing.
             max_epochs: stop after so many; never when None.
         """
         self._table = table
-        self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
         self._buffer_documents = buffer_documents
         self._max_epochs = max_epochs
@@ -219,16 +214,22 @@ class RowStream:
             cropped=self._cropped,
         )
 
-    def next_rows(self, rows: int) -> PackedRows | None:
-        """Return the next rows, or None when there are not so many.
+    def next_rows(self, rows: int, *, part: int = 0, parts: int = 1) -> PackedRows | None:
+        """Pack the next `parts * rows` rows and return one part of them, or None when there are not so many.
+
+        Args:
+            rows: rows of a part.
+            part: which part to return, from 0; only its tokens are read.
+            parts: number of equal parts.
 
         Raises:
             DataError: several epochs in a row did not fill one row.
         """
         places: list[int] = []
         takes: list[int] = []
+        ends = [0]
         first_epoch = self._epoch
-        for row in range(rows):
+        for row in range(parts * rows):
             pieces = self._next_row()
             if pieces is None:
                 return None
@@ -237,11 +238,14 @@ class RowStream:
             # The permutation of an epoch ends with it, so places are turned into pieces row by row.
             places += self._order[[place for place, _ in pieces]].tolist()
             takes += [take for _, take in pieces]
-        out = np.empty(rows * self._table.row_tokens, dtype=np.int64)
+            ends.append(len(takes))
         numbers, lengths = np.array(places, dtype=np.int64), np.array(takes, dtype=np.int64)
-        self._table.fill(out, numbers, lengths)
         self._cropped += int((self._table.lengths(numbers) - lengths).sum())
-        self._served += out.size
+        self._served += parts * rows * self._table.row_tokens
+        wanted = slice(ends[part * rows], ends[(part + 1) * rows])
+        numbers, lengths = numbers[wanted], lengths[wanted]
+        out = np.empty(rows * self._table.row_tokens, dtype=np.int64)
+        self._table.fill(out, numbers, lengths)
         documents = np.repeat(self._table.documents(numbers), lengths)
         shape = (rows, self._table.row_tokens)
         return PackedRows(tokens=out.reshape(shape), documents=documents.reshape(shape), epoch=first_epoch)
@@ -257,8 +261,8 @@ class RowStream:
             self._begin_epoch(self._epoch + 1)
             self._packer = self._new_packer(())
         raise DataError(
-            f"too little text: rank {self._rank} of {self._world_size} cannot fill one row of "
-            f"{self._table.row_tokens} tokens in an epoch; use a smaller --seq-len or more text"
+            f"too little text: an epoch does not fill one row of {self._table.row_tokens} tokens; use a smaller "
+            "--seq-len or more text"
         )
 
     def _next_piece(self) -> tuple[int, int] | None:
@@ -276,7 +280,7 @@ class RowStream:
         self._next_place = 0
         self._looked_up = 0
         self._lookahead = []
-        self._order = self._permutation(epoch)[self._rank :: self._world_size]
+        self._order = self._permutation(epoch)
 
     def _permutation(self, epoch: int) -> Int64s:
         count = self._table.num_pieces

@@ -27,7 +27,7 @@ from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
-from quintic.model.layers import Block, Linear, rms_norm, rotary_tables, window_sizes
+from quintic.model.layers import Block, Linear, divided_as, rms_norm, rotary_tables, window_sizes
 from quintic.model.lookup import LookupLayer
 
 __all__ = ["GPT", "GPTConfig"]
@@ -226,13 +226,15 @@ class GPT(nn.Module):
     def init_weights(self, seed: int = 0) -> None:
         """Initialise every parameter in place, the same on every device (drawn on the CPU from `seed`).
 
+        Of a parameter that is divided among ranks (a `DTensor`) each rank draws all and keeps its part.
+
         Matrices that read the residual stream have variance 1 / width; those that write to it start at zero, so that
         every block starts as the identity; the head starts near zero, so that the first loss is ln(vocab_size).
         """
         generator = torch.Generator().manual_seed(seed)
 
         def fill(param: Tensor, draw: Tensor) -> None:
-            param.copy_(draw.to(param.dtype))
+            param.copy_(divided_as(draw.to(param.dtype), param))
 
         def normal(param: Tensor, std: float) -> None:
             fill(param, torch.randn(param.shape, generator=generator, device="cpu") * std)
@@ -350,12 +352,13 @@ class GPT(nn.Module):
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Return an empty cache for `rows` documents of at most `capacity` tokens."""
+        attention = next(self._blocks()).attention
         return KVCache(
             self.config.depth,
             rows,
             capacity,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
             dtype=self.compute_dtype,
             device=self.head.weight.device,
         )

@@ -17,7 +17,7 @@ from quintic.kernels.attention.attention import DocumentMask, attention, attenti
 from quintic.kernels.linear.linear import mlp_relu2
 from quintic.model.cache import LayerCache
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "rms_norm", "rotary_tables", "rotate"]
+__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
 
 # How many leading channels the value-embedding gate reads: enough for a decision, too few to cost anything.
 GATE_CHANNELS = 12
@@ -29,6 +29,19 @@ QK_GAIN = 1.2
 def rms_norm(x: Tensor) -> Tensor:
     """Return `x` over its root mean square along the last dimension, with no learned parameters."""
     return F.rms_norm(x, (x.shape[-1],))
+
+
+def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return a whole tensor, divided among ranks as another one of its shape is where that is a `DTensor`.
+
+    Every rank has the whole tensor already: nothing is sent.
+    """
+    if type(tensor.data) is Tensor:
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor  # a second, which one device need not pay
+
+    assert isinstance(tensor, DTensor)
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 class Linear(nn.Linear):

@@ -6,6 +6,9 @@
         state.json              step, hyperparameters, data position, configuration
         manifest.json           size and SHA-256 of the other files
 
+Several ranks write the same names in the format of `torch.distributed.checkpoint` instead of the first two files, each
+rank what it holds: `.metadata` and `__<rank>_*.distcp`. Any number of ranks reads either, however they divide a model.
+
 Everything is written into a folder with a temporary name, flushed to disk, and renamed: a folder named step-* was
 complete when it was written. `newest_checkpoint` verifies the hashes and falls back to the next older one.
 
@@ -14,13 +17,15 @@ A run that fell back comes by the damaged steps again. Until it has written such
 the good ones, which are older.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,9 @@ from torch.optim import Optimizer
 
 from quintic.durable import discard, flush, remove_unfinished, replace
 from quintic.errors import CheckpointError
+from quintic.model.layers import divided_as
+from quintic.optim.layout.layouts import is_dtensor
+from quintic.train.distributed import ALONE, Ranks
 
 __all__ = [
     "Checkpoint",
@@ -45,6 +53,7 @@ _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_METADATA, _PIECES = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,58 +70,76 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run_dir: Path, *, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], keep: int
+    run_dir: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write the checkpoint of a step, then delete all but the newest `keep` up to this step.
+
+    All ranks must call it, with one folder on a file system that they share.
 
     Args:
         run_dir: the run's folder.
         step: optimizer steps made.
         model: its `state_dict` is saved.
         optimizer: its parameters must be named.
-        state: JSON-able; `step` is added.
+        state: JSON-able; `step` is added. Of several ranks that of the first one is saved.
         keep: checkpoints to keep, this one included, >= 1.
+        ranks: the processes that train the run.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing half written remains.
+        OtherRankError: that is so on another rank.
     """
-    from safetensors.torch import save_file
-
     folder = run_dir / _FOLDER
     final = folder / f"step-{step:06d}"
-    temporary = folder / f".step-{step:06d}.{os.getpid()}.tmp"
+    temporary = folder / ranks.from_first(lambda: f".step-{step:06d}.{os.getpid()}.tmp")
+    weights = model.state_dict()
     optimizer_tensors, optimizer_groups = _flatten(optimizer)
-    try:
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            flush(run_dir)
-        remove_unfinished(folder)
-        temporary.mkdir()
-        save_file(_saveable(model.state_dict()), temporary / _WEIGHTS)
-        save_file(_saveable(optimizer_tensors), temporary / _OPTIMIZER)
-        text = json.dumps({**state, "step": step, "optimizer_groups": optimizer_groups})
-        (temporary / _STATE).write_text(text, encoding="utf-8")
-        manifest = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
-        for old in [path for path in checkpoints(run_dir) if _step(path) <= step][keep:]:
-            discard(old)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        # safetensors reports a full disk with an exception class of its own.
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            needed = sum(
-                t.numel() * t.element_size() for t in [*model.state_dict().values(), *optimizer_tensors.values()]
-            )
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-            raise CheckpointError(
-                f"{final}: cannot be written ({reason}); free {math.ceil(needed / 2**20)} MiB, then continue the run "
-                "with --resume, or choose another --runs-dir"
-            ) from None
-        raise
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in [*weights.values(), *optimizer_tensors.values()])
+
+    def begin() -> None:
+        with _naming_failures(final, temporary, needed):
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                flush(run_dir)
+            remove_unfinished(folder)
+            temporary.mkdir()
+
+    def write() -> dict[str, Any]:
+        """Write what this rank holds; return the fingerprints of its files."""
+        with _naming_failures(final, temporary, needed):
+            if ranks.size == 1:
+                from safetensors.torch import save_file
+
+                save_file(_saveable(weights), temporary / _WEIGHTS)
+                save_file(_saveable(optimizer_tensors), temporary / _OPTIMIZER)
+            else:
+                _write_pieces(temporary, {"model": weights, "optimizer": optimizer_tensors}, ranks)
+            if ranks.is_first:
+                text = json.dumps({**state, "step": step, "optimizer_groups": optimizer_groups})
+                (temporary / _STATE).write_text(text, encoding="utf-8")
+            own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
+            return {path.name: _fingerprint(path) for path in own}
+
+    def publish() -> None:
+        with _naming_failures(final, temporary, needed):
+            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
+            for old in [path for path in checkpoints(run_dir) if _step(path) <= step][keep:]:
+                discard(old)
+
+    ranks.from_first(begin)
+    manifest = {name: found for files in ranks.every(ranks.agree(write)) for name, found in files.items()}
+    ranks.from_first(publish)
     return final
 
 
@@ -147,27 +174,30 @@ def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     Raises:
         CheckpointError: names or shapes differ.
     """
-    from safetensors.torch import load_file
-
+    own = model.state_dict()
+    saved = _read(checkpoint, "model", own)
     try:
-        model.load_state_dict(load_file(checkpoint.path / _WEIGHTS))
+        model.load_state_dict(
+            {name: divided_as(value, own[name]) if name in own else value for name, value in saved.items()}
+        )
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {lines[-1]}") from None
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Copy the saved optimizer state and hyperparameters into `optimizer`.
+    """Copy the saved optimizer state and hyperparameters into `optimizer`. All ranks must call it.
 
     Raises:
         CheckpointError: it belongs to other parameters.
     """
-    from safetensors.torch import load_file
-
     state: dict[int, dict[str, Tensor]] = {}
     groups = checkpoint.state()["optimizer_groups"]
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
-    for full_name, tensor in load_file(checkpoint.path / _OPTIMIZER).items():
+    # Whole tensors are read into the host's memory, and each rank takes its part; what is a DTensor is read in parts.
+    in_parts = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+    own = _flatten(optimizer)[0] if in_parts else {}
+    for full_name, tensor in _read(checkpoint, "optimizer", own).items():
         name, _, key = full_name.rpartition("/")
         if name not in ids:
             raise CheckpointError(f"{checkpoint.path}: does not fit itself: state of an unknown parameter {name!r}")
@@ -195,6 +225,74 @@ def _saveable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+    """Write what this rank holds of tensors; of what several hold, one of them."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.group)
+    except CheckpointException as error:  # on all ranks, with what was wrong on each
+        raise next(failure for failure, _ in error.failures.values()) from None
+
+
+def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return saved tensors by name: whole on the CPU, but those that `own` has as DTensors in its place and parts.
+
+    Args:
+        checkpoint: to read from.
+        part: "model" or "optimizer".
+        own: tensors that may be overwritten.
+    """
+    if not (checkpoint.path / _METADATA).exists():
+        from safetensors.torch import load_file
+
+        whole: dict[str, Tensor] = load_file(checkpoint.path / {"model": _WEIGHTS, "optimizer": _OPTIMIZER}[part])
+        return whole
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(checkpoint.path)
+    tensors: dict[str, Tensor] = {}
+    for key, described in reader.read_metadata().state_dict_metadata.items():
+        prefix, _, name = key.partition(".")
+        if prefix == part:
+            assert isinstance(described, TensorStorageMetadata)
+            mine = own.get(name)
+            if mine is None or not is_dtensor(mine) or mine.shape != described.size:
+                mine = torch.empty(described.size, dtype=described.properties.dtype)
+            tensors[name] = mine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch tells that there is one process
+        load({part: tensors}, storage_reader=reader)
+    return tensors
+
+
+@contextlib.contextmanager
+def _naming_failures(final: Path, temporary: Path, needed: int) -> Iterator[None]:
+    """Remove a half-written checkpoint after an error; of a disk that cannot be written, say what to do."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # safetensors reports a full disk with an exception class of its own.
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+            raise CheckpointError(
+                f"{final}: cannot be written ({reason}); free {math.ceil(needed / 2**20)} MiB, then continue the run "
+                "with --resume, or choose another --runs-dir"
+            ) from None
+        raise
+
+
+def _writer(path: Path) -> int:
+    """Return the rank that wrote a file of a checkpoint."""
+    match = _PIECES.fullmatch(path.name)
+    return int(match[1]) if match is not None else 0
+
+
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -204,7 +302,8 @@ def _damage(path: Path) -> str:
     """Return what is wrong with a checkpoint folder, or an empty string."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        missing = {_WEIGHTS, _OPTIMIZER, _STATE} - set(manifest)
+        tensors = {_METADATA} if _METADATA in manifest else {_WEIGHTS, _OPTIMIZER}
+        missing = {*tensors, _STATE} - set(manifest)
         if missing:
             return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():

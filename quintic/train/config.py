@@ -19,6 +19,7 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "OptimConfig",
+    "ParallelName",
     "RunConfig",
     "ScheduleConfig",
     "check_prompts",
@@ -26,6 +27,8 @@ __all__ = [
     "preset",
     "with_recipe",
 ]
+
+ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
 _MIN_VOCAB = 257
@@ -190,9 +193,9 @@ class ScheduleConfig:
     tokens_per_param: float = 10.5
     """Training tokens per parameter of blocks and head, where neither --steps nor --target-flops says how many."""
     batch_tokens: int | None = 4096
-    """Tokens of one optimizer step; 'None' is the power of two that suits the size of the model."""
+    """Tokens of one optimizer step, of all devices; 'None' is the power of two that suits the size of the model."""
     rows: int = 16
-    """Rows of --seq-len tokens that go through the model at once; the rest of the batch is accumulated."""
+    """Rows of --seq-len tokens that go through the model at once, at most, on each device; the rest is accumulated."""
     warmup_frac: float = 0.02
     """Share of the steps over which the learning rates rise from zero."""
     warmup_steps: int | None = None
@@ -220,7 +223,8 @@ class RunConfig:
     """Where to run, what to record."""
 
     run: str | None = None
-    """Name of the run's folder; by default date, time and depth. With --resume: the run to continue."""
+    """Name of the run's folder; by default date, time and depth. With --resume: the run to continue. Behind torchrun,
+    which has options that begin with --run, the option is --name."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 1337
@@ -231,6 +235,10 @@ class RunConfig:
     """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Weights are float32."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention implementation; 'auto' takes the fastest the device has."""
+    parallel: ParallelName = "sharded"
+    """How several devices (torchrun) share the work; see docs/training.md. One device needs none of it."""
+    shard_ranks: int | None = None
+    """Ranks that share one copy of the model under --parallel hsdp; by default those of a host."""
     compile: bool | None = None
     """Compile the model with torch.compile; by default only on a GPU."""
     threads: int | None = None
@@ -258,7 +266,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range, and a name that is no folder's."""
-        _check_at_least(1, threads=self.threads, eval_tokens=self.eval_tokens, keep=self.keep)
+        _check_at_least(
+            1, threads=self.threads, shard_ranks=self.shard_ranks, eval_tokens=self.eval_tokens, keep=self.keep
+        )
         _check_at_least(
             0,
             seed=self.seed,

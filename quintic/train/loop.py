@@ -25,6 +25,7 @@ from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
+from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import choose_hardware
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
@@ -54,7 +55,14 @@ class Result:
 
 
 def train(
-    config: Config, dataset: Dataset, run_dir: Path, *, resume: bool, command: str, say: Callable[[str], None] = print
+    config: Config,
+    dataset: Dataset,
+    run_dir: Path,
+    *,
+    resume: bool,
+    command: str,
+    say: Callable[[str], None] = print,
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Train, evaluate, sample and report one run.
 
@@ -65,39 +73,48 @@ def train(
         resume: continue from the newest good checkpoint, or from the start where there is none yet.
         command: the command line, for the record.
         say: takes lines for people before the progress display starts.
+        ranks: the processes that train the run; all must call this with the same arguments.
 
     Raises:
         Interrupted: after Ctrl-C, SIGTERM or SIGHUP; the checkpoint is written.
         DivergedError: the loss or the weights are not finite. They are not saved; earlier checkpoints stay.
         QuinticError: input that cannot be used, or a run that another process is training.
+        OtherRankError: one of these was raised on another rank.
 
     Whatever the exception, the log and the report tell of every step that was made.
     """
-    with hold_run(run_dir, message=say):
-        return _train(config, dataset, run_dir, resume, command, say)
+    with contextlib.ExitStack() as held:
+        ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
+        return _train(config, dataset, run_dir, resume, command, say, ranks)
 
 
 def _train(
-    config: Config, dataset: Dataset, run_dir: Path, resume: bool, command: str, say: Callable[[str], None]
+    config: Config,
+    dataset: Dataset,
+    run_dir: Path,
+    resume: bool,
+    command: str,
+    say: Callable[[str], None],
+    ranks: Ranks,
 ) -> Result:
-    hardware = choose_hardware(config.run)
-    say(f"Computing on {hardware}")
-    for line in scale_lines(config, vocab_size=dataset.vocab_size):
+    hardware = ranks.agree(lambda: choose_hardware(config.run))
+    devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
+    say(f"Computing on {devices}{hardware}")
+    for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size)):
         say(line)
-    run = Trainer(config, dataset, run_dir, hardware)
-    checkpoint = _find_checkpoint(run_dir, say) if resume else None
+    run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+    checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, say)) if resume else None
     if checkpoint is not None:
-        run.restore(checkpoint)
+        ranks.agree(lambda: run.restore(checkpoint))
         say(f"Continuing {run_dir.name} after step {run.step}")
     else:
         allocate_lookups(run.model, dataset, seed=config.run.seed)
     for line in run.describe():
         say(line)
     resume_step = run.step if resume else None
-    trackers = _trackers(config.run, run_dir, resume_step)
     with (
         run.loader,
-        MetricsLog(run_dir / METRICS_FILE, resume_step=resume_step, trackers=trackers) as log,
+        ranks.agree(lambda: _open_log(config.run, run_dir, resume_step, ranks)) as log,
         Progress(run.total, start_step=run.step) as progress,
         _stop_requests() as stop_requested,
     ):
@@ -120,7 +137,7 @@ def _train(
                 if is_due(run.step, config.run.sample_every):
                     log.write("sample", step=run.step, samples=run.sample())
                 # Asked once: a request that comes during the save is honoured after the next step.
-                stop = stop_requested()
+                stop = ranks.any(stop_requested())
                 if stop or is_due(run.step, config.run.save_every):
                     _save(run)
                 if stop:
@@ -128,7 +145,8 @@ def _train(
             return _finish(run, log, progress)
         except Exception:
             with contextlib.suppress(QuinticError, OSError):  # what went wrong first is what must be told
-                write_report(run_dir)
+                if ranks.is_first:
+                    write_report(run_dir)
             raise
 
 
@@ -146,7 +164,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
         _save(run)
     final = run.finish()
     log.write("final", **final)
-    report = write_report(run.run_dir)
+    report = run.ranks.from_first(lambda: write_report(run.run_dir))
     try:
         samples = run.sample()
     except Exception:
@@ -155,7 +173,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
     log.write("sample", step=run.step, samples=samples)
     return Result(
         run_dir=run.run_dir,
-        report=write_report(run.run_dir),
+        report=run.ranks.from_first(lambda: write_report(run.run_dir)),
         score=run.last_score(),
         samples=samples,
         baselines=final["baselines"],
@@ -208,6 +226,13 @@ def _find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> Checkpoint | 
         say(f"{run_dir.name} was stopped before its first checkpoint: starting it from the beginning")
         return None
     return newest_checkpoint(run_dir, message=say)
+
+
+def _open_log(run: RunConfig, run_dir: Path, resume_step: int | None, ranks: Ranks) -> MetricsLog:
+    if not ranks.is_first:
+        return MetricsLog(None)
+    trackers = _trackers(run, run_dir, resume_step)
+    return MetricsLog(run_dir / METRICS_FILE, resume_step=resume_step, trackers=trackers)
 
 
 def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tracker]:

@@ -1,31 +1,44 @@
-"""The metrics log: what a run writes down while it trains, one JSON object per line, and how it is read back.
+"""What a run writes down while it trains: `MetricsLog`, its mirrors, and `RmsMeter` for how large updates are.
 
-Here: the file ``metrics.jsonl`` (writing, resuming, reading) and the optional mirrors of it, TensorBoard and Weights &
-Biases. Not here: measuring anything (the loop does), the terminal display (`progress`), the page (`report`).
-
+The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same. How it is
+read back is `quintic.report.history`; losses and times are measured by the trainer.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TextIO
+
+import torch
+from torch import Tensor, nn
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
+from quintic.optim.layout.layouts import is_dtensor
 from quintic.report.history import read_metrics
 
 __all__ = [
     "MetricsLog",
+    "RmsMeter",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
+    "layer_kind",
     "missing_package",
 ]
 
 _STEPPED_KINDS = ("train", "eval", "sample")
+
+_LAYER_KINDS = (
+    ("value_embeddings.", "value embeddings"),
+    ("embedding.", "embedding"),
+    ("head.", "head"),
+    (".attention.", "attention"),
+    (".mlp.", "MLP"),
+)
 
 
 class Tracker(Protocol):
@@ -41,11 +54,11 @@ class Tracker(Protocol):
 class MetricsLog:
     """Appends records to ``metrics.jsonl``; each is on disk (flushed to the system) when `write` returns.
 
-    A context manager. One process writes a log: in a distributed run, only rank 0 makes one.
+    A context manager. One process writes a log: of several ranks the first one.
 
     Args:
         path: the file; it and its folder are created if missing. An existing file is continued, and a last line that
-            a crash left half-written is removed.
+            a crash left half-written is removed. None for a log that keeps nothing, which other ranks have.
         resume_step: the step of the checkpoint that the run continues from. Records of later steps, which are about
             to be made again, and any ``final`` record with what follows it are removed first, so that the log has each
             step once. The file is replaced in one move: a crash leaves the old or the new one.
@@ -55,9 +68,14 @@ class MetricsLog:
         DataError: if an existing file is damaged before its last line.
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | Path | None, *, resume_step: int | None = None, trackers: Sequence[Tracker] = ()
+    ) -> None:
         self.trackers = tuple(trackers)
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._mend(resume_step)
@@ -86,15 +104,16 @@ class MetricsLog:
             The record as it was written, with ``None`` in the place of numbers that are not finite.
         """
         record: dict[str, Any] = _plain({"kind": kind, **fields})
-        self._file.write(_encode(record))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_encode(record))
+            self._file.flush()
         for tracker in self.trackers:
             tracker.log(record)
         return record
 
     def close(self) -> None:
         """Close the file and the trackers; closing twice is fine."""
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             return
         self._file.close()
         for tracker in self.trackers:
@@ -236,3 +255,50 @@ def _as_code(text: str) -> str:
 def missing_package(name: str) -> ConfigError:
     """Return the error for a tracker whose package is not installed; the option has the package's name."""
     return ConfigError(f"--{name} needs the package {name}, which is not installed; run: pip install 'quintic[{name}]'")
+
+
+def layer_kind(name: str) -> str:
+    """Return the kind of layer a parameter of `quintic.model.GPT` belongs to, in words for a chart."""
+    if "gate" in name:
+        return "scalars and gates"
+    return next((kind for part, kind in _LAYER_KINDS if part in name), "scalars and gates")
+
+
+class RmsMeter:
+    """Root mean squares over all parameters of a kind; `before` a step copies the weights, `after` compares.
+
+    Where ranks have parts of parameters, all ranks must call both.
+
+    Args:
+        model: its parameters.
+        mean_gradient: returns a gradient as the optimizer will see it.
+    """
+
+    def __init__(self, model: nn.Module, *, mean_gradient: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
+        self._mean_gradient = mean_gradient
+        self._params = [(layer_kind(name), param) for name, param in model.named_parameters() if param.requires_grad]
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def before(self) -> dict[str, float]:
+        """Remember the weights and return the RMS of the gradients by kind."""
+        self._before = [param.detach().clone() for _, param in self._params]
+        return self._rms([None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params])
+
+    @torch.no_grad()
+    def after(self) -> dict[str, float]:
+        """Return the RMS of the change of the weights since `before` by kind, and forget them."""
+        changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
+        self._before = []
+        return self._rms(changes)
+
+    def _rms(self, tensors: list[Tensor | None]) -> dict[str, float]:
+        squares: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
+        for (kind, _), tensor in zip(self._params, tensors, strict=True):
+            if tensor is not None:
+                square = tensor.float().square().sum()
+                square = square.full_tensor() if is_dtensor(square) else square
+                squares[kind] = squares[kind] + square if kind in squares else square
+                counts[kind] = counts.get(kind, 0) + tensor.numel()
+        return {kind: float((square / counts[kind]).sqrt()) for kind, square in squares.items()}

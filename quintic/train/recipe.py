@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config
+from quintic.train.distributed import Parallelism
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
     REFERENCE_DEPTH,
@@ -120,23 +121,41 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
 
 
 def build_model(
-    sizes: GPTConfig, *, device: torch.device, dtype: torch.dtype, attention: AttentionName, seed: int
+    sizes: GPTConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionName,
+    seed: int,
+    parallelism: Parallelism | None = None,
 ) -> GPT:
-    """Return an initialised model: built on the meta device, so that no weight is ever made twice."""
+    """Return an initialised model: built on the meta device, so that no weight is ever made twice.
+
+    Where ranks have parts of it, no device ever has the whole.
+    """
     with torch.device("meta"):
         model = GPT(sizes, compute_dtype=dtype, attention=attention)
+    if parallelism is not None:
+        parallelism.place(model, device)
     model.to_empty(device=device)
     model.init_weights(seed)
     return model
 
 
-def build_optimizer(model: GPT, config: Config, *, on_gpu: bool | None = None) -> quintic.Muon:
+def build_optimizer(
+    model: GPT,
+    config: Config,
+    *,
+    on_gpu: bool | None = None,
+    comms: Literal["none", "averaged", "sharded"] = "none",
+) -> quintic.Muon:
     """Return the optimizer with named groups; each group's `initial_lr` and `initial_weight_decay` are its peaks.
 
     Args:
         model: on any device, the meta device too.
         config: sections `model`, `optim` and `schedule` count.
         on_gpu: whether it will run on a GPU; None for where the model is.
+        comms: how ranks share the work, see `Parallelism`.
     """
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
     scale = scale_of(config, model)
@@ -196,6 +215,7 @@ def build_optimizer(model: GPT, config: Config, *, on_gpu: bool | None = None) -
         state_dtype=optim.state_dtype,
         betas=(optim.beta1, optim.beta2),
         eps=1e-10,
+        comms=comms,
     )
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

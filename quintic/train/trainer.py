@@ -16,14 +16,16 @@ from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.errors import CheckpointError
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.reference import reference_scores
-from quintic.eval.score import Score, bits_per_byte, score
+from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT
+from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
+from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import Hardware, machine_facts, package_versions
+from quintic.train.metrics import RmsMeter
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
-from quintic.train.rms import RmsMeter
 from quintic.train.saved_config import to_dict
 from quintic.train.schedule import is_due
 
@@ -46,37 +48,53 @@ class Trainer:
         dataset: prepared text.
         run_dir: folder for checkpoints.
         hardware: from `choose_hardware`.
+        ranks: the processes that train the run. Where there are several, all must call the same methods.
 
     Raises:
         QuinticError: sizes that do not fit each other or the text.
     """
 
-    def __init__(self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware) -> None:
+    def __init__(
+        self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = ALONE
+    ) -> None:
         self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
-        schedule, seq_len = config.schedule, config.model.seq_len
+        self.ranks = ranks
+        self.parallelism = Parallelism(config.run.parallel, ranks, shard_ranks=config.run.shard_ranks)
+        seq_len = config.model.seq_len
         sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
-        self.loader = Loader(
-            dataset, "train", rows=schedule.rows, seq_len=seq_len, seed=config.run.seed, device=hardware.device
-        )
-        self.validation = validation_rows(
-            dataset, rows=schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
-        )
         self.model: GPT = build_model(
             sizes,
             device=hardware.device,
             dtype=hardware.dtype,
             attention=hardware.attention,
             seed=config.run.seed,
+            parallelism=self.parallelism,
         )
         if hardware.compile:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)
         self.config = config = with_batch(config, self.scale)
-        self.optimizer = build_optimizer(self.model, config)
+        shares = self.parallelism.data_size
+        rows = rows_at_once(config, shares)
+        self.loader = Loader(
+            dataset,
+            "train",
+            rows=rows,
+            seq_len=seq_len,
+            rank=self.parallelism.data_rank,
+            world_size=shares,
+            seed=config.run.seed,
+            device=hardware.device,
+        )
+        self.validation = validation_rows(
+            dataset, rows=config.schedule.rows, seq_len=seq_len, max_tokens=config.run.eval_tokens
+        )
+        self.wrapped = self.parallelism.wrapped(self.model)
+        self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
-        self.micro_steps = self.scale.batch_tokens // (schedule.rows * seq_len)
+        self.micro_steps = self.scale.batch_tokens // (rows * seq_len * shares)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
-        self.rms = RmsMeter(self.model)
+        self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
@@ -119,11 +137,13 @@ class Trainer:
             optimizer=self.optimizer,
             state=state,
             keep=self.config.run.keep,
+            ranks=self.ranks,
         )
 
     def has_finite_weights(self) -> bool:
-        """Return whether every weight is a finite number; waits for the device."""
-        return bool(torch.stack([param.detach().isfinite().all() for param in self.model.parameters()]).all())
+        """Return whether every weight is a finite number, on all ranks; waits for the device."""
+        weights = [local_tensor(param.detach()) for param in self.model.parameters()]
+        return not self.ranks.any(not torch.stack([weight.isfinite().all() for weight in weights]).all())
 
     def train_step(self) -> dict[str, Any]:
         """Make one optimizer step and return its record."""
@@ -132,12 +152,13 @@ class Trainer:
         waited = 0.0
         loss = torch.zeros((), device=self.hardware.device)
         num_bytes = torch.zeros((), dtype=torch.int64, device=self.hardware.device)
-        for _ in range(self.micro_steps):
+        for micro_step in range(1, self.micro_steps + 1):
             asked = time.perf_counter()
             batch = next(self.loader)
             waited += time.perf_counter() - asked
-            micro_loss = self.model(batch.inputs, batch.targets, document_starts=self._starts(batch))
-            (micro_loss / self.micro_steps).backward()
+            with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
+                micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
+                (micro_loss / self.micro_steps).backward()
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
         self._synchronize()
@@ -161,13 +182,14 @@ class Trainer:
         self.seconds += elapsed
         for name, value in times.items():
             self.spent[name] += value
-        nats = float(loss)
+        sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
+        nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
         record = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "loss": nats,
-            "bpb": bits_per_byte(nats * batch_tokens, max(1, int(num_bytes))),
+            "bpb": bits_per_byte(nats * batch_tokens, max(1, text_bytes)),
             **settings,
             "tokens_per_second": batch_tokens / elapsed,
             "times_ms": {name: 1000 * value for name, value in times.items()},
@@ -176,8 +198,15 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Score the validation text and return the record."""
-        batches = (replace(batch, document_starts=self._starts(batch)) for batch in self.validation)
-        self.score = score(self.model, batches, self.dataset.tokenizer.token_bytes(), self.hardware.device)
+        batches = [replace(batch, document_starts=self._starts(batch)) for batch in self._own_batches()]
+        sums = document_sums(
+            self.wrapped,
+            batches,
+            self.dataset.tokenizer.token_bytes(),
+            self.hardware.device,
+            num_documents=self.dataset.split("val").num_documents,
+        )
+        self.score = score_from_sums(self.parallelism.total(sums.cpu()))
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -216,7 +245,7 @@ class Trainer:
             "loss": self.last_score().loss,
             "bpb": self.last_score().bpb,
             "seconds": self.seconds,
-            "baselines": reference_scores(self.dataset, self.validation),
+            "baselines": self.ranks.from_first(lambda: reference_scores(self.dataset, self.validation)),
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
         }
 
@@ -248,6 +277,15 @@ class Trainer:
             "data": self.dataset.summary(),
             "total_steps": self.total,
         }
+
+    def _own_batches(self) -> list[Batch]:
+        """Return this rank's validation batches, equally many on all ranks: some get one that counts for nothing."""
+        rank, shares = self.parallelism.data_rank, self.parallelism.data_size
+        own = self.validation[rank::shares]
+        if len(own) < -(-len(self.validation) // shares):
+            first = self.validation[0]
+            own.append(replace(first, targets=torch.full_like(first.targets, self.dataset.bos_id)))
+        return own
 
     def _optimizer_name(self) -> str:
         return {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.train.rms import RmsMeter, layer_kind
+from quintic.train.metrics import RmsMeter, layer_kind
 
 
 @pytest.mark.parametrize(

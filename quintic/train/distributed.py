@@ -1,0 +1,351 @@
+"""Several processes that train one run: who they are, what they agree on, how they divide model and batch.
+
+torchrun starts them and says in environment variables who is who (`launched`). `connected` joins them; through `Ranks`
+they exchange small things on the host: a name, a stop request, sums of losses. `Parallelism` divides a model.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.model.gpt import GPT
+from quintic.model.layers import Attention
+from quintic.train.config import Config, ParallelName
+
+__all__ = ["ALONE", "Launch", "Parallelism", "Ranks", "connected", "launched", "rows_at_once"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun says about this process; one process that nobody launched by default."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    """Processes on this host."""
+    restarts: int = 0
+    """How often the processes were started again (`torchrun --max-restarts`)."""
+    max_restarts: int = 0
+
+
+def launched() -> Launch:
+    """Read torchrun's environment variables.
+
+    Raises:
+        ConfigError: one is not a number, or they do not fit each other.
+    """
+    launch = Launch(
+        rank=_number("RANK", 0),
+        size=max(1, _number("WORLD_SIZE", 1)),
+        local_rank=_number("LOCAL_RANK", 0),
+        local_size=max(1, _number("LOCAL_WORLD_SIZE", 1)),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=_number("TORCHELASTIC_MAX_RESTARTS", 0),
+    )
+    if launch.size > 1 and not ("RANK" in os.environ and "MASTER_ADDR" in os.environ):
+        raise ConfigError(
+            f"WORLD_SIZE is {launch.size} without RANK and MASTER_ADDR: start several processes with torchrun "
+            "--nproc-per-node N -m quintic ..., or unset WORLD_SIZE"
+        )
+    if not 0 <= launch.rank < launch.size or not 0 <= launch.local_rank < launch.local_size:
+        raise ConfigError(
+            f"RANK {launch.rank} of WORLD_SIZE {launch.size} and LOCAL_RANK {launch.local_rank} of LOCAL_WORLD_SIZE "
+            f"{launch.local_size} do not fit each other: start with torchrun, or unset them"
+        )
+    return launch
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{name} {text!r} is not a number: unset it, or start with torchrun") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes that train a run. Every method must be called by all of them, in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    group: Any = field(default=None, compare=False)
+    """Of gloo, for messages between hosts; None for one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that names, logs and prints."""
+        return self.rank == 0
+
+    def agree(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns here, if it succeeds on all ranks.
+
+        Raises:
+            QuinticError: `make` raised it here, and on no lower rank.
+            OtherRankError: it raised a `QuinticError` on another rank, which says why.
+        """
+        if self.size == 1:
+            return make()
+        error: QuinticError | None = None
+        try:
+            made = make()
+        except QuinticError as raised:
+            error = raised
+        failed = self.every(error is not None)
+        if not any(failed):
+            return made
+        if error is not None and failed.index(True) == self.rank:
+            raise error
+        raise self.failed_elsewhere()
+
+    def failed_elsewhere(self) -> OtherRankError:
+        """Return the error to raise where another rank says what is wrong, once that rank has ended.
+
+        Not before: torchrun ends all ranks when the first one is gone, also one that is about to speak.
+        """
+        with contextlib.suppress(RuntimeError):  # a connection that closes
+            dist.barrier(group=self.group)
+        return OtherRankError("another rank has failed")
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what `make` returns on the first one, which can be pickled.
+
+        Raises:
+            QuinticError: as `agree`.
+        """
+        made = self.agree(lambda: make() if self.is_first else None)
+        if self.size == 1:
+            return made  # type: ignore[return-value]  # the first rank made it
+        box = [made]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]  # type: ignore[return-value]
+
+    def once_per_host(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns, which runs on one rank of each host before it runs on the others."""
+        made = self.agree(lambda: make() if self.local_rank == 0 else None)
+        rest = self.agree(lambda: make() if self.local_rank else made)
+        assert rest is not None
+        return rest
+
+    def every(self, value: T) -> list[T]:
+        """Return what each rank has given, which can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return self.total(torch.tensor(float(flag), dtype=torch.float64)).item() > 0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of a tensor on the CPU, with the same bits on all of them."""
+        if self.size == 1:
+            return tensor
+        every = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(every, tensor, group=self.group)
+        return torch.stack(every).sum(0)
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def connected(launch: Launch) -> Iterator[Ranks]:
+    """Join the processes of a launch while the block runs; ranks other than the first write no standard output.
+
+    A block that ends with an exception leaves without a farewell: the others may wait in a collective that this rank
+    will never join, and torchrun ends them once this process is gone.
+    """
+    if launch.size == 1:
+        yield ALONE
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        if launch.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(launch.local_rank)
+    if launch.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
+    dist.init_process_group(backend)
+    # One rank may prepare text for hours. One that dies is noticed at once: its connections close.
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    yield Ranks(
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        group=group,
+    )
+    dist.barrier(group=group)
+    dist.destroy_process_group()
+
+
+class Parallelism:
+    """How ranks divide a run: `--parallel`.
+
+    Args:
+        kind: `sharded`: each rank has the model and its own rows, the optimizer averages gradients and divides its
+            state; `ddp`: PyTorch averages gradients; `fsdp`: weights, gradients and state are divided; `hsdp`: the same
+            within groups of ranks; `tp`: each layer is divided, and all ranks have the same rows.
+        ranks: all processes of the run.
+        shard_ranks: ranks that share one copy of the model under `hsdp`; None for those of a host.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+
+    def __init__(self, kind: ParallelName, ranks: Ranks, *, shard_ranks: int | None = None) -> None:
+        self.kind, self.ranks = kind, ranks
+        self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
+        if kind == "hsdp" and ranks.size % self.shard_ranks:
+            raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
+        self._is_divided = ranks.size > 1 and kind != "tp"
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each batch is this rank's."""
+        return self.ranks.rank if self._is_divided else 0
+
+    @property
+    def data_size(self) -> int:
+        """In how many shares a batch is divided."""
+        return self.ranks.size if self._is_divided else 1
+
+    @property
+    def comms(self) -> Literal["none", "averaged", "sharded"]:
+        """The optimizer's option `comms`; DTensors carry their own layout."""
+        if self.ranks.size == 1:
+            return "none"
+        return "sharded" if self.kind == "sharded" else "averaged" if self.kind == "ddp" else "none"
+
+    def place(self, model: GPT, device: torch.device) -> None:
+        """Divide a model that is on the meta device: its parameters become `DTensor`s where ranks have parts of them.
+
+        Args:
+            model: is changed.
+            device: where it will be.
+
+        Raises:
+            ConfigError: its heads cannot be divided among the ranks.
+        """
+        if self.ranks.size == 1:
+            return
+        if self.kind in ("fsdp", "hsdp"):
+            self._shard(model, device)
+        elif self.kind == "tp":
+            self._divide_layers(model, device)
+
+    def wrapped(self, model: GPT) -> nn.Module:
+        """Return what is called for losses that are differentiated, given the initialised model."""
+        if self.ranks.size == 1 or self.kind != "ddp":
+            return model
+        on_gpu = model.head.weight.is_cuda
+        return nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.ranks.local_rank] if on_gpu else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+
+    def micro_step(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one forward and backward pass of `wrapped`: gradients are averaged after the last."""
+        if self.ranks.size > 1 and self.kind == "ddp" and not last:
+            context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
+            return context
+        if self.ranks.size > 1 and self.kind in ("fsdp", "hsdp"):
+            module.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the shares of a batch of a tensor on the CPU."""
+        return self.ranks.total(tensor) if self._is_divided else tensor
+
+    def mean_gradient(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as the optimizer will see it; `sharded` averages on the way, so here a copy is averaged."""
+        if self.comms != "sharded":
+            return gradient
+        mean = gradient.float()
+        mean = mean.clone() if mean is gradient else mean
+        dist.all_reduce(mean)
+        return mean / self.ranks.size
+
+    def _shard(self, model: GPT, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        size = self.ranks.size
+        if self.kind == "fsdp":
+            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        else:
+            shape = (size // self.shard_ranks, self.shard_ranks)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        # Weights are cast where they are used, all of a block's: gathering them in that dtype changes no bit.
+        policy = MixedPrecisionPolicy()
+        if model.compute_dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh)
+
+    def _divide_layers(self, model: GPT, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        heads, size = model.config.num_kv_heads, self.ranks.size
+        if heads % size:
+            raise ConfigError(
+                f"--parallel tp: {heads} key/value heads cannot be divided among {size} ranks; use as many ranks as "
+                "divide them, another --parallel, or other sizes (--depth, --head-dim, --kv-ratio)"
+            )
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tensor",))
+        columns = ("attention.query", "attention.key", "attention.value", "attention.value_gate", "mlp.up")
+        for block in model.blocks:
+            attention = block.get_submodule("attention")
+            assert isinstance(attention, Attention)
+            there = {name for name, _ in block.named_modules()}
+            plan: dict[str, Any] = {name: ColwiseParallel() for name in columns if name in there}
+            plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
+            parallelize_module(block, mesh, plan)
+            attention.num_heads //= size  # of this rank
+            attention.num_kv_heads //= size
+        parallelize_module(
+            model, mesh, {f"value_embeddings.{layer}": ColwiseParallel() for layer in model.value_embeddings}
+        )
+
+
+def rows_at_once(config: Config, shares: int) -> int:
+    """Return how many rows go through the model at once on each rank: `--rows`, or a rank's whole share if it is less.
+
+    Args:
+        config: with the batch of all ranks.
+        shares: in how many shares a batch is divided.
+
+    Raises:
+        ConfigError: the batch cannot be divided so.
+    """
+    batch, seq_len = config.schedule.batch_tokens, config.model.seq_len
+    assert batch is not None  # derived by now
+    rows = min(config.schedule.rows, max(1, batch // (seq_len * shares)))
+    step = rows * seq_len * shares
+    if batch % step:
+        raise ConfigError(
+            f"--batch-tokens {batch} cannot be dealt out to {shares} ranks: it is not a multiple of {rows} rows x "
+            f"--seq-len {seq_len} x {shares} ranks = {step}; change --batch-tokens, --rows or the number of ranks"
+        )
+    return rows

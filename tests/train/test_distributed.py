@@ -1,0 +1,187 @@
+"""Several ranks train one run: the same curve in every layout, one log, one checkpoint that any layout goes on from.
+
+The reference is one process that was never stopped. Real processes talk through gloo.
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tiny_runs import course, tiny_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from harness import run
+
+from quintic.data.dataset import Dataset
+from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.train.checkpoint import checkpoints
+from quintic.train.config import Config
+from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, launched, rows_at_once
+from quintic.train.loop import Interrupted, train
+from quintic.train.runs import create_run
+from quintic.train.trainer import Trainer
+
+pytestmark = pytest.mark.distributed
+
+# 24 rows a step: 2 at once on 1, 2, 3, 4 or 6 ranks.
+SIZES = {"batch_tokens": 768, "rows": 2, "depth": 2, "save_every": 0, "eval_every": 3, "rms_every": 2}
+
+
+def ranks_of(rank: int, world_size: int) -> Ranks:
+    """The ranks of the harness, as if on hosts of two."""
+    local = min(2, world_size)
+    group = dist.group.WORLD
+    return Ranks(rank=rank, size=world_size, local_rank=rank % local, local_size=local, group=group)
+
+
+def segment(rank: int, world_size: int, config: Config, text: Path, run_dir: Path, stop_after: int | None) -> str:
+    """Train until a stop request, which the last rank alone gets, or to the end; returns how it ended."""
+    make_step = Trainer.train_step
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        record = make_step(self)
+        if self.step == stop_after and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]  # in this process alone
+    ranks = ALONE if world_size == 1 else ranks_of(rank, world_size)
+    try:
+        train(
+            config,
+            Dataset.open(text),
+            run_dir,
+            resume=bool(checkpoints(run_dir)),
+            command="test",
+            say=lambda line: None,
+            ranks=ranks,
+        )
+    except Interrupted:
+        return "stopped"
+    return "finished"
+
+
+def assert_same_course(found: Path, expected: Path) -> None:
+    """Compare what two runs logged: every number to the rounding of sums."""
+    pairs = list(zip(course(found), course(expected), strict=True))
+    assert len(pairs) > 5
+    for record, other in pairs:
+        assert record.keys() == other.keys()
+        for name, value in other.items():
+            if value is None:
+                assert record[name] is None
+            elif name not in ("kind", "samples"):
+                tolerance = {"rel": 2e-3} if name in ("grad_rms", "update_rms") else {"rel": 1e-5, "abs": 1e-8}
+                assert record[name] == pytest.approx(value, **tolerance), (record["kind"], record.get("step"), name)
+
+
+def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path) -> None:
+    """Train two steps in each layout, in the last one to the end, and compare with one process."""
+    steps = 2 * len(layouts)
+    config = tiny_config(dataset, folder, run="whole", steps=steps, **SIZES)
+    whole = create_run(config)
+    train(config, dataset, whole, resume=False, command="test", say=lambda line: None)
+    run_dir = None
+    for number, (parallel, world_size) in enumerate(layouts, start=1):
+        options = {"run": "moved", "steps": steps, "parallel": parallel, "shard_ranks": 2, **SIZES}
+        config = tiny_config(dataset, folder, **options)
+        run_dir = create_run(config) if run_dir is None else run_dir
+        stop_after = 2 * number if number < len(layouts) else None
+        ends = run(segment, world_size, config, dataset.path, run_dir, stop_after, timeout=100)
+        assert ends == ["finished" if stop_after is None else "stopped"] * world_size
+        assert checkpoints(run_dir)[0].name == f"step-{2 * number:06d}"
+        assert sorted(path.name for path in (run_dir / "checkpoints").glob(".*")) == []
+    assert run_dir is not None
+    assert_same_course(run_dir, whole)
+    kinds = [record["kind"] for record in read_metrics(run_dir / METRICS_FILE)]
+    assert (kinds.count("run"), kinds.count("resume"), kinds.count("final")) == (1, len(layouts) - 1, 1)
+
+
+def test_a_run_goes_on_with_more_ranks_and_fewer(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    chain([("sharded", 1), ("sharded", 2), ("fsdp", 2), ("sharded", 1)], tiny_dataset, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [("ddp", 2), ("tp", 2), ("sharded", 3), ("ddp", 3)],
+        [("hsdp", 4), ("sharded", 4), ("tp", 4), ("fsdp", 3), ("hsdp", 2)],
+    ],
+)
+def test_a_run_goes_on_in_every_layout(layouts: list[tuple[str, int]], tiny_dataset: Dataset, tmp_path: Path) -> None:
+    chain(layouts, tiny_dataset, tmp_path)
+
+
+# -- small things, in this process ------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_dealt_out_in_equal_passes(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, batch_tokens=768, rows=4)  # 24 rows of 32 tokens
+    assert [rows_at_once(config, shares) for shares in (1, 2, 3, 6, 8, 12, 24)] == [4, 4, 4, 4, 3, 2, 1]
+    for shares in (4, 5, 7, 25):
+        with pytest.raises(ConfigError, match=rf"--batch-tokens 768 cannot be dealt out to {shares} ranks: .* change"):
+            rows_at_once(config, shares)
+
+
+def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == Launch()
+    said = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert launched() == Launch(rank=5, size=6, local_rank=1, local_size=2, restarts=3)
+    monkeypatch.setenv("RANK", "6")
+    with pytest.raises(ConfigError, match=r"RANK 6 of WORLD_SIZE 6 .* do not fit each other: start with torchrun"):
+        launched()
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ConfigError, match="RANK 'x' is not a number: unset it, or start with torchrun"):
+        launched()
+
+
+def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--shard-ranks 4 does not divide the 6 ranks"):
+        Parallelism("hsdp", Ranks(size=6), shard_ranks=4)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def fail_together(rank: int, world_size: int) -> list[str]:
+    """Names of what `agree` raises where one rank fails, where others do, and nowhere."""
+    ranks = ranks_of(rank, world_size)
+    # Whoever ends first would end the others, so nobody waits here.
+    ranks = dataclasses.replace(ranks)
+    object.__setattr__(ranks, "failed_elsewhere", lambda: OtherRankError("another"))
+    ended = []
+
+    def fail_on(*failing: int) -> str:
+        if rank in failing:
+            raise ConfigError(f"rank {rank}")
+        return "fine"
+
+    for failing in [(), (1,), (1, 2), (0, 1, 2)]:
+        try:
+            ended.append(ranks.agree(lambda failing=failing: fail_on(*failing)))
+        except QuinticError as error:
+            ended.append(str(error))
+    ended.append(str(ranks.from_first(lambda: rank + 7)))
+    ended.append(str(ranks.any(rank == 2)) + str(ranks.any(False)))
+    return ended
+
+
+def test_ranks_agree_about_errors() -> None:
+    first, second, third = run(fail_together, 3)
+    assert first == ["fine", "another", "another", "rank 0", "7", "TrueFalse"]
+    assert second == ["fine", "rank 1", "rank 1", "another", "7", "TrueFalse"]
+    assert third == ["fine", "another", "another", "another", "7", "TrueFalse"]
