@@ -276,7 +276,7 @@ def _travelling_load(
         method=_method(kinds[0]),
         shapes=tuple(kind.shape for kind in kinds),
         num_matrices=len(kinds) * len(units),
-        dtype=shared.key.dtype,
+        dtype=shared.key.of.dtype,
         present=of_all(present),
         flops=of_all(counts * shared.unit_flops),
         workspace_bytes=of_all(torch.tensor([stage.most for stage in stages]) * present),

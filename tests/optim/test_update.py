@@ -264,14 +264,14 @@ def test_large_tensors_in_pieces_have_the_same_bits(piece, master, cautious, mon
         return [*momenta, *out, *weights, *(low for low in masters if low is not None)]
 
     expected = run()
-    monkeypatch.setattr(update_module, "_PIECE", piece)
+    monkeypatch.setattr(update_module, "CPU_PIECE", piece)
     for found, whole in zip(run(), expected, strict=True):
         assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64, 32), (1, 1, 32, 64), (8, 1, 16, 16), (4, 2, 16, 16)])
 def test_pieces_are_no_larger_than_they_may_be(shape, monkeypatch):
-    monkeypatch.setattr(update_module, "_PIECE", 200)
+    monkeypatch.setattr(update_module, "CPU_PIECE", 200)
     tensor = torch.arange(math.prod(shape)).view(shape)
     pieces = [piece for (piece,) in update_module.in_pieces([tensor], entries=200)]
     assert max(piece.numel() for piece in pieces) <= 200

@@ -25,7 +25,7 @@ from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
 from quintic.optim.plan.exchange import Cargo, Exchange
 from quintic.optim.plan.members import Kind, Member, direction_dtype, form_of, update_dtype
 from quintic.optim.plan.memory.gathered_memory import Key, different_positions, piece_entries, stages_of
-from quintic.optim.plan.memory.workspace import width_of
+from quintic.optim.plan.memory.workspace import Matrices, width_of
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
 from quintic.optim.state.owners import assign_owners, balance, loads_of, shape_cost
@@ -64,8 +64,8 @@ class SharedBucket:
         """Return what travels, in bytes; None if nothing does."""
         if self.exchange.is_local:
             return None
-        dtype, factors = self.key.dtype, 0
-        if self.key.normalizes:
+        dtype, factors = self.key.of.dtype, 0
+        if self.key.of.normalizes:
             factors = 2 * width_of(dtype) * sum(max(kind.shape) for kind in self.kinds)
         return Cargo(
             self.exchange,
@@ -85,7 +85,9 @@ class SharedBucket:
         seconds = 0.0
         for form, shape in ((kind.form, kind.shape) for kind in self.kinds):
             flops = shape_cost(*shape) if form is None else form.flops(*shape)
-            seconds += flops / speed_of(self.key.device.type, self.key.dtype if form is None else form.compute_dtype)
+            seconds += flops / speed_of(
+                self.key.of.device.type, self.key.of.dtype if form is None else form.compute_dtype
+            )
         return seconds
 
     @cached_property
@@ -135,11 +137,7 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
             unit.view,
             pieces,
             copies,
-            local.dtype,
-            local.device,
-            kernels,
-            group.normalize is not None,
-            group.state_dtype is not None,
+            Matrices.of_group(group, local.dtype, local.device, kernels),
             param.is_contiguous(),
             group.transport == "copy_engines",
         )
@@ -220,7 +218,7 @@ def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
 
 
 def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, ParameterUnit]]) -> Iterator[SharedBucket]:
-    kinds = kinds_of(key.view, key.shape, group, key.dtype, key.device)
+    kinds = kinds_of(key.view, key.shape, group, key.of.dtype, key.of.device)
     per_owner: list[list[ParameterUnit]] = [[] for _ in key.ranks]
     for owner, unit in units:
         per_owner[owner].append(unit)
@@ -252,9 +250,9 @@ def gathered_buckets(shared: SharedBucket, layouts: Sequence[Layout | None], ran
         group=key.group,
         members=tuple(_members(shared.units, exchange, layouts, rank)),
         shape=kinds[0].shape,
-        dtype=key.dtype,
-        device=key.device,
-        kernels=key.kernels,
+        dtype=key.of.dtype,
+        device=key.of.device,
+        kernels=key.of.kernels,
         form=kinds[0].form,
         numel=math.prod(key.shape) * len(shared.units),
         flops=exchange.num_owned * shared.unit_flops,
@@ -315,11 +313,11 @@ def _at_a_time(
     budget, num_ranks = group.max_workspace_bytes, len(key.ranks)
     one = exchange_of(min(count, 1) for count in counts)
     pieces = max(piece_entries(replace(one, position=p)) for p in different_positions(one))
-    entries = offloaded_entries(group, key.dtype)
+    entries = offloaded_entries(group, key.of.dtype)
     limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
         return num_ranks, limit
-    ring = RING_BUFFERS * offloaded_bytes(group, key.dtype) * pieces
+    ring = RING_BUFFERS * offloaded_bytes(group, key.of.dtype) * pieces
 
     def peak_of_each(limit: int) -> int:
         return _peak(key, kinds, exchange_of(min(count, limit) for count in counts)) + limit * ring

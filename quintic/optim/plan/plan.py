@@ -34,6 +34,8 @@ PLANNED_OPTIONS = (
     "view",
     "master",
     "state_dtype",
+    "cautious",
+    "decay_coupling",
     "comms",
     "process_group",
     "replicas",

@@ -15,19 +15,12 @@ from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.divided import divided_buckets
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.members import ADAMW_BYTES, Member, adamw_entries, direction_dtype, form_of
-from quintic.optim.plan.memory.workspace import (
-    Matrices,
-    applied_bytes,
-    directions_bytes,
-    factor_bytes,
-    neuron_bytes,
-    polar_work,
-)
+from quintic.optim.plan.members import Member, form_of
+from quintic.optim.plan.memory.local_memory import is_put_in_order, matrices_bytes, vectors_bytes
+from quintic.optim.plan.memory.workspace import Matrices
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, arranged
 from quintic.optim.plan.plan import Plan
-from quintic.optim.polar.forms import Form
 
 __all__ = ["build_plan", "local_buckets"]
 
@@ -91,9 +84,6 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> li
     buckets = []
     for (dtype, device, kernels), found in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in found]
-        # The kernel needs none, nor does PyTorch's fused update; the plain one works on a parameter, or a piece of it.
-        largest = min(max(numels), adamw_entries(group.max_workspace_bytes) or max(numels))
-        workspace = 0 if kernels == "triton" else ADAMW_BYTES * largest
         buckets.append(
             Local(
                 algorithm="adamw",
@@ -106,7 +96,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> li
                 form=None,
                 numel=sum(numels),
                 flops=0,
-                workspace_bytes=workspace,
+                workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels),
             )
         )
     return buckets
@@ -130,18 +120,13 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
         g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
         m = g * r
         form = form_of(group, m, n, dtype, device)
-        of = Matrices(dtype, device, kernels, group.normalize is not None, narrow=group.state_dtype is not None)
+        of = Matrices.of_group(group, dtype, device, kernels)
         total = sum(member.num_matrices for member in members)
         largest = max(member.num_matrices for member in members)
 
-        is_copied = kernels == "triton" and _is_put_in_order(block_shape, strides, form)
+        is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
         most = functools.partial(
-            _most_bytes,
-            largest=largest,
-            shape=(g, r, n),
-            form=form,
-            of=of._replace(anywhere=True),
-            is_copied=is_copied,
+            matrices_bytes, largest=largest, shape=(m, n), form=form, of=of._replace(anywhere=True), is_copied=is_copied
         )
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
@@ -160,54 +145,12 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
                     form=form,
                     numel=count * m * n,
                     flops=0 if form is None else count * form.flops(m, n),
-                    workspace_bytes=_workspace_bytes(
-                        count, max(member.num_matrices for member in chunk), (g, r, n), form, of, is_copied
+                    workspace_bytes=matrices_bytes(
+                        count, max(member.num_matrices for member in chunk), (m, n), form, of, is_copied
                     ),
                 )
             )
     return buckets
-
-
-def _is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
-    """Return whether directions that Triton's kernels wrote in the order of memory are copied into that of rows.
-
-    Products of wide dtypes are, see `orthogonalize.apply_form`; the shape and strides are those of blocks without b.
-    """
-    from quintic.kernels.update.matrix_update import MatrixLayout
-
-    if form is None or form.method == "svd" or form.compute_dtype.itemsize == 2:
-        return False
-    return MatrixLayout.of(shape, strides).transposed
-
-
-def _workspace_bytes(
-    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
-) -> int:
-    """Return an upper bound of what `LocalStep` allocates.
-
-    Args:
-        count: matrices.
-        largest: how many of them are one parameter's at most.
-        shape: (g, r, n) of each.
-        form: how they are orthogonalised.
-        of: their weights, device and kernels.
-        is_copied: whether directions are put in another order.
-    """
-    g, r, n = shape
-    m, direction = g * r, direction_dtype(form, of.dtype)
-    work = polar_work(form, count, m, n, of)
-    factors = factor_bytes(count, m, n, of)
-    held = count * m * n * direction.itemsize
-    computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
-    applying = work.kept + factors + applied_bytes(largest * m * n, of)
-    starting = directions_bytes(count * m * n, direction, of)
-    return max(starting, held + max(computing, applying))
-
-
-def _most_bytes(
-    count: int, largest: int, shape: tuple[int, int, int], form: Form | None, of: Matrices, is_copied: bool
-) -> int:
-    return _workspace_bytes(count, min(count, largest), shape, form, of, is_copied)
 
 
 def _matrices_at_a_time(

@@ -27,6 +27,7 @@ from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.rules.sums import norms, sums
 
 __all__ = [
+    "CPU_PIECE",
     "DecayCoupling",
     "LrScale",
     "adamw_",
@@ -41,9 +42,9 @@ __all__ = [
 LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
 DecayCoupling = Literal["lr", "lr_squared"]
 
-# Entries of large tensors that go through all operations of a pass together: what is computed between stays in the
-# caches of a CPU, and in memory that it has used before.
-_PIECE = 2**17
+CPU_PIECE = 2**17
+"""Entries of large tensors that go through all operations of a pass together on a CPU: what is computed between stays
+in its caches, and in memory that it has used before."""
 
 # Keeps 1 / sqrt(second moment) finite for neurons that never received a gradient.
 _NEURON_EPS = 1e-10
@@ -74,7 +75,7 @@ def momentum_(
     """
     if out is None:
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
-    entries = _PIECE if momenta and momenta[0].device.type == "cpu" else None
+    entries = CPU_PIECE if momenta and momenta[0].device.type == "cpu" else None
     for momentum, gradient, direction in in_pieces(momenta, gradients, out, entries=entries):
         average = momentum if momentum.itemsize >= 4 else momentum.float()
         wide = gradient.to(average.dtype)
@@ -210,7 +211,7 @@ def apply_(
             works against the update. Source: cautious weight decay, arXiv 2510.12402.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
-    entries = _PIECE if weights and weights[0].device.type == "cpu" else None
+    entries = CPU_PIECE if weights and weights[0].device.type == "cpu" else None
     for weight, master, update, factor in in_pieces(weights, masters, updates, factors, entries=entries):
         current = weight if master is None else full_precision(weight, master)
         wide = torch.promote_types(torch.float32, weight.dtype)

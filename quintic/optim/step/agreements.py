@@ -98,6 +98,11 @@ class Agreements:
             names = [self._groups[group].param_names[index] for (group, index), _ in found]
             needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in found]
             self.partial.watch(names, params)
+            watched = [param for param in params if self.partial.is_watched(param)]
+            differs = self.partial.exchange(watched, self._communicators[ranks]) if watched else None
+            if differs is not None:
+                problem = problem or differs
+                continue
             groups = [group for (group, _), _ in found]
             self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
             self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
@@ -243,8 +248,6 @@ class _Counted:
         self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
         self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
-        if self._watched:
-            partial.exchange([params[number] for number in self._watched], process_group)
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -305,6 +308,8 @@ _COLLECTIVE_OPTIONS = (
     "offload",
     "master",
     "state_dtype",
+    "cautious",
+    "decay_coupling",
     "step_every",
     "qk_clip",
     "on_nonfinite",

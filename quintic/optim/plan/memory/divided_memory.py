@@ -11,8 +11,9 @@ import torch
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.options import Group
-from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable
-from quintic.optim.plan.members import ADAMW_BYTES, adamw_entries, direction_dtype
+from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, Units
+from quintic.optim.plan.members import direction_dtype
+from quintic.optim.plan.memory.local_memory import vectors_bytes
 from quintic.optim.plan.memory.workspace import (
     Matrices,
     applied_bytes,
@@ -23,7 +24,6 @@ from quintic.optim.plan.memory.workspace import (
 )
 from quintic.optim.plan.row_division import MARK_BYTES
 from quintic.optim.plan.schedule import Stages
-from quintic.optim.state.parts import Part
 
 __all__ = ["averaged_entries", "averaging_stages", "stages_of_parts"]
 
@@ -42,14 +42,22 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
     elsewhere = copies and not isinstance(bucket, DividedTable) and not anywhere
     if isinstance(bucket, DividedMatrices):
         in_order = all(group.params[part.index].is_contiguous() for part in bucket.parts)
-        normalizes, narrow = group.normalize is not None, group.state_dtype is not None
-        of = Matrices(dtype, bucket.device, kernels, normalizes, anywhere, narrow)
-        work = _matrices_bytes(bucket, of, in_order)
+        of = Matrices.of_group(group, dtype, bucket.device, kernels)._replace(anywhere=anywhere)
+        counts = {len(bucket.parts[owned]) for owned in (bucket.of_owners if anywhere else [bucket.owned])}
+        work = max(_matrices_bytes(count, bucket.units, of, in_order) for count in counts)
     else:
-        work = 0 if kernels == "triton" else _adamw_bytes(bucket.parts, group)
+        parts = bucket.parts if anywhere else bucket.own
+        work = vectors_bytes(max((part.numel for part in parts), default=0), group, dtype, bucket.device, kernels)
     marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, DividedTable) else 0
     stages = _averaging(
-        bucket.entries, dtype, kernels, is_direct=bucket.is_direct, copies=copies, elsewhere=elsewhere, work=work
+        bucket.entries,
+        max(bucket.entries) if anywhere else bucket.entries[bucket.position],
+        dtype,
+        kernels,
+        is_direct=bucket.is_direct,
+        copies=copies,
+        elsewhere=elsewhere,
+        work=work,
     )
     # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
     return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
@@ -67,7 +75,16 @@ def averaging_stages(
         is_direct: whether a gradient travels from where it is.
         copies: whether messages travel by copy engines, into memory that is kept.
     """
-    return _averaging(entries, dtype, kernels, is_direct=is_direct, copies=copies, elsewhere=copies, is_in_place=True)
+    return _averaging(
+        entries,
+        max(entries),
+        dtype,
+        kernels,
+        is_direct=is_direct,
+        copies=copies,
+        elsewhere=copies,
+        is_in_place=is_direct,
+    )
 
 
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
@@ -79,6 +96,7 @@ def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
 
 def _averaging(
     entries: Sequence[int],
+    own: int,
     dtype: torch.dtype,
     kernels: Kernels,
     *,
@@ -92,44 +110,38 @@ def _averaging(
 
     Args:
         entries: of each rank.
+        own: entries of this rank.
         dtype: of messages.
         kernels: implementation.
         is_direct: whether one tensor travels from where it is, and back.
         copies: whether messages travel by copy engines: these leave a rank's own entries where they were sent from.
         elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
         work: what owners need besides the mean.
-        is_in_place: whether the mean of a direct message is written to the tensor.
+        is_in_place: whether the mean is written to the tensor.
     """
-    most, width = max(entries), dtype.itemsize
-    received, mean = 0 if elsewhere else len(entries) * most * width, most * width
-    sums = most * max(width, 4) if kernels == "torch" else 0
+    width = dtype.itemsize
     sent = 0 if is_direct else sum(entries) * width
+    received, gathered = (0 if elsewhere else len(entries) * numel * width for numel in (own, max(entries)))
+    sums = own * max(width, 4) if kernels == "torch" else 0
+    mean, given = 0 if is_in_place else own * width, max(entries) * width
     # Collectives receive direct messages where they belong.
-    own, weights = (sent, received) if copies else (0, 0)
+    kept, weights = (sent, gathered) if copies else (0, 0)
     return Stages(
         gathering=sent + received,
-        computing=max(received + sums + own, work) + (0 if is_direct and is_in_place else mean),
+        computing=max(received + sums + kept, work) + mean,
         updates=0,
-        scattering=weights if is_direct else mean + received,
+        scattering=weights if is_direct else given + gathered,
     )
 
 
-def _matrices_bytes(bucket: DividedMatrices, of: Matrices, in_order: bool) -> int:
-    """Return an upper bound of what the step of matrices allocates on any rank, given their gradients."""
-    shape, view, kinds = bucket.units.shape, bucket.units.view, bucket.units.kinds
+def _matrices_bytes(count: int, units: Units, of: Matrices, in_order: bool) -> int:
+    """Return an upper bound of what the step of so many units allocates, given their gradients."""
+    shape, view, kinds = units.shape, units.view, units.kinds
     direction = max((direction_dtype(kind.form, of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
-    most = 0
-    for count in {of_owner.stop - of_owner.start for of_owner in bucket.of_owners}:
-        numel = count * math.prod(shape)
-        held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
-        work = units_work(kinds, view, shape, count, of)
-        factors = sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
-        factors += factors_of_pieces_bytes(kinds, view, shape, shape, count, of)
-        applying = work.kept + factors + applied_bytes(math.prod(shape), of)
-        most = max(most, directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
-    return most
-
-
-def _adamw_bytes(parts: Sequence[Part], group: Group) -> int:
-    largest = max(part.numel for part in parts)
-    return ADAMW_BYTES * min(largest, adamw_entries(group.max_workspace_bytes) or largest)
+    numel = count * math.prod(shape)
+    held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
+    work = units_work(kinds, view, shape, count, of)
+    factors = sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
+    factors += factors_of_pieces_bytes(kinds, view, shape, shape, count, of)
+    applying = work.kept + factors + applied_bytes(math.prod(shape), of)
+    return max(directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))

@@ -10,9 +10,7 @@ The moments are those of `travel_step.py` and `exchange.py`:
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from quintic.optim.layout.layouts import Box, size_of
 from quintic.optim.layout.views import View, is_transposed
@@ -40,11 +38,7 @@ class Key(NamedTuple):
     view: View
     pieces: tuple[Box | None, ...]
     copies: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Any
-    normalizes: bool
-    narrow: bool
+    of: Matrices
     in_order: bool
     """Whether parameters lie in memory row by row."""
     elsewhere: bool
@@ -92,12 +86,12 @@ def stages_of(
         anywhere: bound them for any device of the type, see `Matrices`.
         elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
-    of = Matrices(key.dtype, key.device, key.kernels, key.normalizes, anywhere, key.narrow)
-    direction = max((direction_dtype(kind.form, key.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
+    of = key.of._replace(anywhere=anywhere)
+    direction = max((direction_dtype(kind.form, key.of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
     owned, pieces = exchange.num_owned * math.prod(exchange.unit_shape), piece_entries(exchange)
     work = units_work(kinds, key.view, exchange.unit_shape, exchange.num_owned, of)
     directions = pieces * direction.itemsize
-    starting = directions_bytes(pieces, direction, of, in_order=key.in_order or key.kernels == "torch")
+    starting = directions_bytes(pieces, direction, of, in_order=key.in_order or key.of.kernels == "torch")
     if exchange.is_local or exchange.is_replicated:
         # The units are a part of the pieces, which they keep alive.
         gathering, computing = directions, directions + work.peak
@@ -126,21 +120,21 @@ def _results(
         of: what bounds depend on.
         elsewhere: see `stages_of`.
     """
-    item = max(update_dtype(kind.form, key.dtype).itemsize for kind in kinds)
+    item = max(update_dtype(kind.form, key.of.dtype).itemsize for kind in kinds)
     if exchange.is_local:
         updates = _Gathered(0, kept, kept, kept)
     elif exchange.is_replicated:
         size = math.prod(exchange.unit_shape) * item
         # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
-        turned = is_transposed(key.view) and (item != 2 or key.kernels == "torch")
+        turned = is_transposed(key.view) and (item != 2 or key.of.kernels == "torch")
         updates = _all_gathered(exchange, size, kept, elsewhere, copied=exchange.num_owned * size * turned)
     else:
         received = 0 if elsewhere else piece_entries(exchange) * item
         updates = _Gathered(kept, sum(exchange.scatter_sends()) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
-    if key.normalizes:
+    if key.of.normalizes:
         # Factors and second moments, side by side.
-        size = 2 * width_of(key.dtype) * sum(max(kind.shape) for kind in kinds)
+        size = 2 * width_of(key.of.dtype) * sum(max(kind.shape) for kind in kinds)
         own = exchange.num_owned * size
         neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own, elsewhere)
         neurons = neurons._replace(besides=neurons.besides + own)

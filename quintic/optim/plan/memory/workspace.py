@@ -22,16 +22,19 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import queued_matrices
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View, is_plain
 from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
 from quintic.optim.polar.program import Product, Program, products_of
+from quintic.optim.rules.update import CPU_PIECE
 
 __all__ = [
     "Footprint",
     "Matrices",
+    "adamw_bytes",
     "applied_bytes",
     "directions_bytes",
     "factor_bytes",
@@ -66,7 +69,22 @@ class Matrices(NamedTuple):
     """Whether to bound what any device of this type needs for so many matrices or fewer: that grows with their number,
     and is the same on all ranks."""
     narrow: bool = False
-    """Whether momentum is in bfloat16, of which plain PyTorch makes copies in float32."""
+    """Whether averages are in bfloat16, of which plain PyTorch makes copies in float32."""
+    has_masters: bool = False
+    cautious: bool = False
+
+    @classmethod
+    def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "Matrices":
+        """Return what bounds of a group's weights of a dtype on a device depend on."""
+        return cls(
+            dtype,
+            device,
+            kernels,
+            group.normalize is not None,
+            narrow=group.state_dtype is not None,
+            has_masters=group.master is not None and dtype.itemsize < 4,
+            cautious=group.cautious,
+        )
 
 
 def width_of(dtype: torch.dtype) -> int:
@@ -287,15 +305,42 @@ def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_ord
     if of.kernels == "triton":
         # Those in other orders are put side by side.
         return numel * direction.itemsize * (1 if in_order else 2)
-    # Directions before they are rounded, and low-precision gradients and momentum widened.
+    # Of a tensor, or a piece of it, directions before they are rounded, and what is kept in less than float32 widened.
     wide = 1 + (of.dtype.itemsize < 4) + of.narrow
-    return numel * (direction.itemsize + wide * width_of(of.dtype))
+    return numel * direction.itemsize + at_a_time(numel, of) * wide * width_of(of.dtype)
 
 
 def applied_bytes(numel: int, of: Matrices) -> int:
     """Return what the second pass allocates if the largest parameter, or part of one, has so many entries."""
     if of.kernels == "triton":
         return 0
-    width = width_of(of.dtype)
-    # Four tensors and a mask, one more to widen, and two for what completes weights to float32 (`precision.py`).
-    return numel * (width * {2: 7, 4: 5, 8: 4}[of.dtype.itemsize] + 1) + 64
+    if of.has_masters:
+        # The step, and what completes weights to float32 (`precision.py`), or the mask and what it is made of.
+        tensors = 5
+    elif of.cautious:
+        # The step and what the mask is made of; weights of less than float32 are widened.
+        tensors = 4 + (of.dtype.itemsize < 4)
+    else:
+        # The step; the weight widened, as it was and as it will be.
+        tensors = 1 + 2 * (of.dtype.itemsize < 4)
+    return at_a_time(numel, of) * (width_of(of.dtype) * tensors + of.cautious) + 64
+
+
+def adamw_bytes(numel: int, of: Matrices, *, is_fused: bool) -> int:
+    """Return what AdamW allocates if the largest parameter, or part of one, has so many entries.
+
+    Args:
+        numel: entries.
+        of: weights, device and kernels.
+        is_fused: whether PyTorch's fused update does what the group asks, see `plain_passes.step_adamw`.
+    """
+    if of.kernels == "triton" or is_fused:
+        return 64
+    width, widened = width_of(of.dtype), (of.dtype.itemsize < 4) + 2 * of.narrow
+    # The two averages corrected, and a root or a quotient; then the update and what applies it.
+    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, of)) + 2**10
+
+
+def at_a_time(numel: int, of: Matrices) -> int:
+    """Return how many of a tensor's entries plain passes work on at a time, see `update.in_pieces`."""
+    return min(numel, CPU_PIECE) if of.device.type == "cpu" else numel

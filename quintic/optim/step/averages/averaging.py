@@ -114,7 +114,7 @@ class Averaging:
         Args:
             tensors: changed.
             channel: of the ranks.
-            own: (`most`,) contiguous: this rank's entries, to be put into the tensors, too; None if they are there.
+            own: (entries,): what this rank owns, to be put into the tensors, too; None if it is there.
         """
         if self._is_direct:
             whole = in_memory_order(tensors[0])
@@ -128,6 +128,8 @@ class Averaging:
             pending = channel.all_gather(values, own=False)
         else:
             self._of_own.unpack(own, tensors)
+            if len(own) < self.most:
+                own = torch.nn.functional.pad(own, (0, self.most - len(own)))
             pending = channel.all_gather(own, own=False)
 
         def finish() -> None:
@@ -142,8 +144,7 @@ class Averaging:
         """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
         wait_for_mean = self.start_mean(tensors, channel)
         yield
-        own = in_memory_order(tensors[0])[self._own] if self._is_direct else tensors[0].new_empty(self.most)
-        wait_for_mean(own[: self.counts[self._position]])
+        own = wait_for_mean(in_memory_order(tensors[0])[self._own] if self._is_direct else None)
         del wait_for_mean  # and what was sent
         wait_for_others = self.start_giving(tensors, channel, own)
         yield
