@@ -394,6 +394,28 @@ def test_a_gradient_that_is_a_sum_on_some_ranks_only_is_an_error_with_its_name()
         run(mixed, 2, timeout=20)
 
 
+def mixed_at_first(rank, world_size):
+    """The ranks that have the gradient whole would not join the sum of the others."""
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    names = ("even", "gain", "other")
+    params = {n: nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None)) for n in names}
+    optimizer = quintic.Muon([{"params": list(params.items()), "algorithm": "adamw"}])
+    for name, param in params.items():
+        cut = Partial() if name == "even" or (name == "gain" and rank != 1) else Replicate()
+        param.grad = DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [cut], run_check=False)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert all(torch.equal(param.to_local(), torch.ones(3, device=DEVICE)) for param in params.values())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_first_gradient_that_is_a_sum_on_some_ranks_and_whole_on_others_is_an_error_on_all(world_size):
+    for message in run(mixed_at_first, world_size, timeout=30):
+        assert message.startswith("gain: its gradient is a sum still to be made over ranks (Partial) on some ranks")
+        assert "redistribute" in message
+
+
 def other_cut(rank, world_size):
     step_gain(world_size, Partial("sum"), Partial("avg"))
 

@@ -89,26 +89,35 @@ class PartialGradients:
         """Return whether missing addends may count as zeros; false until every rank knows that there is a sum."""
         return param in self._known and not self._known[param].has_copies(param)
 
-    def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> None:
+    def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> str | None:
         """Tell all ranks what sums were found, and remember theirs. All ranks of the group must call it; waits.
 
         Args:
             params: the same ones on all ranks.
             group: of their ranks.
 
-        Raises:
-            RuntimeError: ranks have different sums of one parameter.
+        Returns:
+            None, or on all ranks the same message: ranks have different sums of one parameter, or only some of those
+            that have a gradient have it as a sum, which the others would not join.
         """
-        own = {number: cut for number, param in enumerate(params) if (cut := cut_of(param)) is not None}
-        found: dict[Tensor, Cut] = {}
-        for theirs in all_gather_values(own, group):
-            for number, cut in theirs.items():
-                first = found.setdefault(params[number], cut)
-                if cut != first:
-                    raise RuntimeError(
-                        self._disagreement(params[number], "on one rank it is", first, "on another one", cut)
-                    )
-        self._known |= found
+        # Of every gradient that there is: how it is cut if it is a sum, else None.
+        own = {number: cut_of(param) for number, param in enumerate(params) if param.grad is not None}
+        everybody = all_gather_values(own, group)
+        for number, param in enumerate(params):
+            cuts = dict.fromkeys(theirs[number] for theirs in everybody if number in theirs)
+            sums = [cut for cut in cuts if cut is not None]
+            if not sums:
+                continue
+            if len(sums) > 1:
+                return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
+            if None in cuts:
+                return (
+                    f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks, "
+                    f"and none on others, which would not join it; redistribute it to the parameter's placements "
+                    f"before the step, on all ranks that have it as a sum"
+                )
+            self._known[param] = sums[0]
+        return None
 
     def check(self, params: Iterable[Any]) -> None:
         """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
