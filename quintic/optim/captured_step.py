@@ -80,7 +80,7 @@ class CapturedStep:
 
         Raises:
             RuntimeError: a parameter has a gradient now that had none when the step was captured, or the other way
-                round; nothing was changed.
+                round, or one with other placements; nothing was changed.
         """
         found = self._fingerprint()
         # Other ranks write to memory that is another one where it had to become larger.
@@ -125,6 +125,13 @@ class CapturedStep:
                     f"{name}: its gradient is {'missing' if gradient is None else 'there'} now and was "
                     f"{'there' if gradient is None else 'missing'} when the step was captured; step with "
                     f"optimizer.step() where parameters take turns, or close() the captured step on all ranks"
+                )
+            cuts = [getattr(one, "placements", None) for one in (gradient, captured)]
+            if cuts[0] != cuts[1]:
+                raise RuntimeError(
+                    f"{self._name_of(param)}: its gradient has placements {cuts[0]} now and had {cuts[1]} when the "
+                    f"step was captured, which would take it for that; redistribute it before the step, on all ranks, "
+                    f"or close() the captured step on all ranks"
                 )
             if _local(gradient).data_ptr() != _local(captured).data_ptr():
                 moved.append((_local(captured), _local(gradient)))

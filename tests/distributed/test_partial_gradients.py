@@ -416,6 +416,42 @@ def test_a_first_gradient_that_is_a_sum_on_some_ranks_and_whole_on_others_is_an_
         assert "redistribute" in message
 
 
+def captured_then_cut_otherwise(rank, world_size):
+    """Without a CUDA graph: the captured step is an eager one, and a replay does nothing."""
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None))
+    optimizer = quintic.Muon([{"params": [("gain", param)], "algorithm": "adamw"}])
+
+    def give(*placements):
+        local = torch.full((3,), 1.0 + rank, device=DEVICE)
+        param.grad = DTensor.from_local(local, mesh, placements, run_check=False)
+
+    graph = mock.MagicMock()
+    with (
+        mock.patch.object(quintic.CapturedStep, "_check"),
+        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, CUDAGraph=lambda: graph, graph=mock.DEFAULT),
+    ):
+        step = quintic.CapturedStep(optimizer)
+        for _ in range(4):
+            give(Partial())
+            step()
+        assert graph.replay.call_count == 2
+        give(Replicate())
+        with pytest.raises(RuntimeError) as caught:
+            step()
+        assert graph.replay.call_count == 2
+        give(Partial())
+        step()
+        assert graph.replay.call_count == 3
+    return str(caught.value)
+
+
+def test_a_captured_step_does_not_take_a_whole_gradient_for_an_addend():
+    for message in run(captured_then_cut_otherwise, 2, timeout=60):
+        assert message.startswith("gain: its gradient has placements (Replicate(),) now and had (Partial(sum),) when")
+        assert "redistribute it before the step" in message
+
+
 def other_cut(rank, world_size):
     step_gain(world_size, Partial("sum"), Partial("avg"))
 
