@@ -174,8 +174,8 @@ def page(result: dict[str, Any], options: argparse.Namespace) -> str:
         "",
         made_by(result["command"], result["commit"], result["versions"]),
         "",
-        f"{result['machine']}; {options.at_once} runs at a time on {options.threads} threads each, busy processes beside "
-        f"them: {options.busy}; {whole}.",
+        f"{result['machine']}; {options.at_once} runs at a time on {options.threads} threads each, busy processes "
+        f"beside them: {options.busy}; {whole}.",
         "",
         f"**{len(runs)} runs, {kills} kills, {len(different)} ended with other bits** than the whole run.",
     ]
