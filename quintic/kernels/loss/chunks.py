@@ -21,7 +21,7 @@ from quintic.kernels.linear.fp8 import scaled_product
 from quintic.kernels.linear.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
 from quintic.kernels.loss.fp8_rows import launch_fp8
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
-from quintic.kernels.loss.rows import launch_rows, scale_rows, takes_one_pass
+from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
 
 __all__ = ["loss_on_device", "loss_twin"]
 
@@ -74,8 +74,10 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
         else:
             logits = F.linear(back_x[rows], back_head).to(x.dtype).to(dtype)
         if problem.softcap is not None:
-            squashed = logits.div_(problem.softcap).tanh_()
-            logits = squashed * problem.softcap
+            height, shift, width = (*problem.softcap, 0.0, problem.softcap[0])[:3]
+            tanh = len(problem.softcap) == 1
+            squashed = logits.div_(width).tanh_() if tanh else logits.add_(shift).div_(width).sigmoid_()
+            logits = squashed * height
         log_probs = F.log_softmax(logits, dim=-1)
         picked = log_probs.gather(1, targets[rows])
         losses[rows] = -(picked * target_weights[rows]).sum(1)
@@ -87,7 +89,8 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
         grad = log_probs.exp_().mul_(total_weight[:, None])
         grad.scatter_add_(1, targets[rows], -target_weight)
         if problem.softcap is not None:
-            grad.mul_(squashed.square_().neg_().add_(1))
+            bend = squashed.square_().neg_().add_(1) if tanh else squashed * (1 - squashed) * (height / width)
+            grad.mul_(bend)
         if fp8 is not None:
             grad = quantized_twin(grad, fp8.grad, torch.float8_e5m2).float() * fp8.grad
             grad = grad if within is not None else grad * wanted.scale
@@ -178,6 +181,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
     if x.dtype == torch.float16:
         # The gradients of the loss are below what float16 resolves: those of logits are made as large as they may be.
         largest = _largest_gradients(problem, wanted.scale).amax().clamp_min(torch.finfo(torch.float32).tiny)
+        largest *= max(1.0, in_ln2(problem.softcap)[-1] / 4)  # the steepest that a cap is
         unit = largest / _FLOAT16_LARGEST
         wanted = wanted._replace(scale=wanted.scale / unit)
     one_pass = takes_one_pass(problem.softcap, x.dtype, gradient=True)

@@ -19,9 +19,9 @@ from quintic.kernels.dispatch import KernelsOption, decide, obstacle_to_triton
 from quintic.kernels.linear.fp8 import check_multiples
 from quintic.kernels.linear.fp8_quantize import check_float, check_scalar, obstacle_to_fp8
 from quintic.kernels.loss.chunks import empty_gradients, loss_dtype, loss_on_device, loss_twin
-from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
+from quintic.kernels.loss.problem import Fp8Scales, Problem, SigmoidCap, Wanted
 
-__all__ = ["Fp8Scales", "obstacle_to_loss", "softcap_cross_entropy"]
+__all__ = ["Fp8Scales", "SigmoidCap", "obstacle_to_loss", "softcap_cross_entropy"]
 
 # Chunk of logits kept at a time on the CPU: small enough to stay in its caches. Measured: docs/LOG.md, 2026-11-20.
 _CHUNK_BYTES = 4 * 2**20
@@ -34,7 +34,7 @@ def softcap_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    softcap: float | None,
+    softcap: float | SigmoidCap | None,
     target_weights: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -57,7 +57,7 @@ def softcap_cross_entropy(
         weight: (vocabulary, d) output head, any float dtype and strides; computed in the dtype of `x`.
         targets: (...) int64, or (..., K) for K targets per token; in [0, vocab_size) or `ignore_index`. Another value
             is an error on a CPU; with Triton's kernels the token's loss is NaN instead.
-        softcap: bound of the logits, > 0; None for logits as they are.
+        softcap: bound of the logits, > 0; `SigmoidCap` for that form of a cap, None for logits as they are.
         target_weights: (K,) or (..., K) float weights w_k of the targets, where these are (..., K); None for ones. No
             gradient flows through them.
         ignore_index: value of targets that do not count.
@@ -101,7 +101,7 @@ def softcap_cross_entropy(
         if target_weights is None
         else target_weights.detach().expand(targets.shape).reshape(num_tokens, num_targets),
         *(fp8 if fp8 is not None else (None, None, None)),
-        None if softcap is None else float(softcap),
+        softcap if softcap is None else [float(number) for number in _numbers(softcap)],
         ignore_index,
         vocab_size,
         transposed,
@@ -157,8 +157,15 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor | 
     return weight.shape[1 if transposed else 0]
 
 
-def _check_options(softcap: float | None, vocab_size: int, stored: int, reduction: str) -> None:
-    if softcap is not None and not 0 < softcap < math.inf:
+def _numbers(softcap: float | SigmoidCap) -> tuple[float, ...]:
+    return tuple(softcap) if isinstance(softcap, SigmoidCap) else (softcap,)
+
+
+def _check_options(softcap: float | SigmoidCap | None, vocab_size: int, stored: int, reduction: str) -> None:
+    if isinstance(softcap, SigmoidCap):
+        if not (0 < softcap.height < math.inf and 0 < softcap.width < math.inf and math.isfinite(softcap.shift)):
+            raise ValueError(f"softcap={softcap}: need height and width > 0, and numbers that are finite")
+    elif softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap}: need a number > 0, or None for no cap")
     if not 1 <= vocab_size <= stored:
         raise ValueError(f"vocab_size={vocab_size}: weight has {stored} rows of the vocabulary; need 1 to {stored}")
@@ -180,7 +187,7 @@ def obstacle_to_loss(x: Tensor, *, fp8: bool = False) -> str | None:
 # What both operators begin with; `kernels` is the last of these.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor targets, Tensor? target_weights, Tensor? x_scale, Tensor? weight_scale, "
-    "Tensor? grad_scale, float? softcap, SymInt ignore_index, SymInt vocab_size, bool transposed, str kernels"
+    "Tensor? grad_scale, float[]? softcap, SymInt ignore_index, SymInt vocab_size, bool transposed, str kernels"
 )
 _NUM_TENSORS = 7
 _NUM_ARGUMENTS = 12
@@ -189,7 +196,9 @@ _NUM_ARGUMENTS = 12
 def _problem(arguments: tuple[Any, ...]) -> Problem:
     x, weight, targets, target_weights, *scales = arguments[:_NUM_TENSORS]
     fp8 = None if scales[0] is None else Fp8Scales(*scales)
-    return Problem(x, weight, targets.contiguous(), target_weights, fp8, *arguments[_NUM_TENSORS : _NUM_ARGUMENTS - 1])
+    softcap, *options = arguments[_NUM_TENSORS : _NUM_ARGUMENTS - 1]
+    softcap = None if softcap is None else tuple(softcap)
+    return Problem(x, weight, targets.contiguous(), target_weights, fp8, softcap, *options)
 
 
 def _compute(problem: Problem, wanted: Wanted | None, kernels: str) -> tuple[Tensor, Tensor, Tensor]:

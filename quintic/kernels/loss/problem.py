@@ -1,10 +1,10 @@
-"""The inputs of a loss, and which gradients are wanted."""
+"""The inputs of a loss, its caps, and which gradients are wanted."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Fp8Scales", "Problem", "Wanted"]
+__all__ = ["Fp8Scales", "Problem", "SigmoidCap", "Wanted"]
 
 
 class Fp8Scales(NamedTuple):
@@ -13,12 +13,23 @@ class Fp8Scales(NamedTuple):
     `x` and `weight` are quantised as e4m3. `grad` is for the gradient with respect to the logits before the cap, e5m2:
     of the *sum* of the losses for reductions "sum" and "mean" (a mean is divided afterwards), so that its entries lie
     within a token's sum of absolute weights, 1 for a single target, and 1 / 57344 of that never saturates; with the
-    upstream gradient of each token included for "none".
+    upstream gradient of each token included for "none". A `SigmoidCap` multiplies them by height / (4 width) at most.
     """
 
     x: Tensor
     weight: Tensor
     grad: Tensor
+
+
+class SigmoidCap(NamedTuple):
+    """The cap height * sigmoid((logit + shift) / width) of logits, which come to lie between 0 and `height`.
+
+    `height` and `width` are > 0. Source: the modded-nanogpt speedrun, with 23 sigmoid((logit + 5) / 7.5).
+    """
+
+    height: float
+    shift: float
+    width: float
 
 
 class Problem(NamedTuple):
@@ -33,7 +44,8 @@ class Problem(NamedTuple):
     target_weights: Tensor | None
     """(tokens, K), any strides."""
     fp8: Fp8Scales | None
-    softcap: float | None
+    softcap: tuple[float, ...] | None
+    """Of one number for tanh, of the three of a `SigmoidCap`; None for no cap."""
     ignore_index: int
     vocab_size: int
     transposed: bool

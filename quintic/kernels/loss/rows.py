@@ -31,12 +31,13 @@ def _reciprocal(x, APPROXIMATE: tl.constexpr):
 
 
 @jit
-def capped(logit, cap, steepness, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return a capped logit z in units of ln 2, and r = (1 - tanh) / 2, from which its derivative is 4 (r - r^2)."""
+def capped(logit, cap, span, steepness, offset, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Return a capped logit z in units of ln 2, and r in (0, 1), from which its derivative is slope (r - r^2)."""
     if CAPPED:
-        # tanh u = 1 - 2 r with r = 1 / (1 + exp 2u). An overflow of the exponential makes r = 0, as it should.
-        r = _reciprocal(1.0 + tl.exp2(logit * steepness), APPROXIMATE)
-        z = cap - 2.0 * cap * r
+        # tanh u = 1 - 2 r with r = 1 / (1 + exp 2u), sigmoid u = 1 - r with r = 1 / (1 + exp u). An overflow of the
+        # exponential makes r = 0, as it should.
+        r = _reciprocal(1.0 + tl.exp2(logit * steepness + offset), APPROXIMATE)
+        z = cap - span * r
     else:
         r = logit
         z = logit * steepness
@@ -44,36 +45,27 @@ def capped(logit, cap, steepness, CAPPED: tl.constexpr, APPROXIMATE: tl.constexp
 
 
 @jit
-def derivative(r, CAPPED: tl.constexpr):
+def derivative(r, slope, CAPPED: tl.constexpr):
     """Return the derivative of a capped logit from the r of `capped`."""
     if CAPPED:
-        result = 4.0 * (r - r * r)
+        result = slope * (r - r * r)
     else:
         result = tl.full(r.shape, 1.0, tl.float32)
     return result
 
 
+# fmt: off
 @jit
-def _one_pass_block(
-    place,
-    sums,
-    column,
-    vocab,
-    columns,
-    cap,
-    steepness,
-    share,
-    GRADIENT: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _one_pass_block(place, sums, column, vocab, columns, span, steepness, offset, share, GRADIENT: tl.constexpr,
+                    APPROXIMATE: tl.constexpr, MASKED: tl.constexpr):
+    # fmt: on
     """Add exp(z - cap) of a block to the sums and replace the logits by that times share (r - r^2)."""
     if MASKED:
         logit = tl.load(place + column, mask=column < vocab, other=0.0).to(tl.float32)
     else:
         logit = tl.load(place + column).to(tl.float32)
-    r = _reciprocal(1.0 + tl.exp2(logit * steepness), APPROXIMATE)
-    value = tl.exp2((-2.0 * cap) * r)
+    r = _reciprocal(1.0 + tl.exp2(logit * steepness + offset), APPROXIMATE)
+    value = tl.exp2(-span * r)
     if MASKED:
         value = tl.where(column < vocab, value, 0.0)
     if GRADIENT:
@@ -85,32 +77,13 @@ def _one_pass_block(
     return sums + value
 
 
+# fmt: off
 @jit
-def _row_kernel(
-    logits,
-    targets,
-    weights,
-    scale,
-    losses,
-    factors,
-    vocab,
-    columns,
-    logits_row,
-    num_targets,
-    weights_row,
-    weights_column,
-    scale_row,
-    cap,
-    steepness,
-    ignore_index,
-    WEIGHTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns, logits_row, num_targets,
+                weights_row, weights_column, scale_row, cap, span, steepness, offset, slope, ignore_index,
+                WEIGHTED: tl.constexpr, CAPPED: tl.constexpr, ONE_PASS: tl.constexpr, GRADIENT: tl.constexpr,
+                APPROXIMATE: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr):
+    # fmt: on
     """The loss of one token and, with GRADIENT, its row of logits overwritten by the gradient.
 
     With ONE_PASS gradient = row * factor. Without GRADIENT, the logarithm to base 2 of the softmax's sum is what goes
@@ -138,7 +111,7 @@ def _row_kernel(
         relative = tl.load(scale + row * scale_row)
     share = total_weight * relative
     logit = tl.load(place + target, mask=exists, other=0.0).to(tl.float32)
-    z, r = capped(logit, cap, steepness, CAPPED, APPROXIMATE)
+    z, r = capped(logit, cap, span, steepness, offset, CAPPED, APPROXIMATE)
     # No warp may overwrite the row before all have read the logits of the targets.
     tl.debug_barrier()
 
@@ -148,11 +121,11 @@ def _row_kernel(
         sums = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, whole, BLOCK):
             sums = _one_pass_block(
-                place, sums, start + block, vocab, columns, cap, steepness, share, GRADIENT, APPROXIMATE, False
+                place, sums, start + block, vocab, columns, span, steepness, offset, share, GRADIENT, APPROXIMATE, False
             )
         for start in range(whole, columns, BLOCK):
             sums = _one_pass_block(
-                place, sums, start + block, vocab, columns, cap, steepness, share, GRADIENT, APPROXIMATE, True
+                place, sums, start + block, vocab, columns, span, steepness, offset, share, GRADIENT, APPROXIMATE, True
             )
         total = tl.sum(sums, axis=0)
         lse = tl.log2(total) + cap
@@ -162,7 +135,7 @@ def _row_kernel(
         for start in range(0, vocab, BLOCK):
             inside = start + block < vocab
             part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-            part, _ = capped(part, cap, steepness, CAPPED, APPROXIMATE)
+            part, _ = capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
             part = tl.where(inside, part, float("-inf"))
             higher = tl.maximum(peak, tl.max(part, axis=0))
             total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(part - higher), axis=0)
@@ -172,8 +145,8 @@ def _row_kernel(
             for start in range(0, columns, BLOCK):
                 inside = start + block < vocab
                 part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-                part, part_r = capped(part, cap, steepness, CAPPED, APPROXIMATE)
-                grad = tl.exp2(part - lse) * share * derivative(part_r, CAPPED)
+                part, part_r = capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+                grad = tl.exp2(part - lse) * share * derivative(part_r, slope, CAPPED)
                 grad = tl.where(inside, grad, 0.0).to(logits.dtype.element_ty)
                 tl.store(place + start + block, grad, mask=start + block < columns)
 
@@ -186,9 +159,9 @@ def _row_kernel(
         pull = tl.sum(tl.where(same, weight[None, :], 0.0), axis=1) * relative
         if ONE_PASS:
             value = (tl.exp2(z - cap) * share - total * pull) * (r - r * r)
-            tl.store(factors + row, 4.0 * magnitude * tl.load(scale + row * scale_row) / total)
+            tl.store(factors + row, slope * magnitude * tl.load(scale + row * scale_row) / total)
         else:
-            value = (tl.exp2(z - lse) * share - pull) * derivative(r, CAPPED)
+            value = (tl.exp2(z - lse) * share - pull) * derivative(r, slope, CAPPED)
         # All warps have written their blocks before these entries are written again.
         tl.debug_barrier()
         tl.store(place + target, value.to(logits.dtype.element_ty), mask=exists)
@@ -217,8 +190,9 @@ _SCALE_BLOCK = (16, 128)
 
 _LOG2_E = math.log2(math.e)
 
-# Up to this cap, exp(-2 cap) is far from the smallest float32 and bfloat16, and a row needs one pass.
-_ONE_PASS_CAP = 30.0
+# Up to this distance between the bounds of logits, exp(-span) is far from the smallest float32 and bfloat16, and a row
+# needs one pass.
+_ONE_PASS_SPAN = 60.0
 
 
 def approximate(x: Tensor) -> bool:
@@ -226,15 +200,23 @@ def approximate(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and not triton_is_interpreted()
 
 
-def in_ln2(softcap: float | None) -> tuple[float, float]:
-    """Return a cap in units of ln 2, and the factor that `capped` wants on logits."""
-    return (0.0, _LOG2_E) if softcap is None else (softcap * _LOG2_E, 2 * _LOG2_E / softcap)
+def in_ln2(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
+    """Return what `capped` and `derivative` want of a cap: cap, span and offset in units of ln 2."""
+    if softcap is None:
+        return 0.0, 0.0, _LOG2_E, 0.0, 1.0
+    if len(softcap) == 1:
+        return softcap[0] * _LOG2_E, 2 * softcap[0] * _LOG2_E, 2 * _LOG2_E / softcap[0], 0.0, 4.0
+    height, shift, width = softcap
+    # Lower by the cap of zero, which no softmax sees: small differences between losses are more exact.
+    top = height / (1 + math.exp(min(shift / width, 700.0)))
+    return top * _LOG2_E, height * _LOG2_E, _LOG2_E / width, shift * _LOG2_E / width, height / width
 
 
-def takes_one_pass(softcap: float | None, dtype: torch.dtype, *, gradient: bool) -> bool:
+def takes_one_pass(softcap: tuple[float, ...] | None, dtype: torch.dtype, *, gradient: bool) -> bool:
     """Return whether the sum of a softmax can be made without its largest logit, and gradients be written before it."""
-    # float16 has no exp(-2 cap).
-    return softcap is not None and softcap <= _ONE_PASS_CAP and not (gradient and dtype == torch.float16)
+    # float16 has no exp(-span).
+    span = math.inf if softcap is None else softcap[0] * (2 if len(softcap) == 1 else 1)
+    return span <= _ONE_PASS_SPAN and not (gradient and dtype == torch.float16)
 
 
 def launch_rows(
@@ -252,48 +234,23 @@ def launch_rows(
     """
     targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
     scale = losses if wanted is None else wanted.scale
-    launch(
-        _row_kernel,
-        (logits.shape[0],),
-        logits,
-        targets[rows],
-        losses if weights is None else weights[rows],
-        scale[rows] if scale.ndim else scale,
-        losses[rows],
-        losses.new_empty(logits.shape[0]) if factors is None else factors,
-        problem.vocab_size,
-        columns,
-        logits.stride(0),
-        targets.shape[1],
-        0 if weights is None else weights.stride(0),
-        0 if weights is None else weights.stride(1),
-        scale.stride(0) if scale.ndim else 0,
-        *in_ln2(cap),
-        problem.ignore_index,
-        WEIGHTED=weights is not None,
-        CAPPED=cap is not None,
-        ONE_PASS=takes_one_pass(cap, logits.dtype, gradient=wanted is not None),
-        GRADIENT=wanted is not None,
-        APPROXIMATE=approximate(logits),
-        TARGETS=triton.next_power_of_2(targets.shape[1]),
-        BLOCK=_ROW_BLOCK,
-        num_warps=_ROW_WARPS,
-    )
+    # fmt: off
+    launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
+           scale[rows] if scale.ndim else scale, losses[rows],
+           losses.new_empty(logits.shape[0]) if factors is None else factors, problem.vocab_size, columns,
+           logits.stride(0), targets.shape[1], 0 if weights is None else weights.stride(0),
+           0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, *in_ln2(cap),
+           problem.ignore_index, WEIGHTED=weights is not None, CAPPED=cap is not None,
+           ONE_PASS=takes_one_pass(cap, logits.dtype, gradient=wanted is not None), GRADIENT=wanted is not None,
+           APPROXIMATE=approximate(logits), TARGETS=triton.next_power_of_2(targets.shape[1]), BLOCK=_ROW_BLOCK,
+           num_warps=_ROW_WARPS)
+    # fmt: on
 
 
 def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
     """Write x (m, n) times one factor per row into a contiguous tensor."""
     (m, n), (block_rows, block_columns) = x.shape, _SCALE_BLOCK
-    launch(
-        _scale_rows_kernel,
-        (triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),),
-        x,
-        factors,
-        out,
-        m,
-        n,
-        x.stride(0),
-        x.stride(1),
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-    )
+    # fmt: off
+    launch(_scale_rows_kernel, (triton.cdiv(m, block_rows) * triton.cdiv(n, block_columns),), x, factors, out, m, n,
+           x.stride(0), x.stride(1), BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns)
+    # fmt: on

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quintic.kernels.loss import loss as loss_module
 from quintic.kernels.loss.chunks import loss_twin
-from quintic.kernels.loss.loss import Fp8Scales, softcap_cross_entropy
+from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 
 
 def reference(x, weight, targets, softcap):
@@ -57,7 +57,9 @@ def oracle(x, weight, targets, softcap, target_weights=None, ignore_index=-100, 
     """Losses per token in float64 by the definition, target by target; differentiable."""
     head = (weight.mT if transposed else weight).double()[:vocab_size]
     logits = x.double() @ head.mT
-    if softcap is not None:
+    if isinstance(softcap, SigmoidCap):
+        logits = softcap.height / (1 + torch.exp(-(logits + softcap.shift) / softcap.width))
+    elif softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if targets.ndim < x.ndim:
         targets = targets.unsqueeze(-1)
@@ -72,6 +74,44 @@ def oracle(x, weight, targets, softcap, target_weights=None, ignore_index=-100, 
         picked = logits.gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
         losses = losses + torch.where(counted, target_weights[..., k] * (normalizer - picked), 0)
     return losses
+
+
+@given(
+    st.floats(0.5, 100),
+    st.floats(-20, 20),
+    st.floats(0.5, 20),
+    st.sampled_from(["mean", "none"]),
+    st.integers(0, 10**6),
+)
+def test_a_sigmoid_cap_is_that_of_the_definition(height, shift, width, reduction, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(size, 6, dtype=torch.float64, generator=generator).requires_grad_() for size in (5, 17))
+    targets = torch.randint(17, (5,), generator=generator)
+    cap = SigmoidCap(height, shift, width)
+    found = softcap_cross_entropy(x, weight, targets, softcap=cap, reduction=reduction)
+    exact = oracle(x, weight, targets, cap)
+    exact = exact.mean() if reduction == "mean" else exact
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-11)
+    wanted = torch.autograd.grad(exact.sum(), (x, weight))
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), (x, weight)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_a_sigmoid_cap_compiles():
+    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(9, 6)
+    targets, cap = torch.randint(9, (4,)), SigmoidCap(23.0, 5.0, 7.5)
+
+    def loss(x):
+        return softcap_cross_entropy(x, weight, targets, softcap=cap)
+
+    found = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, oracle(x, weight, targets, cap).mean().float())
+
+
+@pytest.mark.parametrize("cap", [(0.0, 1.0, 1.0), (1.0, 1.0, -1.0), (1.0, float("inf"), 1.0), (1.0, 1.0, float("nan"))])
+def test_a_sigmoid_cap_out_of_range_is_said(cap):
+    with pytest.raises(ValueError, match=r"softcap=SigmoidCap\(.*: need height and width > 0"):
+        softcap_cross_entropy(torch.ones(1, 2), torch.ones(3, 2), torch.tensor([0]), softcap=SigmoidCap(*cap))
 
 
 def reduced(losses, targets, reduction, ignore_index=-100):
@@ -407,7 +447,7 @@ def test_compiled_for_any_number_of_tokens():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_operators_keep_their_promises(fp8, transposed):
     x, weight, targets, scales = fp8_problem(torch.float32, transposed)
-    options = (*(scales if fp8 else (None, None, None)), 4.0, -100, 60, transposed, "auto")
+    options = (*(scales if fp8 else (None, None, None)), [4.0], -100, 60, transposed, "auto")
     targets = (targets % 60).view(20, 2)
     arguments = (x[:20].detach().requires_grad_(), weight, targets, torch.rand(20, 2), *options)
     torch.library.opcheck(torch.ops.quintic.softcap_cross_entropy, arguments)

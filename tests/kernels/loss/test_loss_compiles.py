@@ -16,7 +16,7 @@ pytestmark = [
 
 TYPES = {
     **dict.fromkeys(("weights", "scale", "losses", "factors", "upstream", "lse", "quantum"), "*fp32"),
-    **dict.fromkeys(("cap", "steepness"), "fp32"),
+    **dict.fromkeys(("cap", "span", "steepness", "offset", "slope"), "fp32"),
     "targets": "*i64",
     "by_rows": "*fp8e5",
     "by_columns": "*fp8e5",

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.loss import chunks, rows
-from quintic.kernels.loss.loss import Fp8Scales, softcap_cross_entropy
+from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -20,8 +20,8 @@ SIZES = [(1, 1, 1, 1), (12, 5, 17, 9), (7, 24, 528, 515), (5, 8, 513, 513), (4, 
 if DEVICE == "cuda":
     SIZES += [(70, 16, 300, 300), (2049, 200, 50304, 50257), (300, 768, 50257, 50257)]
 
-# Within the cap of one pass, above it, and none.
-CAPS = [15.0, 50.0, None]
+# Of both forms, logits close enough to each other for one pass, and too far apart; and no cap.
+CAPS = [15.0, 50.0, SigmoidCap(23.0, 5.0, 7.5), SigmoidCap(70.0, -3.0, 20.0), None]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,9 @@ def usual_loss(
 ):
     """The loss in PyTorch's usual operations and the dtype of x."""
     logits = F.linear(x, (weight.mT if transposed else weight)[:vocab_size]).float()
-    if softcap is not None:
+    if isinstance(softcap, SigmoidCap):
+        logits = softcap.height * torch.sigmoid((logits + softcap.shift) / softcap.width)
+    elif softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     each = targets.unsqueeze(-1) if targets.ndim == 1 else targets
     terms = [F.cross_entropy(logits, target, reduction="none") for target in each.unbind(-1)]
