@@ -91,8 +91,9 @@ _CONSTANTS = {
     ),
 }
 
-# As fast as the token embedding, in relation to what entries are at first: 1 there, width^-0.5 in a lookup layer.
-_LOOKUP_FRAC = 1.0
+# Learning rate of a lookup layer's tables as a share of the token embedding's, in relation to what entries are at first:
+# 1 there, width^-0.5 in a table.
+_LOOKUP_FRAC = 0.5
 
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:

@@ -96,13 +96,7 @@ def test_matrices_go_to_the_matrices_and_tables_to_adamw(kind: str, tied: bool) 
     tables = ["keys"] if tied else ["keys", "values"]
     assert sorted(found["lookup tables"]) == [f"lookups.{layer}.{table}" for layer in (0, 2) for table in tables]
     width = 192
-    assert rates["lookup tables"] == pytest.approx(rates["embedding"] * lookups_rate() * width**-0.5)
-
-
-def lookups_rate() -> float:
-    from quintic.train import recipe
-
-    return recipe._LOOKUP_FRAC
+    assert rates["lookup tables"] == pytest.approx(rates["embedding"] * 0.5 * width**-0.5)
 
 
 def test_the_matrices_lengthen_the_horizon_and_the_tables_do_not() -> None:
