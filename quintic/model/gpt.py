@@ -27,6 +27,7 @@ from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
+from quintic.model.fp8 import Fp8Recipe, head_scales, takes_fp8
 from quintic.model.layers import Block, Linear, divided_as, rms_norm, rotary_tables, window_sizes
 from quintic.model.lookup import LookupLayer
 
@@ -325,7 +326,31 @@ class GPT(nn.Module):
                 x_BTC = x_BTC.flatten(0, 1)[positions]
             logits = self.head(x_BTC).float()
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
-        return softcap_cross_entropy(x_BTC, self.head.weight, targets, softcap=self.config.softcap, reduction=reduction)
+        in_8_bits = self.head.fp8 is not None and self.head.learns()
+        return softcap_cross_entropy(
+            x_BTC,
+            self.head.weight,
+            targets,
+            softcap=self.config.softcap,
+            fp8=head_scales(x_BTC, self.head.weight) if in_8_bits else None,
+            reduction=reduction,
+        )
+
+    def use_fp8(self, recipe: Fp8Recipe) -> int:
+        """Multiply in 8 bits from now on in training: in the head, and in all linear layers whose sizes suit it.
+
+        Weights stay as they are. Evaluation, and whatever needs no gradient, keeps the dtype of the activations.
+
+        Args:
+            recipe: where scales come from in linear layers; the head has one for each tensor either way.
+
+        Returns:
+            How many linear layers multiply in 8 bits, the head among them.
+        """
+        linears = [module for module in self.modules() if isinstance(module, Linear) and takes_fp8(module.weight)]
+        for linear in linears:
+            linear.fp8 = recipe
+        return len(linears)
 
     @torch.no_grad()
     def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:

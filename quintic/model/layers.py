@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.kernels.linear.linear import mlp_relu2
 from quintic.model.cache import LayerCache
+from quintic.model.fp8 import Fp8Recipe, dynamic_fp8_linear
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
 
@@ -45,13 +46,23 @@ def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose weight is cast to the dtype of the input."""
+    """A linear layer without bias whose weight is cast to the dtype of the input.
+
+    With `fp8`, training multiplies in 8 bits; evaluation, and what needs no gradient, never does.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.fp8: Fp8Recipe | None = None
+
+    def learns(self) -> bool:
+        """Return whether this is a forward pass of training, and not an evaluation."""
+        return self.training and torch.is_grad_enabled()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T` in the dtype of `x`: (..., in_features) -> (..., out_features)."""
+        if self.fp8 is not None and self.learns():
+            return dynamic_fp8_linear(x, self.weight, self.fp8)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -160,7 +171,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for (..., C)."""
-        if _fuses(x, self.up.weight, self.down.weight):
+        in_8_bits = self.up.fp8 is not None and self.up.learns()
+        if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
             return mlp_relu2(x, self.up.weight.to(x.dtype), self.down.weight.to(x.dtype))
         out: Tensor = self.down(F.relu(self.up(x)).square())
         return out

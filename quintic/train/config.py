@@ -233,6 +233,10 @@ class RunConfig:
     """Where to compute; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Weights are float32."""
+    fp8: bool = False
+    """Multiply in 8 bits in the linear layers whose sizes suit it (a GPU of compute capability 8.9 or more)."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Scales of 8-bit products: one for a tensor, the faster, or one for each row and column, the more exact."""
     attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention implementation; 'auto' takes the fastest the device has."""
     parallel: ParallelName = "sharded"

@@ -13,6 +13,8 @@ import torch
 from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
+from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
+from quintic.model.fp8 import Fp8Recipe
 from quintic.train.config import RunConfig
 
 __all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
@@ -21,6 +23,9 @@ __all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
 # threads on a smaller machine is only slow.
 _THREADS_PER_CPU = 4
 _FEWEST_THREADS_BOUND = 64
+
+# Tensor cores multiply 8-bit floats, with a scale for a whole tensor or for each row, from these on.
+_FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +37,20 @@ class Hardware:
     """Of the activations; weights are float32."""
     attention: AttentionName
     compile: bool
+    fp8: Fp8Recipe | None = None
+    """How linear layers multiply in 8 bits in training."""
+    without_fp8: str = ""
+    """Why they do not, where it was asked for."""
 
     def __str__(self) -> str:
         """Return one line for people."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu_name()
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         compiled = ", compiled" if self.compile else ""
-        return f"{name}{threads}, {str(self.dtype).removeprefix('torch.')}{compiled}, attention by {self.attention}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        fp8 = f" with 8-bit products ({self.fp8})" if self.fp8 else ""
+        fp8 = f" (--fp8 has no effect: {self.without_fp8})" if self.without_fp8 else fp8
+        return f"{name}{threads}, {dtype}{fp8}{compiled}, attention by {self.attention}"
 
 
 def choose_hardware(run: RunConfig) -> Hardware:
@@ -71,7 +83,16 @@ def choose_hardware(run: RunConfig) -> Hardware:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     compiled = device.type == "cuda" if run.compile is None else run.compile
-    return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled)
+    fp8 = run.fp8_recipe if run.fp8 and _multiplies_fp8(device, run.fp8_recipe) else None
+    needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
+    obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""
+    return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled, fp8=fp8, without_fp8=obstacle)
+
+
+def _multiplies_fp8(device: torch.device, recipe: Fp8Recipe) -> bool:
+    if obstacle_to_fp8(device) is not None or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY[recipe]
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
@@ -84,6 +105,7 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gb": _memory_gb(),
         "dtype": str(hardware.dtype).removeprefix("torch."),
+        "fp8": hardware.fp8,
         "attention": hardware.attention,
         "compiled": hardware.compile,
         "system": platform.system(),

@@ -91,8 +91,8 @@ _CONSTANTS = {
     ),
 }
 
-# Learning rate of a lookup layer's tables as a share of the token embedding's, in relation to what entries are at first:
-# 1 there, width^-0.5 in a table.
+# Learning rate of a lookup layer's tables as a share of the token embedding's, in relation to what entries are at
+# first: 1 there, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
 

@@ -70,6 +70,8 @@ class Trainer:
             seed=config.run.seed,
             parallelism=self.parallelism,
         )
+        if hardware.fp8 is not None:
+            self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)

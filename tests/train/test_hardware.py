@@ -1,6 +1,7 @@
 """What a run computes on: the rules, with the facts of other machines put in."""
 
 import json
+from typing import Literal
 
 import pytest
 import torch
@@ -125,3 +126,27 @@ def test_instructions_that_products_may_not_use_do_not_count(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.setattr(dispatch.Path, "read_text", lambda path, encoding: "flags\t: avx512_bf16")
     assert dispatch.cpu_multiplies_bfloat16.__wrapped__() is expected
+
+
+@pytest.mark.parametrize(("recipe", "needed"), [("tensorwise", "8.9"), ("rowwise", "9.0")])
+def test_without_8_bit_products_one_line_says_so(recipe: Literal["tensorwise", "rowwise"], needed: str) -> None:
+    chosen = choose_hardware(RunConfig(device="cpu", dtype="float32", fp8=True, fp8_recipe=recipe))
+    assert chosen.fp8 is None
+    assert f"float32 (--fp8 has no effect: it needs a GPU of compute capability {needed})" in str(chosen)
+    assert "fp8" not in str(choose_hardware(RunConfig(device="cpu", fp8_recipe=recipe)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "tensorwise", "rowwise"), [((8, 0), False, False), ((8, 9), True, False), ((9, 0), True, True)]
+)
+def test_which_gpus_have_8_bit_products(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tensorwise: bool, rowwise: bool
+) -> None:
+    from quintic.kernels.linear import fp8_quantize
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(fp8_quantize, "obstacle_to_triton", lambda device, what: None)
+    fp8_quantize._has_fp8.cache_clear()
+    assert hardware._multiplies_fp8(torch.device("cuda"), "tensorwise") == tensorwise
+    assert hardware._multiplies_fp8(torch.device("cuda"), "rowwise") == rowwise
+    fp8_quantize._has_fp8.cache_clear()

@@ -26,6 +26,7 @@ from quintic.kernels.linear.fp8_quantize import (
     empty_quantized,
     next_multiple,
     quantized_layouts,
+    unit_of,
 )
 
 __all__ = ["Fp8LinearScales", "fp8_linear"]
@@ -63,7 +64,7 @@ class Fp8LinearScales(NamedTuple):
 
     x_scale: Tensor
     weight_scale: Tensor
-    grad_scale: Tensor
+    grad_scale: Tensor | None
     x_amax: Tensor | None = None
     weight_amax: Tensor | None = None
     grad_amax: Tensor | None = None
@@ -97,7 +98,7 @@ def fp8_linear(
     *,
     x_scale: Tensor,
     weight_scale: Tensor,
-    grad_scale: Tensor,
+    grad_scale: Tensor | None,
     x_amax: Tensor | None = None,
     weight_amax: Tensor | None = None,
     grad_amax: Tensor | None = None,
@@ -114,7 +115,7 @@ def fp8_linear(
         weight: (in, out), one of these dtypes, any strides; in and out are multiples of 16.
         x_scale: () float32 on that device, > 0: one unit of the quantised `x`. See fp8_scaling.py.
         weight_scale: the same for `weight`.
-        grad_scale: the same for the gradient of the result.
+        grad_scale: the same for the gradient of the result; None for one from the largest magnitude of that gradient.
         x_amax: () float32 or None: raised in place to the largest magnitude of `x`.
         weight_amax: the same for `weight`.
         grad_amax: the same for the gradient of the result, raised by the backward pass. In a compiled function a second
@@ -161,7 +162,7 @@ def _fp8_linear(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    grad_scale: Tensor,
+    grad_scale: Tensor | None,
     grad_amax: Tensor | None,
     keep_x: bool,
     keep_weight: bool,
@@ -184,7 +185,7 @@ def _fp8_linear_fake(
     weight: Tensor,
     x_scale: Tensor,
     weight_scale: Tensor,
-    grad_scale: Tensor,
+    grad_scale: Tensor | None,
     grad_amax: Tensor | None,
     keep_x: bool,
     keep_weight: bool,
@@ -254,8 +255,10 @@ def _backward_fp8_linear(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     for_x, for_weight = ctx.needs_input_grad[:2]
     if grad is None or not (for_x or for_weight):
         return (None,) * 9
+    *saved, grad_scale = ctx.saved_tensors
+    grad_scale = unit_of(grad, torch.float8_e5m2) if grad_scale is None else grad_scale
     grad_x, grad_weight, found = torch.ops.quintic.fp8_linear_backward(
-        grad, *ctx.saved_tensors, ctx.weight_dtype, for_x, for_weight, ctx.kernels
+        grad, *saved, grad_scale, ctx.weight_dtype, for_x, for_weight, ctx.kernels
     )
     raise_(ctx.grad_amax, found)
     return (grad_x if for_x else None, grad_weight if for_weight else None, *(None,) * 7)

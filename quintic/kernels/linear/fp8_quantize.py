@@ -20,6 +20,9 @@ __all__ = ["obstacle_to_fp8"]
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
+# Far below what any tensor needs, far above where 1 / scale leaves float32: also zeros have a scale.
+SMALLEST_SCALE = 2.0**-100
+
 # What tensor cores ask of the sizes of a product: 16 bytes.
 MULTIPLE = 16
 
@@ -112,6 +115,12 @@ def empty_quantized(
         x.new_empty((n, next_multiple(m)) if columns else (0,), dtype=dtype),
         x.new_empty(() if amax else (0,), dtype=torch.float32),
     )
+
+
+def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale that quantises a tensor to the whole range of a dtype, () float32; NaN where `x` has one."""
+    least, most = x.detach().aminmax()
+    return (torch.maximum(-least, most).float() / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
 
 
 def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,13 +14,9 @@ from torch import Tensor, nn
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.kernels.linear.fp8 import Fp8LinearScales, check_multiples, fp8_linear
-from quintic.kernels.linear.fp8_quantize import LARGEST, check_float
+from quintic.kernels.linear.fp8_quantize import LARGEST, SMALLEST_SCALE, check_float
 
 __all__ = ["DelayedScaling", "Fp8Linear", "Fp8LinearScaling", "update_fp8_scales"]
-
-
-# Far below what any gradient needs, far above where 1 / scale leaves float32.
-_SMALLEST_SCALE = 2.0**-100
 
 
 class DelayedScaling(nn.Module):
@@ -115,7 +111,7 @@ def _update(scalings: list[DelayedScaling]) -> None:
     history = torch.cat([latest[:, None], torch.stack(histories)[:, :-1]], dim=1)
     peak = history.amax(dim=1)
     unit = 2.0 ** scalings[0].margin / LARGEST[scalings[0].dtype]
-    scale = torch.where(peak > 0, (peak * unit).clamp_min(_SMALLEST_SCALE), torch.stack(scales))
+    scale = torch.where(peak > 0, (peak * unit).clamp_min(SMALLEST_SCALE), torch.stack(scales))
     torch._foreach_copy_(histories, list(history.unbind()))
     torch._foreach_copy_(scales, list(scale.unbind()))
     torch._foreach_zero_(amaxes)

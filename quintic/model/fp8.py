@@ -1,0 +1,113 @@
+"""Linear layers multiplied in 8 bits with dynamic scaling: each scale comes from the tensor that it quantises.
+
+*Tensorwise*, one scale for a tensor: the largest magnitude is found first, then the tensor is quantised in both
+orientations in one pass (`quintic.kernels.linear.fp8`). Gradients are e5m2, whose range is wider, everything else e4m3.
+
+*Rowwise*, one scale for each row of the left operand and each column of the right one: an outlier costs its own row
+precision and no other. Each operand is quantised once for each product, along the dimension of its sum, all as e4m3.
+These are ordinary operations of PyTorch, made for `torch.compile` to fuse.
+
+Sources: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433; the two recipes
+and their names are torchao's (https://github.com/pytorch/ao).
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quintic.kernels.dispatch import KernelsOption
+from quintic.kernels.linear.fp8 import fp8_linear
+from quintic.kernels.linear.fp8_quantize import (
+    LARGEST,
+    MULTIPLE,
+    SMALLEST_SCALE,
+    choose_fp8_kernels,
+    next_multiple,
+    quantized_twin,
+    unit_of,
+)
+from quintic.kernels.loss.loss import Fp8Scales
+
+__all__ = ["Fp8Recipe", "dynamic_fp8_linear", "head_scales", "takes_fp8"]
+
+Fp8Recipe = Literal["tensorwise", "rowwise"]
+
+_E4M3 = torch.float8_e4m3fn
+
+# Below this size quantising costs more than the product saves.
+_SMALLEST = 128
+
+
+def takes_fp8(weight: Tensor) -> bool:
+    """Return whether a weight's sizes suit 8-bit products: multiples of 16, and at least 128."""
+    return all(size % MULTIPLE == 0 and size >= _SMALLEST for size in weight.shape)
+
+
+def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Recipe, *, kernels: KernelsOption = "auto") -> Tensor:
+    """Return x @ weight.T, multiplied in 8 bits, forward and backward; sums are float32.
+
+    Args:
+        x: (..., in) float32, bfloat16 or float16.
+        weight: (out, in), one of these dtypes; sizes are multiples of 16.
+        recipe: where scales come from, see this module.
+        kernels: `"auto"` takes tensor cores on CUDA devices of compute capability 8.9 or more (rowwise: 9.0),
+            `"torch"` emulates them.
+
+    Returns:
+        (..., out) in the dtype of `x`. Gradients have the dtypes of `x` and `weight`.
+    """
+    if recipe == "tensorwise":
+        x_scale, weight_scale = unit_of(x, _E4M3), unit_of(weight, _E4M3)
+        return fp8_linear(x, weight.mT, x_scale=x_scale, weight_scale=weight_scale, grad_scale=None, kernels=kernels)
+    out: Tensor = _Rowwise.apply(x.reshape(-1, x.shape[-1]), weight, kernels)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def head_scales(x: Tensor, weight: Tensor) -> Fp8Scales:
+    """Return the scales of an output head's products, for `softcap_cross_entropy`."""
+    largest = LARGEST[torch.float8_e5m2]
+    return Fp8Scales(unit_of(x, _E4M3), unit_of(weight, _E4M3), x.new_full((), 1 / largest, dtype=torch.float32))
+
+
+class _Rowwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kernels: KernelsOption) -> Tensor:
+        ctx.save_for_backward(*_quantize_rows(x.mT), *_quantize_rows(weight.mT))
+        ctx.dtypes, ctx.kernels = (x.dtype, weight.dtype), kernels
+        return _product(_quantize_rows(x), _quantize_rows(weight), x.dtype, kernels, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_columns, x_scales, weight_columns, weight_scales = ctx.saved_tensors
+        (x_dtype, weight_dtype), (for_x, for_weight, _) = ctx.dtypes, ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if for_x:
+            grad_x = _product(_quantize_rows(grad), (weight_columns, weight_scales), x_dtype, ctx.kernels, fast=False)
+        if for_weight:
+            columns = _quantize_rows(grad.mT)
+            grad_weight = _product(columns, (x_columns, x_scales), weight_dtype, ctx.kernels, fast=False)
+        return grad_x, grad_weight, None
+
+
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (m, n') e4m3 contiguous, n' the next multiple of 16, padded with zeros, and (m, 1) float32 scales."""
+    wide = x.float()
+    scales = (wide.abs().amax(1, keepdim=True) / LARGEST[_E4M3]).clamp_min(SMALLEST_SCALE)
+    padding = next_multiple(x.shape[1]) - x.shape[1]
+    return quantized_twin(F.pad(wide, (0, padding)), scales, _E4M3).contiguous(), scales
+
+
+def _product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, kernels: KernelsOption, *, fast: bool
+) -> Tensor:
+    """Return a @ b.T, both quantised by rows."""
+    (left, left_scales), (right, right_scales) = a, b
+    if left.is_cuda and choose_fp8_kernels(kernels, left) == "triton":
+        # Tensor cores with scales of rows write bfloat16 alone; Hopper's add with fewer bits where `fast`.
+        out: Tensor = torch._scaled_mm(
+            left, right.mT, left_scales, right_scales.mT, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+        return out.to(dtype)
+    return (left.float() @ right.float().mT * left_scales * right_scales.mT).to(dtype)
