@@ -8,6 +8,7 @@ from typing import Literal
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.data.shards import prepare
+from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import load_model_weights, newest_checkpoint
 from quintic.train.config import Config, DataConfig
@@ -80,6 +81,8 @@ def check_options(config: Config) -> None:
     """Find what would stop a run whatever its text is, before any text is prepared."""
     choose_hardware(config.run)
     check_trackers(config.run)
+    if config.run.core is not None:
+        load_core(config.run.core)
     model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
 
 

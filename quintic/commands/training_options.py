@@ -16,7 +16,8 @@ __all__ = ["Start", "training_options"]
 _FREE_WHEN_RESUMED = frozenset(
     {
         "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel", "run.shard_ranks",
-        "run.eval_every", "run.sample_every", "run.sample_tokens", "run.prompts", "run.save_every", "run.keep",
+        "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every", "run.sample_tokens",
+        "run.prompts", "run.save_every", "run.keep",
         "run.rms_every", "run.tensorboard", "run.wandb",
     }
 )  # fmt: skip

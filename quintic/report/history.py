@@ -6,6 +6,7 @@ Every record has a ``kind``; the other fields depend on it:
     train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, tokens_per_second, times_ms,
              and on some steps grad_rms, update_rms
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
+    core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
     resume   step, time
     final    step, loss, bpb, seconds, baselines, breakdown
@@ -79,6 +80,7 @@ class RunHistory:
         run: the ``run`` record; empty if the log has none.
         train: the ``train`` records.
         evals: the evaluations on the validation text. The ``final`` one is among them if it is of a later step.
+        core: the answers to the tasks of CORE.
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
         resumed_at: the steps at which the run was taken up again.
@@ -87,6 +89,7 @@ class RunHistory:
     run: Mapping[str, Any]
     train: Sequence[Mapping[str, Any]]
     evals: Sequence[Mapping[str, Any]]
+    core: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     final: Mapping[str, Any]
     resumed_at: Sequence[int]
@@ -116,6 +119,7 @@ class RunHistory:
             run=kinds.get("run", [{}])[-1],
             train=train,
             evals=evals,
+            core=_by_step(kinds.get("core", [])),
             samples=sampled[-1] if sampled else (),
             final=final,
             resumed_at=[record["step"] for record in kinds.get("resume", [])],

@@ -8,10 +8,21 @@ __all__ = ["wrong_in"]
 
 _TEXTS = ("kind", "name", "time", "command")
 _COUNTS = ("step", "total_steps")
-_NUMBERS = ("tokens", "seconds", "loss", "bpb", "bpb_stderr", "momentum", "weight_decay", "tokens_per_second")
-_NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown")
+_NUMBERS = (
+    "tokens",
+    "seconds",
+    "loss",
+    "bpb",
+    "bpb_stderr",
+    "core",
+    "core_stderr",
+    "momentum",
+    "weight_decay",
+    "tokens_per_second",
+)
+_NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown", "centred", "accuracy")
 _MAPPINGS = ("config", "machine", "versions", "model", "data")
-_STEPPED_KINDS = ("train", "eval", "sample", "resume")
+_STEPPED_KINDS = ("train", "eval", "core", "sample", "resume")
 
 # Far beyond any run, and every one a float: pages draw them, and JSON has integers of any length.
 _MOST = 2**53
@@ -48,6 +59,8 @@ def wrong_in(record: Mapping[str, Any], line: bytes) -> str | None:
             return f'"{name}" does not hold numbers by name'
         if name in _MAPPINGS and not isinstance(value, Mapping):
             return f'"{name}" does not hold values by name'
+        if name == "missing" and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            return '"missing" is not a list of texts'
         if name == "samples" and not (isinstance(value, list) and all(isinstance(item, Mapping) for item in value)):
             return '"samples" is not a list of samples'
     return None

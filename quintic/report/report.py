@@ -26,6 +26,7 @@ from quintic.report.page import (
     settings_table,
     write_text_atomically,
 )
+from quintic.report.tasks import tasks_section
 
 __all__ = ["REPORT_FILE", "write_comparison", "write_report"]
 
@@ -76,6 +77,7 @@ def write_report(run_dir: str | Path) -> Path:
         _headline(history),
         _facts(history),
         _learning(history),
+        tasks_section(history.core),
         _settings_over_time(history),
         _layers(history),
         _speed(history),

@@ -251,6 +251,12 @@ class RunConfig:
     """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: int = 131_072
     """Validation tokens per evaluation, at most."""
+    core: str | None = None
+    """Folder with in-context tasks of CORE to answer: JSONL files, or nanochat's eval_bundle."""
+    core_every: int = 0
+    """Steps between answers to these (0: only at the end)."""
+    core_items: int = 500
+    """Items per task of --core, at most."""
     sample_every: int = 0
     """Steps between text samples (0: only at the end)."""
     sample_tokens: int = 160
@@ -271,12 +277,18 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Reject numbers out of range, and a name that is no folder's."""
         _check_at_least(
-            1, threads=self.threads, shard_ranks=self.shard_ranks, eval_tokens=self.eval_tokens, keep=self.keep
+            1,
+            threads=self.threads,
+            shard_ranks=self.shard_ranks,
+            eval_tokens=self.eval_tokens,
+            core_items=self.core_items,
+            keep=self.keep,
         )
         _check_at_least(
             0,
             seed=self.seed,
             eval_every=self.eval_every,
+            core_every=self.core_every,
             sample_every=self.sample_every,
             sample_tokens=self.sample_tokens,
             save_every=self.save_every,

@@ -19,6 +19,7 @@ from typing import Any
 
 from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError, QuinticError
+from quintic.eval.core import core_lines
 from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE
 from quintic.report.progress import Progress
@@ -134,6 +135,8 @@ def _train(
                     break
                 if is_due(run.step, config.run.eval_every):
                     _evaluate(run, log, progress)
+                if run.suite is not None and is_due(run.step, config.run.core_every):
+                    _answer_core(run, log, progress)
                 if is_due(run.step, config.run.sample_every):
                     log.write("sample", step=run.step, samples=run.sample())
                 # Asked once: a request that comes during the save is honoured after the next step.
@@ -171,6 +174,8 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
         progress.message(f"{run.run_dir.name} is trained, saved and reported in {report}; writing samples failed")
         raise
     log.write("sample", step=run.step, samples=samples)
+    if run.suite is not None:
+        _answer_core(run, log, progress)
     return Result(
         run_dir=run.run_dir,
         report=run.ranks.from_first(lambda: write_report(run.run_dir)),
@@ -185,6 +190,22 @@ def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
     record = run.evaluate()
     progress.evaluation(log.write("eval", **record))
     _check_loss("validation loss", record, run)
+
+
+def _answer_core(run: Trainer, log: MetricsLog, progress: Progress) -> None:
+    result = run.answer_core()
+    log.write(
+        "core",
+        step=run.step,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        core=result.core,
+        core_stderr=result.stderr,
+        centred={task.label: task.centred for task in result.tasks},
+        accuracy={task.label: task.accuracy for task in result.tasks},
+        missing=result.missing,
+    )
+    progress.message(f"step {run.step:,}/{run.total:,}  {core_lines(result)[-1]}")
 
 
 def _save(run: Trainer) -> None:

@@ -30,7 +30,7 @@ __all__ = [
     "missing_package",
 ]
 
-_STEPPED_KINDS = ("train", "eval", "sample")
+_STEPPED_KINDS = ("train", "eval", "core", "sample")
 
 _LAYER_KINDS = (
     ("value_embeddings.", "value embeddings"),
@@ -236,9 +236,9 @@ class WandbTracker:
 
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a train, eval or final record, named ``kind/field`` or ``kind/field/key``."""
+    """The finite numbers of a train, eval, core or final record, named ``kind/field`` or ``kind/field/key``."""
     kind = record["kind"]
-    if kind not in ("train", "eval", "final"):
+    if kind not in ("train", "eval", "core", "final"):
         return
     for field, value in record.items():
         entries = value.items() if isinstance(value, Mapping) else [(None, value)]

@@ -14,6 +14,8 @@ from torch import Tensor
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.errors import CheckpointError
+from quintic.eval.core import CoreScore, core_score, core_sums
+from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
@@ -95,6 +97,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
         self.micro_steps = self.scale.batch_tokens // (rows * seq_len * shares)
+        self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -217,6 +220,24 @@ class Trainer:
             "bpb": self.score.bpb,
             "bpb_stderr": self.score.bpb_stderr,
         }
+
+    def answer_core(self) -> CoreScore:
+        """Answer the tasks of CORE, which the configuration must name; all ranks call it and get the same."""
+        assert self.suite is not None
+        shares = self.parallelism.data_size
+        with torch.compiler.set_stance("force_eager"):  # no two batches have one shape
+            sums = core_sums(
+                self.model,
+                self.dataset.tokenizer,
+                self.suite,
+                self.hardware.device,
+                max_tokens=self.model.config.seq_len,
+                max_items=self.config.run.core_items,
+                rows=rows_at_once(self.config, shares),
+                rank=self.parallelism.data_rank,
+                world_size=shares,
+            )
+        return core_score(self.suite, self.parallelism.total(sums.cpu()))
 
     def last_score(self) -> Score:
         """Return the score of the current weights, which must have been evaluated."""

@@ -60,6 +60,8 @@ def write_log(folder: Path, records: list[Any]) -> Path:
         (3, {"kind": ["eval"]}, '"kind" is not a text'),
         (4, {"samples": {"prompt": "a"}}, '"samples" is not a list of samples'),
         (4, {"samples": ["a"]}, '"samples" is not a list of samples'),
+        (4, {"missing": ["a", 1]}, '"missing" is not a list of texts'),
+        (4, {"centred": {"copa": "a"}}, '"centred" does not hold numbers by name'),
         (5, {"step": None}, 'it has no "step"'),
         (7, {"step": None}, 'it has no "step"'),
         (7, {"baselines": 3}, '"baselines" does not hold numbers by name'),

@@ -1,6 +1,7 @@
 """One step, one evaluation, one record: what they compute and what they say."""
 
 import importlib.util
+import json
 import math
 from dataclasses import replace
 from itertools import islice
@@ -153,6 +154,30 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     assert result.samples[0]["prompt"] == "def"
     assert any(line.startswith("Length: 6 steps, 1,536 tokens") for line in said)
     assert any(line.startswith("Batch: 256 tokens (given), in 2 passes of 4 x 32") for line in said)
+
+
+def test_tasks_of_core_are_answered_on_the_way_and_at_the_end(
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "core").mkdir()
+    item = {"query": "def", "choices": ["model", "zyx zyx"], "gold": 1}
+    (tmp_path / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 6)
+    core = str(tmp_path / "core")
+    config = tiny_config(tiny_dataset, tmp_path, run="run", core=core, core_every=4, core_items=3)
+    run_dir = create_run(config)
+    train(config, tiny_dataset, run_dir, resume=False, command="quintic train", say=lambda line: None)
+    records = [record for record in read_metrics(run_dir / METRICS_FILE) if record["kind"] == "core"]
+    assert [record["step"] for record in records] == [4, 6]
+    for record in records:
+        assert (
+            record["core"] == record["centred"]["copa"] == -1
+        )  # of two choices, always the likelier one, which is wrong
+        assert record["accuracy"] == {"copa": 0}
+        assert len(record["missing"]) == 21
+    assert "step 6/6  mean over 1 of the 22 tasks of CORE: -1.0000" in capsys.readouterr().out
+    assert "What it can answer" in (run_dir / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(DataError, match="holds no task of CORE"):
+        make(tiny_dataset, tmp_path, core=str(tmp_path))
 
 
 def test_too_little_text_is_an_error_before_training(tiny_dataset: Dataset, tmp_path: Path) -> None:
