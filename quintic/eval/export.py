@@ -25,8 +25,8 @@ _CODE = Path(__file__).with_name("modeling_quintic.py")
 # What the exported code knows of a configuration; what it does not know must have its default.
 _KNOWN = frozenset(
     {
-        "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern", "short_window", "softcap",
-        "rotary_base",
+        "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",
+        "short_window", "softcap", "rotary_base",
     }
 )  # fmt: skip
 
