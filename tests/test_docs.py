@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import quintic
+from quintic.commands.evaluate import EvalOptions
+from quintic.commands.export import ExportOptions
+from quintic.commands.sample import SampleOptions
 from quintic.rehearsal.table import RehearsalOptions
 from quintic.train.config import Config
 
@@ -60,8 +63,9 @@ def test_commands_and_options_exist(page):
     options = {"--help", "--resume", "--config"}
     for section in dataclasses.fields(Config):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
-    own = {"sample": {"--tokens", "--temperature", "--top-k"}, "eval": {"--tokens"}, "report": set()}
-    own["plan"] = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(RehearsalOptions)}
+    kinds = {"sample": SampleOptions, "eval": EvalOptions, "export": ExportOptions, "plan": RehearsalOptions}
+    own = {name: {"--" + f.name.replace("_", "-") for f in dataclasses.fields(kind)} for name, kind in kinds.items()}
+    own["report"] = set()
     commands = {"train", "compare", "prepare", *own}
     for command, rest in re.findall(
         r"(?<!--only )\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")

@@ -26,7 +26,7 @@ _CODE = Path(__file__).with_name("modeling_quintic.py")
 _KNOWN = frozenset(
     {
         "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",
-        "short_window", "softcap", "rotary_base",
+        "short_window", "softcap", "rotary_base", "l3_layers", "l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied",
     }
 )  # fmt: skip
 
@@ -57,6 +57,7 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
     try:
         temporary.mkdir(parents=True)
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
         save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", _config(model)), *_tokenizer_files(tokenizer, model.config.seq_len)):
             (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -114,6 +115,10 @@ def _config(model: GPT) -> dict[str, Any]:
         "qk_gain": QK_GAIN,
         "softcap": config.softcap,
         "rotary_base": config.rotary_base,
+        "lookup_layers": list(config.l3_layers),
+        "lookup_rows": config.l3_embeddings,
+        "lookup_d_up": config.l3_d_up or 4 * config.width,
+        "lookup_tied": config.l3_tied,
         "bos_token_id": config.bos_id,
         "eos_token_id": config.bos_id,
         "pad_token_id": config.bos_id,

@@ -35,6 +35,10 @@ class QuinticConfig(PreTrainedConfig):
         qk_gain: factor on normalised queries and keys.
         softcap: logits are softcap tanh(logits / softcap).
         rotary_base: of the rotary frequencies.
+        lookup_layers: blocks that a lookup layer follows.
+        lookup_rows: rows of a lookup layer's tables.
+        lookup_d_up: channels between the lookup and its mixing product.
+        lookup_tied: whether the values of a lookup layer are its keys.
     """
 
     model_type = "quintic"
@@ -56,6 +60,10 @@ class QuinticConfig(PreTrainedConfig):
         qk_gain: float = 1.2,
         softcap: float = 15.0,
         rotary_base: float = 100_000.0,
+        lookup_layers: tuple[int, ...] = (),
+        lookup_rows: int = 0,
+        lookup_d_up: int = 0,
+        lookup_tied: bool = True,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -73,6 +81,10 @@ class QuinticConfig(PreTrainedConfig):
         self.qk_gain = qk_gain
         self.softcap = softcap
         self.rotary_base = rotary_base
+        self.lookup_layers = list(lookup_layers)
+        self.lookup_rows = lookup_rows
+        self.lookup_d_up = lookup_d_up
+        self.lookup_tied = lookup_tied
         kwargs.pop("num_attention_heads", None)
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
@@ -155,6 +167,29 @@ class QuinticBlock(nn.Module):
         self.mlp = QuinticMLP(config)
 
 
+class QuinticLookup(nn.Module):
+    """A lookup layer: rows of a table that belong to the token, read with attention by the hidden state."""
+
+    def __init__(self, config: QuinticConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.keys = nn.Parameter(torch.zeros(config.lookup_rows, width))
+        self.values = None if config.lookup_tied else nn.Parameter(torch.zeros(config.lookup_rows, width))
+        self.up = _linear(width, config.lookup_d_up)
+        self.mix = _linear(config.lookup_d_up + width, width)
+
+    def forward(self, x_BTC: Tensor, input_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return the residual stream after this layer, (B, T, C); token t has the rows offsets[t] to offsets[t + 1]."""
+        read_BTC = _norm(x_BTC)
+        found_BTC = torch.empty_like(read_BTC)
+        values = self.keys if self.values is None else self.values
+        for token in input_ids.unique().tolist():
+            rows, places = slice(int(offsets[token]), int(offsets[token + 1])), input_ids == token
+            scores = (read_BTC[places] @ self.keys[rows].T).float()
+            found_BTC[places] = scores.softmax(dim=-1).to(values.dtype) @ values[rows]
+        return x_BTC + self.mix(torch.cat([_norm(self.up(found_BTC)), read_BTC], dim=-1))
+
+
 class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
     """A Quintic GPT; a document starts at each `bos_token_id`, and nothing sees beyond its document."""
 
@@ -171,6 +206,9 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             {str(layer): nn.Embedding(config.vocab_size, kv_width) for layer in config.value_embedding_layers}
         )
         self.blocks = nn.ModuleList(QuinticBlock(config, layer) for layer in range(depth))
+        self.lookups = nn.ModuleDict({str(layer): QuinticLookup(config) for layer in config.lookup_layers})
+        if config.lookup_layers:
+            self.register_buffer("lookup_offsets", torch.zeros(config.vocab_size + 1, dtype=torch.int32))
         self.head = _linear(width, config.vocab_size)
         self.residual_scales = nn.Parameter(torch.ones(depth))
         self.x0_scales = nn.Parameter(torch.zeros(depth))
@@ -248,6 +286,8 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
             x_BTC = x_BTC + block.attention(_norm(x_BTC), value_embedding, rotary, visible_BTS, past_key_values)
             x_BTC = x_BTC + block.mlp(_norm(x_BTC))
+            if str(layer) in self.lookups:
+                x_BTC = self.lookups[str(layer)](x_BTC, input_ids, self.lookup_offsets)
             if layer == config.backout_layer:
                 halfway_BTC = x_BTC
         x_BTC = _norm(x_BTC - self.backout_scale * halfway_BTC)

@@ -11,7 +11,7 @@ from test_generate import model_of
 
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
-from quintic.eval.export import export_hf
+from quintic.eval.export import _KNOWN, export_hf
 from quintic.eval.generate import generate_batch
 from quintic.model.gpt import GPT, GPTConfig
 
@@ -168,13 +168,36 @@ def test_an_export_replaces_an_export_and_nothing_else(tiny_dataset: Dataset, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine", "other", "out"]
 
 
-def test_parts_that_the_code_does_not_have_are_refused(tiny_dataset: Dataset, tmp_path: Path) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_lookup_layers_come_along(tied: bool, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    size = tiny_dataset.vocab_size
     sizes = GPTConfig(
-        vocab_size=tiny_dataset.vocab_size, depth=2, width=32, head_dim=16, num_kv_heads=2, seq_len=16,
-        bos_id=tiny_dataset.bos_id, l3_layers=(0,), l3_embeddings=2 * tiny_dataset.vocab_size,
+        vocab_size=size, depth=3, width=32, head_dim=16, num_kv_heads=2, seq_len=16, bos_id=tiny_dataset.bos_id,
+        l3_layers=(0, 2), l3_embeddings=3 * size, l3_d_up=24, l3_tied=tied,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT(sizes)
-    with pytest.raises(ConfigError, match=r"l3_layers=\(0,\): the exported code has no such part; only models without"):
+    model = GPT(sizes)
+    model.init_weights()
+    for param in model.parameters():
+        param.copy_(torch.randn_like(param) * (0.5 if param.ndim == 2 else 1))
+    rows = torch.ones(size, dtype=torch.int64)
+    rows[5:9] += size // 2  # some tokens have many rows, most have one
+    rows[4] += 3 * size - int(rows.sum())
+    model.allocate_lookups(rows, mean_rows=2.0)
+    exported = load(export_hf(model, tiny_dataset.tokenizer, tmp_path / "model"))
+    inputs = torch.randint(1, 12, (2, 24))
+    torch.testing.assert_close(exported(inputs).logits, model(inputs), rtol=1e-3, atol=1e-3)
+    made = exported.generate(inputs[:, :5], max_new_tokens=9, do_sample=False, attention_mask=torch.ones(2, 5))
+    expected = generate_batch(model, inputs[:, :5].tolist(), max_tokens=9, temperature=0)
+    assert [row[: len(other)] for row, other in zip(made[:, 5:].tolist(), expected, strict=True)] == expected
+
+
+def test_parts_that_the_code_does_not_have_are_refused(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("L", vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
+    # As if a later version had a field that the exported code does not know.
+    monkeypatch.setattr("quintic.eval.export._KNOWN", _KNOWN - {"window_pattern"})
+    with pytest.raises(ConfigError, match=r"window_pattern=L: the exported code has no such part; only models without"):
         export_hf(model, tiny_dataset.tokenizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
