@@ -4,14 +4,16 @@ import dataclasses
 import json
 import lzma
 import re
+import shlex
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, error_of, start, tiny_config, tiny_options
+from tiny_runs import ROOT, error_of, final_weights, start, tiny_config, tiny_options
 
 from quintic.cli import main
 from quintic.commands.evaluate import EvalOptions
@@ -112,7 +114,7 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
         sample_every=9, prompts=("a b", "c"), keep=9, tensorboard=True, wandb="w", l3_layers="0",
         l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
         aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
-        momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
+        on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
         fp8=True, fp8_recipe="rowwise", core="c", core_every=5, core_items=6,
     )  # fmt: skip
     default = Config()
@@ -281,6 +283,52 @@ def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str])
     assert main(["report", "--runs-dir", str(mine.parent)]) == 0
     assert capsys.readouterr().out == f"{report}\n"
     assert report.read_text(encoding="utf-8") == before
+
+
+def test_report_compares_any_runs(
+    mine: Path, tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    runs_dir = mine.parent
+    options = tiny_options(tiny_dataset, runs_dir, run="other", muon_lr=0.01, steps=4)
+    assert main(["train", *options]) == 0
+    capsys.readouterr()
+    assert main(["report", "--runs", mine.name, "other", "--runs-dir", str(runs_dir)]) == 0
+    sentence, page = capsys.readouterr().out.splitlines()
+    assert sentence.startswith("other ")
+    assert page == str(runs_dir / "comparison.html")
+    assert "optim.muon_lr" in Path(page).read_text(encoding="utf-8").replace("<wbr>", "")
+    wanted = ["--runs", "other", mine.name, "--runs-dir", str(runs_dir), "--out", str(elsewhere / "x.html")]
+    assert main(["report", *wanted]) == 0
+    assert (elsewhere / "x.html").is_file()
+    for arguments, message in (
+        (["--runs", "other"], "--runs other: give two different runs at least"),
+        (["--runs", "other", "other"], "--runs other other: give two different runs at least"),
+        (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
+        (["--out", "x.html"], "--out: the page of one run is written to its folder"),
+    ):
+        assert error_of(capsys, "report", "--runs-dir", str(runs_dir), *arguments).startswith(message)
+
+
+def test_the_command_on_the_page_repeats_the_run(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A batch and a length that are chosen, a precision and threads that are the machine's.
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="first", steps=None, tokens_per_param=0.02)
+    options[options.index("--dtype") + 1] = "auto"
+    assert main(["train", *options]) == 0
+    record = read_metrics(elsewhere / "runs" / "first" / "metrics.jsonl")[0]
+    repeat = shlex.split(record["repeat"])
+    assert repeat[:4] == ["quintic", "train", "--preset", "cpu"]
+    assert {"--depth", "--dtype", "--steps", "--batch-tokens", "--threads", "--attention"} <= set(repeat)
+    assert not {"--run", "--runs-dir"} & set(repeat)
+    assert escape(record["repeat"]) in (elsewhere / "runs" / "first" / "report.html").read_text(encoding="utf-8")
+    other = elsewhere / "other folder"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    assert main([*repeat[1:], "--run", "second"]) == 0
+    assert final_weights(other / "runs" / "second") == final_weights(elsewhere / "runs" / "first")
+    again = read_metrics(other / "runs" / "second" / "metrics.jsonl")[0]
+    assert shlex.split(again["repeat"]) == repeat
 
 
 def test_plan_lists_groups_and_costs(

@@ -121,7 +121,10 @@ def final_weights(run_dir: Path) -> tuple[bytes, bytes]:
 
 def course(run_dir: Path) -> list[dict[str, Any]]:
     """Return what a run logged about its steps, evaluations and end, without what depends on the clock."""
-    clock = {"seconds", "tokens_per_second", "times_ms", "time", "breakdown"}
+    clock = {
+        "seconds", "tokens_per_second", "times_ms", "time", "breakdown", "mfu", "peak_memory_bytes",
+        "first_step_extra_seconds", "compile_seconds",
+    }  # fmt: skip
     records = read_metrics(run_dir / METRICS_FILE)
     kept = [record for record in records if record["kind"] not in ("run", "resume")]
     return [{name: value for name, value in record.items() if name not in clock} for record in kept]

@@ -1,9 +1,11 @@
-"""`quintic report`: write the page of a run again."""
+"""`quintic report`: write the page of a run again, or several runs side by side on one page."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from quintic.commands.parsing import parse
+from quintic.errors import ConfigError
+from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
 from quintic.train.runs import find_run
 
@@ -12,16 +14,35 @@ __all__ = ["run"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Write report.html of a run again."""
+    """Write report.html of a run again, or a page that compares several."""
 
     run: str | None = None
     """Name of the run; by default the one started last."""
+    runs: tuple[str, ...] = ()
+    """Names of runs, two at least, to compare on one page; the first is what the others are measured against."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    out: Path | None = None
+    """The page that compares; by default comparison.html in the folder of all runs."""
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse(ReportOptions, arguments, "report", "Write report.html of a run again.")
-    print(write_report(find_run(options.runs_dir, options.run)))
+    description = "Write report.html of a run again, or a page that compares several (--runs)."
+    options = parse(ReportOptions, arguments, "report", description)
+    if not options.runs:
+        if options.out is not None:
+            raise ConfigError("--out: the page of one run is written to its folder; give --runs to compare several")
+        print(write_report(find_run(options.runs_dir, options.run)))
+        return 0
+    if options.run is not None:
+        raise ConfigError(f"--run {options.run}: give it as the first of --runs")
+    if len(options.runs) < 2 or len(set(options.runs)) < len(options.runs):
+        raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
+    folders = {name: find_run(options.runs_dir, name) for name in options.runs}
+    out = options.out if options.out is not None else options.runs_dir / "comparison.html"
+    found = write_comparison(folders, out, title=f"{', '.join(options.runs)} compared")
+    for figures in found["candidates"].values():
+        print(figures["sentence"])
+    print(out)
     return 0

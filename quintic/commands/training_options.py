@@ -119,8 +119,10 @@ def training_options(arguments: list[str], command: str) -> Start:
 
 def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
     asked = parse(Config, arguments, command, "", default=saved)
+    # Where a run that goes back to checkpoints goes back to depends on when they were due.
+    free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, _) in changed_fields(saved, asked).items():
-        if name not in _FREE_WHEN_RESUMED:
+        if name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
             raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
     return asked

@@ -3,7 +3,7 @@
 Here: `write_comparison`. Not here: the page of one run (`report`), drawings (`figures`), tables and styles (`page`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -25,6 +25,15 @@ from quintic.report.page import (
 )
 
 __all__ = ["write_comparison"]
+
+
+_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens per second", "tokens_per_second", large_number),
+    ("model FLOPs utilisation", "mfu", "{:.1%}".format),
+    ("floating-point operations", "flops", "{:.3g}".format),
+    ("most memory (GiB)", "peak_memory_bytes", lambda value: f"{value / 2**30:.3g}"),
+    ("least smoothed training loss", "least_loss", "{:.4f}".format),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +94,7 @@ def write_comparison(runs: Mapping[str, str | Path], out: str | Path, *, title: 
         f"<h1>{escape(title)}</h1>",
         f'<p class="status">{escape(", ".join(runs))}: the same task, trained in different ways.</p>',
         _headline(baseline, candidates),
-        _results(ends, [name for name, history in histories.items() if _is_lost(history)]),
+        _results(histories, ends, [name for name, history in histories.items() if _is_lost(history)]),
         _learning(histories, ends[baseline].loss, baseline),
         _differences(histories),
     ]
@@ -173,7 +182,7 @@ def _is_lost(history: RunHistory) -> bool:
     return finite(history.evals[-1].get("loss")) is None
 
 
-def _results(ends: Mapping[str, _Point], lost: Sequence[str]) -> str:
+def _results(histories: Mapping[str, RunHistory], ends: Mapping[str, _Point], lost: Sequence[str]) -> str:
     """The last finite evaluation of each run, with a warning for those that ended in a loss that is no number."""
     bars = [
         Bar(label=name, value=point.bpb, text=f"{point.bpb:.3f}", color=index)
@@ -188,6 +197,10 @@ def _results(ends: Mapping[str, _Point], lost: Sequence[str]) -> str:
         ["loss (nats per token)", *(f"{point.loss:.4f}" for point in points)],
         ["bits per byte", *("–" if point.bpb is None else f"{point.bpb:.4f}" for point in points)],
     ]
+    for label, field, form in _MEASURED:
+        values = [history.newest(field) for history in histories.values()]
+        if any(value is not None for value in values):
+            rows.append([label, *("–" if value is None else form(value) for value in values)])
     text = "<p>The last evaluation on the validation text, which no run was trained on. Lower is better.</p>"
     if lost:
         names = escape(", ".join(lost))

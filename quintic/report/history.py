@@ -2,19 +2,26 @@
 
 Every record has a ``kind``; the other fields depend on it:
 
-    run      time, name, config, machine, versions, model, data, total_steps, command
-    train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, tokens_per_second, times_ms,
-             and on some steps grad_rms, update_rms
+    run      time, name, config, machine, versions, git, model, data, total_steps, command, repeat
+    train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, smoothed_loss, least_loss, epoch, flops,
+             tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms, grad_norm; where
+             the loss jumped spike, on_spike
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
     resume   step, time
-    final    step, loss, bpb, seconds, baselines, breakdown
+    rollback step, spike_step
+    final    step, loss, bpb, seconds, baselines, breakdown, smoothed_loss, least_loss, flops, peak_memory_bytes; and
+             without the first ten steps tokens_per_second, mfu, first_step_extra_seconds, compile_seconds
 
 The last samples come after the final record.
 
 ``step`` counts from 1, an evaluation before the first has 0; ``tokens`` and ``seconds`` are totals since the start of
 training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
+``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss`` its least so far; ``epoch``
+counts from 0; ``flops`` are those so far. ``mfu`` is the share of ``machine.matrix_flops_per_second``, measured at the
+start. ``spike`` counts standard deviations above the smoothed loss; ``rollback`` goes from ``spike_step`` to ``step``.
+``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
 The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """
 
@@ -84,6 +91,7 @@ class RunHistory:
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
         resumed_at: the steps at which the run was taken up again.
+        spikes: the ``train`` records of steps whose loss jumped, also of those that were made again after a rollback.
     """
 
     run: Mapping[str, Any]
@@ -93,6 +101,7 @@ class RunHistory:
     samples: Sequence[Mapping[str, Any]]
     final: Mapping[str, Any]
     resumed_at: Sequence[int]
+    spikes: Sequence[Mapping[str, Any]]
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -123,7 +132,16 @@ class RunHistory:
             samples=sampled[-1] if sampled else (),
             final=final,
             resumed_at=[record["step"] for record in kinds.get("resume", [])],
+            spikes=[record for record in kinds.get("train", []) if "spike" in record],
         )
+
+    def newest(self, field: str) -> float | None:
+        """Return a number of the final record, else of the last training step; None where there is none."""
+        for record in (self.final, *self.train[-1:]):
+            value = record.get(field)
+            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+                return float(value)
+        return None
 
 
 def _by_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -92,18 +92,23 @@ class Progress:
             self.step, self._train = step, record
         if self._live is None and self._is_line_due(step, now, first):
             self._last_line = now
-            figures = [f"loss {_number(record.get('loss'), 3)}", _speed(record), self._times()]
+            figures = [*_losses(record), _speed(record), *_machine(record), self._times()]
             self.message("  ".join([f"step {step:,}/{self.total_steps:,} ({self._percent()})", *figures]))
+        if record.get("spike") is not None:
+            self.message(
+                f"step {step:,}/{self.total_steps:,}  spike: loss {_number(record.get('loss'), 3)} is "
+                f"{_number(record['spike'], 1)} standard deviations above the mean of the last ones"
+                f"{'; its update is left out' if record.get('on_spike') == 'skip' else ''}"
+            )
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Take the record of an evaluation on the validation text."""
         with self._lock:
             self._evaluation = record
-        if self._live is None:
-            self.message(
-                f"step {int(record['step']):,}/{self.total_steps:,}  validation: "
-                f"loss {_number(record.get('loss'), 3)}, {_number(record.get('bpb'), 4)} bits per byte"
-            )
+        self.message(
+            f"step {int(record['step']):,}/{self.total_steps:,}  validation: "
+            f"loss {_number(record.get('loss'), 3)}, {_number(record.get('bpb'), 4)} bits per byte"
+        )
 
     def close(self) -> None:
         """Draw the display a last time and give the terminal back; closing twice is fine."""
@@ -143,11 +148,11 @@ class Progress:
                 ProgressBar(total=max(1, self.total_steps), completed=self.step),
                 self._percent(),
             )
-            figures = [f"loss {_number(self._train.get('loss'), 3)}"]
+            figures = [*_losses(self._train)]
             if self._evaluation:
                 figures.append(f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte")
             # Wrapped at the separators on a narrow terminal, never cut.
-            line = Text(" · ".join([*figures, _speed(self._train), self._times()]), style="dim")
+            line = Text(" · ".join([*figures, _speed(self._train), *_machine(self._train), self._times()]), style="dim")
         return Group(bar, line)
 
     def _percent(self) -> str:
@@ -169,6 +174,25 @@ class Progress:
 def _number(value: Any, digits: int) -> str:
     """A number with so many decimals; a dash where there is none (yet, or because it was not finite)."""
     return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "-"
+
+
+def _losses(record: Mapping[str, Any]) -> list[str]:
+    """The loss of the step, with the smoothed and the gradient's size where they are known."""
+    smoothed, norm = record.get("smoothed_loss"), record.get("grad_norm")
+    mean = f" (mean {_number(smoothed, 3)})" if smoothed is not None else ""
+    return [f"loss {_number(record.get('loss'), 3)}{mean}", *([] if norm is None else [f"gradient {norm:.2g}"])]
+
+
+def _machine(record: Mapping[str, Any]) -> list[str]:
+    """How well the machine is used: MFU, memory, and how often the text was seen."""
+    figures = []
+    if (mfu := record.get("mfu")) is not None:
+        figures.append(f"MFU {100 * mfu:.1f} %")
+    if (peak := record.get("peak_memory_bytes")) is not None:
+        figures.append(f"{peak / 2**30:.1f} GiB")
+    if record.get("epoch"):
+        figures.append(f"epoch {record['epoch']}")
+    return figures
 
 
 def _speed(record: Mapping[str, Any]) -> str:

@@ -6,23 +6,16 @@ from typing import Any
 
 __all__ = ["wrong_in"]
 
-_TEXTS = ("kind", "name", "time", "command")
-_COUNTS = ("step", "total_steps")
+_TEXTS = ("kind", "name", "time", "command", "repeat", "on_spike")
+_COUNTS = ("step", "total_steps", "spike_step", "epoch")
 _NUMBERS = (
-    "tokens",
-    "seconds",
-    "loss",
-    "bpb",
-    "bpb_stderr",
-    "core",
-    "core_stderr",
-    "momentum",
-    "weight_decay",
-    "tokens_per_second",
-)
+    "tokens", "seconds", "loss", "bpb", "bpb_stderr", "core", "core_stderr", "momentum", "weight_decay",
+    "tokens_per_second", "smoothed_loss", "least_loss", "flops", "mfu", "peak_memory_bytes", "grad_norm", "spike",
+    "first_step_extra_seconds", "compile_seconds",
+)  # fmt: skip
 _NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown", "centred", "accuracy")
-_MAPPINGS = ("config", "machine", "versions", "model", "data")
-_STEPPED_KINDS = ("train", "eval", "core", "sample", "resume")
+_MAPPINGS = ("config", "machine", "versions", "git", "model", "data")
+_STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
 
 # Far beyond any run, and every one a float: pages draw them, and JSON has integers of any length.
 _MOST = 2**53

@@ -34,6 +34,7 @@ REPORT_FILE = "report.html"
 """The name of the page in a run's folder."""
 
 _MAX_TABLE_ROWS = 40
+_MAX_SPIKES = 10
 _PHASES = (
     ("data", "waiting for data"),
     ("forward_backward", "forward and backward pass (predicting, and computing the gradients)"),
@@ -44,6 +45,13 @@ _LABELS = {
     "flops_per_token": "arithmetic operations per token",
     "memory_gb": "memory (GB)",
 }
+_SETUP_TABLES = (
+    ("Model", "model"),
+    ("Data", "data"),
+    ("Machine", "machine"),
+    ("Versions", "versions"),
+    ("Git checkout", "git"),
+)
 _BITS_PER_BYTE = (
     "Bits per byte says how well the model predicts text that it was not trained on. Reading on, it gives each "
     "possible next piece of text a probability; what it expected costs few bits, a surprise costs many. A file holds "
@@ -145,10 +153,14 @@ def _facts(history: RunHistory) -> str:
         (large_number(parameters) if parameters else None, "parameters (numbers that were learnt)"),
         (large_number(tokens) if tokens else None, "tokens read"),
         (duration(seconds) if seconds else None, "of training"),
+        (_cell(history.newest("flops"), "{:.3g}".format), "floating-point operations"),
+        (_cell(history.newest("peak_memory_bytes"), _gibibytes), "of memory at most"),
         ((history.run.get("machine") or {}).get("device"), "trained on this device"),
     ]
     items = "".join(
-        f"<li><b>{escape(str(value))}</b><span>{escape(text)}</span></li>" for value, text in facts if value
+        f"<li><b>{escape(str(value))}</b><span>{escape(text)}</span></li>"
+        for value, text in facts
+        if value and value != "–"
     )
     return f'<section><ul class="facts">{items}</ul></section>' if items else ""
 
@@ -192,6 +204,11 @@ def _learning(history: RunHistory) -> str:
             f"{'record' if len(lost) == 1 else 'records'}, first at step {min(lost):,}.</b> Training has become "
             f"unstable there; a lower learning rate usually helps. The curves have gaps at these steps.</p>"
         )
+    if history.spikes:
+        warning += f"<p><b>{_spikes(history)}</b></p>"
+    least = history.newest("least_loss")
+    if least is not None:
+        notes.append(f"Averaged over some ten steps, the least loss on the training text was {least:.4f}.")
     rows = [
         [f"{r['step']:,}", *(_cell(r.get(key), form) for key, form in _EVAL_COLUMNS)] for r in _thinned(history.evals)
     ]
@@ -199,6 +216,21 @@ def _learning(history: RunHistory) -> str:
     table = f"<details><summary>Validation results as a table</summary>{number_table(header, rows)}</details>"
     charts = axis_tabs(draw, records, name="learning")
     return section("How it learnt", f"<p>{' '.join(notes)}</p>", warning, charts, table if rows else "")
+
+
+def _spikes(history: RunHistory) -> str:
+    """Say at which steps the loss jumped, and what was done about it."""
+    done = {
+        "skip": "the updates of these steps were left out",
+        "rollback": "the run went back to its last checkpoint and on with other text",
+    }
+    steps = [f"{record['step']:,} ({record['spike'] or 0:.1f})" for record in history.spikes]
+    listed = ", ".join(steps[:_MAX_SPIKES]) + (" and others" if len(steps) > _MAX_SPIKES else "")
+    action = done.get(history.spikes[-1].get("on_spike") or "")
+    return (
+        f"The loss jumped at step {listed}: in parentheses, how many standard deviations above the average before it"
+        f"{f'; {action}' if action else ''}."
+    )
 
 
 _EVAL_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -260,6 +292,13 @@ def _layers(history: RunHistory) -> str:
             charts.append(
                 line_chart(curves, title=title, x_label="training steps", y_label="RMS over the weights", log_y=True)
             )
+    norms = [record for record in history.train if finite(record.get("grad_norm")) is not None]
+    if norms:
+        curve = _curve("all weights together", norms, "step", "grad_norm", divisor=1, color=4)
+        label = "Euclidean norm"
+        charts.append(
+            line_chart([curve], title="Norm of the gradient", x_label="training steps", y_label=label, log_y=True)
+        )
     text = (
         "<p>The typical size (root mean square, RMS) over all weights of a kind of layer. Smooth curves that move "
         "slowly are healthy; a sudden jump shows where training became unstable. The axis is logarithmic: equal "
@@ -291,8 +330,26 @@ def _speed(history: RunHistory) -> str:
         ]
         times = [sum(r["times_ms"].values()) for r in history.train if _is_timed(r)]
         typical = f"<p>A typical step took {statistics.median(times):.3g} milliseconds.</p>" if times else ""
-        parts.append(f"<div>{share_bar(bars, title='Where the time of a step goes')}{typical}</div>")
+        parts.append(f"<div>{share_bar(bars, title='Where the time of a step goes')}{typical}{_steady(history)}</div>")
     return section("Speed", f'<div class="grid2">{"".join(parts)}</div>') if parts else ""
+
+
+def _steady(history: RunHistory) -> str:
+    """The speed after the first ten steps, against that of plain matrix products, and what the start took."""
+    final = history.final
+    speed, mfu = finite(final.get("tokens_per_second")), finite(final.get("mfu"))
+    rate = finite((history.run.get("machine") or {}).get("matrix_flops_per_second"))
+    if speed is None or mfu is None or rate is None:
+        return ""
+    device = "this machine" if history.run.get("ranks", 1) == 1 else "each device"
+    extra, compiled = finite(final.get("first_step_extra_seconds")), finite(final.get("compile_seconds"))
+    start = f" The first step took {duration(extra)} more than others" if extra is not None else ""
+    start += f"; compiling took {duration(compiled)}." if start and compiled else "." if start else ""
+    return (
+        f"<p>Without the first ten steps: {large_number(speed)} tokens per second, {100 * mfu:.1f} % of the "
+        f"{rate / 1e12:.3g} trillion operations per second at which {device} multiplied two large matrices when "
+        f"the run began (model FLOPs utilisation).{start}</p>"
+    )
 
 
 def _time_shares(history: RunHistory) -> list[tuple[str, float]]:
@@ -332,7 +389,7 @@ def _setup(history: RunHistory) -> str:
     run = history.run
     tables = [
         f"<h3>{title}</h3>{settings_table({_LABELS.get(name, name): value for name, value in run[key].items()})}"
-        for title, key in (("Model", "model"), ("Data", "data"), ("Machine", "machine"), ("Versions", "versions"))
+        for title, key in _SETUP_TABLES
         if isinstance(run.get(key), Mapping) and run[key]
     ]
     columns = "".join(f"<div>{table}</div>" for table in tables)
@@ -341,10 +398,16 @@ def _setup(history: RunHistory) -> str:
     config = section(
         "Configuration", f"<details><summary>All settings</summary>{settings}</details>" if settings else ""
     )
-    command = f"<pre>{escape(str(run['command']))}</pre>" if run.get("command") else ""
+    commands = dict.fromkeys(str(run[key]) for key in ("command", "repeat") if run.get(key))
+    command = "".join(f"<pre>{escape(text)}</pre>" for text in commands)
     text = (
         "<p>The same command on the same data trains this model again; another machine rounds a little differently.</p>"
     )
+    if len(commands) > 1:
+        text += (
+            "<p>The first is what was typed. The second has everything written out that was chosen for it, sizes and "
+            "precision too: it makes the same run wherever it is typed.</p>"
+        )
     return facts + config + (section("How to reproduce it", text, command) if command else "")
 
 
@@ -385,6 +448,10 @@ def _thinned(records: Records) -> Records:
     """So many records that a table stays readable, the last one among them."""
     stride = -(-len(records) // _MAX_TABLE_ROWS)
     return records[::-1][:: max(1, stride)][::-1]
+
+
+def _gibibytes(value: float) -> str:
+    return f"{value / 2**30:.3g} GiB"
 
 
 def _cell(value: Any, form: Callable[[float], str]) -> str:

@@ -47,6 +47,7 @@ __all__ = [
     "newest_checkpoint",
     "restore_optimizer",
     "save_checkpoint",
+    "step_of",
 ]
 
 _FOLDER = "checkpoints"
@@ -134,7 +135,7 @@ def save_checkpoint(
         with _naming_failures(final, temporary, needed):
             (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
-            for old in [path for path in checkpoints(run_dir) if _step(path) <= step][keep:]:
+            for old in [path for path in checkpoints(run_dir) if step_of(path) <= step][keep:]:
                 discard(old)
 
     ranks.from_first(begin)
@@ -148,20 +149,30 @@ def checkpoints(run_dir: Path) -> list[Path]:
     folder = run_dir / _FOLDER
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_checkpoint(run_dir: Path, *, message: Callable[[str], None]) -> Checkpoint:
+def newest_checkpoint(
+    run_dir: Path, *, message: Callable[[str], None], every: int = 1, up_to: float = math.inf
+) -> Checkpoint:
     """Return the newest checkpoint whose files are whole; damaged ones are reported and passed over.
+
+    Args:
+        run_dir: the run's folder.
+        message: takes a line for each damaged checkpoint.
+        every: consider only steps that are multiples of it.
+        up_to: consider no later steps.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     damage = ""
     for path in checkpoints(run_dir):
+        if step_of(path) % every or step_of(path) > up_to:
+            continue
         damage = _damage(path)
         if not damage:
-            return Checkpoint(path=path, step=_step(path))
+            return Checkpoint(path=path, step=step_of(path))
         message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start the run anew")
@@ -321,5 +332,6 @@ def _damage(path: Path) -> str:
     return ""
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))

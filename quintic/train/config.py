@@ -156,6 +156,10 @@ class OptimConfig:
     """AdamW's first-moment coefficient."""
     beta2: float = 0.95
     """AdamW's second-moment coefficient."""
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    """A loss that jumps: only say so, leave out the step's update, or go back to the last checkpoint, with new text."""
+    spike_sigmas: float = 6.0
+    """Standard deviations above the smoothed loss from which on a loss is such a spike."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -168,6 +172,7 @@ class OptimConfig:
             adamw_head_lr=self.adamw_head_lr,
             scalar_lr=self.scalar_lr,
             momentum_warmup_steps=self.momentum_warmup_steps,
+            spike_sigmas=self.spike_sigmas,
             weight_decay=self.weight_decay,
             adamw_weight_decay=self.adamw_weight_decay,
         )
@@ -315,7 +320,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        """Reject a batch that is not a whole number of passes through the model."""
+        """Reject sections that do not fit each other."""
+        if self.optim.on_spike == "rollback" and self.run.save_every == 0:
+            raise ConfigError("--on-spike rollback needs checkpoints to go back to: give --save-every")
         micro = self.schedule.rows * self.model.seq_len
         if self.schedule.batch_tokens is not None and self.schedule.batch_tokens % micro:
             raise ConfigError(

@@ -4,6 +4,9 @@ import importlib.metadata
 import os
 import platform
 import re
+import statistics
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,20 @@ from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.model.fp8 import Fp8Recipe
 from quintic.train.config import RunConfig
 
-__all__ = ["Hardware", "choose_hardware", "machine_facts", "package_versions"]
+__all__ = [
+    "Hardware",
+    "choose_hardware",
+    "compile_seconds",
+    "git_state",
+    "machine_facts",
+    "matrix_rate",
+    "package_versions",
+    "peak_memory_bytes",
+]
+
+# Sides of the square product that shows what matrices are multiplied at: large enough for full speed, and brief.
+_PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
+_PRODUCT_SECONDS = 0.1
 
 # The system kills a process that asks for more threads than it may have. A run that goes on with its own number of
 # threads on a smaller machine is only slow.
@@ -51,6 +67,16 @@ class Hardware:
         fp8 = f" with 8-bit products ({self.fp8})" if self.fp8 else ""
         fp8 = f" (--fp8 has no effect: {self.without_fp8})" if self.without_fp8 else fp8
         return f"{name}{threads}, {dtype}{fp8}{compiled}, attention by {self.attention}"
+
+    def options(self) -> dict[str, Any]:
+        """Return what it comes to as options of `quintic train`, `auto` resolved."""
+        return {
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+            "compile": self.compile,
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+        }
 
 
 def choose_hardware(run: RunConfig) -> Hardware:
@@ -110,6 +136,64 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
         "compiled": hardware.compile,
         "system": platform.system(),
     }
+
+
+def matrix_rate(hardware: Hardware) -> float:
+    """Return floating-point operations per second of a large square product in the run's precision, measured now.
+
+    Takes about a tenth of a second. On a CUDA device the peak that it shows is that of the clocks at this moment.
+    """
+    device = hardware.device
+    side = _PRODUCT_SIDES[device.type]
+    # Random entries: products of constants need less power and would be faster. A generator of its own.
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(side, side, generator=generator).to(device, hardware.dtype)
+    seconds: list[float] = []
+    torch.mm(matrix, matrix)  # chooses and loads the kernel
+    began = time.perf_counter()
+    while len(seconds) < 3 or (time.perf_counter() - began < _PRODUCT_SECONDS and len(seconds) < 50):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return float(2 * side**3 / statistics.median(seconds))
+
+
+def compile_seconds() -> float:
+    """Return the seconds that torch.compile has spent in this process."""
+    from torch._dynamo.utils import cumulative_time_spent_ns  # there is no public way
+
+    names = ("entire_frame_compile", "entire_backward_compile")
+    return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory so far: of tensors on a CUDA device, of the whole process on a CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def git_state() -> dict[str, Any]:
+    """Return commit and whether files differ from it, where the current folder is in a git checkout; else nothing."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", *arguments], capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL
+            ).stdout.strip()
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit, "dirty": bool(changes)}
 
 
 def package_versions() -> dict[str, str]:

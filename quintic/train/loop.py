@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.errors import DivergedError, QuinticError
+from quintic.errors import CheckpointError, DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE
@@ -36,6 +36,10 @@ from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
 __all__ = ["Interrupted", "Result", "check_trackers", "train"]
+
+
+# Of one run: a loss that goes on spiking is no accident of the text.
+_MOST_ROLLBACKS = 10
 
 
 class Interrupted(QuinticError):
@@ -131,6 +135,8 @@ def _train(
                 record = run.train_step()
                 progress.train(log.write("train", **record))
                 _check_loss("training loss", record, run)
+                if "spike" in record and config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
+                    continue
                 if run.step == run.total:
                     break
                 if is_due(run.step, config.run.eval_every):
@@ -151,6 +157,31 @@ def _train(
                 if ranks.is_first:
                     write_report(run_dir)
             raise
+
+
+def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
+    """Go back to the last checkpoint that was due, to go on with the text that follows; return whether there is one.
+
+    Checkpoints that were saved because the run was stopped do not count: an uninterrupted run would not have them.
+    """
+    spike_step = run.step
+    if run.watch.rollbacks >= _MOST_ROLLBACKS:
+        raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
+
+    def find() -> Checkpoint | None:
+        every = run.config.run.save_every
+        with contextlib.suppress(CheckpointError):
+            return newest_checkpoint(run.run_dir, message=progress.message, every=every, up_to=spike_step - 1)
+        return None
+
+    checkpoint = run.ranks.from_first(find)
+    if checkpoint is None:
+        progress.message(f"step {spike_step}: no checkpoint to go back to yet; going on")
+        return False
+    run.ranks.agree(lambda: run.roll_back(checkpoint))
+    log.write("rollback", step=run.step, spike_step=spike_step)
+    progress.message(f"step {spike_step}: back to the checkpoint of step {run.step}, on with the following text")
+    return True
 
 
 def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:

@@ -1,44 +1,30 @@
-"""What a run writes down while it trains: `MetricsLog`, its mirrors, and `RmsMeter` for how large updates are.
+"""What a run writes down while it trains: `MetricsLog` and its mirrors.
 
 The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same. How it is
-read back is `quintic.report.history`; losses and times are measured by the trainer.
+read back is `quintic.report.history`; losses and times are measured by the trainer and in `watch.py`.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TextIO
 
-import torch
-from torch import Tensor, nn
-
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
-from quintic.optim.layout.layouts import is_dtensor
 from quintic.report.history import read_metrics
 
 __all__ = [
     "MetricsLog",
-    "RmsMeter",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
-    "layer_kind",
     "missing_package",
 ]
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
-
-_LAYER_KINDS = (
-    ("value_embeddings.", "value embeddings"),
-    ("embedding.", "embedding"),
-    ("head.", "head"),
-    (".attention.", "attention"),
-    (".mlp.", "MLP"),
-)
 
 
 class Tracker(Protocol):
@@ -130,6 +116,8 @@ class MetricsLog:
 
 def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
     """Whether a run that continues from ``resume_step`` makes this record again; from 0, the evaluation of step 0."""
+    if record.get("kind") == "rollback":  # the spike that caused it comes after the step that it went back to
+        return bool(record.get("step", 0) >= resume_step)
     return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
 
 
@@ -255,50 +243,3 @@ def _as_code(text: str) -> str:
 def missing_package(name: str) -> ConfigError:
     """Return the error for a tracker whose package is not installed; the option has the package's name."""
     return ConfigError(f"--{name} needs the package {name}, which is not installed; run: pip install 'quintic[{name}]'")
-
-
-def layer_kind(name: str) -> str:
-    """Return the kind of layer a parameter of `quintic.model.GPT` belongs to, in words for a chart."""
-    if "gate" in name:
-        return "scalars and gates"
-    return next((kind for part, kind in _LAYER_KINDS if part in name), "scalars and gates")
-
-
-class RmsMeter:
-    """Root mean squares over all parameters of a kind; `before` a step copies the weights, `after` compares.
-
-    Where ranks have parts of parameters, all ranks must call both.
-
-    Args:
-        model: its parameters.
-        mean_gradient: returns a gradient as the optimizer will see it.
-    """
-
-    def __init__(self, model: nn.Module, *, mean_gradient: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
-        self._mean_gradient = mean_gradient
-        self._params = [(layer_kind(name), param) for name, param in model.named_parameters() if param.requires_grad]
-        self._before: list[Tensor] = []
-
-    @torch.no_grad()
-    def before(self) -> dict[str, float]:
-        """Remember the weights and return the RMS of the gradients by kind."""
-        self._before = [param.detach().clone() for _, param in self._params]
-        return self._rms([None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params])
-
-    @torch.no_grad()
-    def after(self) -> dict[str, float]:
-        """Return the RMS of the change of the weights since `before` by kind, and forget them."""
-        changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
-        self._before = []
-        return self._rms(changes)
-
-    def _rms(self, tensors: list[Tensor | None]) -> dict[str, float]:
-        squares: dict[str, Tensor] = {}
-        counts: dict[str, int] = {}
-        for (kind, _), tensor in zip(self._params, tensors, strict=True):
-            if tensor is not None:
-                square = tensor.float().square().sum()
-                square = square.full_tensor() if is_dtensor(square) else square
-                squares[kind] = squares[kind] + square if kind in squares else square
-                counts[kind] = counts.get(kind, 0) + tensor.numel()
-        return {kind: float((square / counts[kind]).sqrt()) for kind, square in squares.items()}

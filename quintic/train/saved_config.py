@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from quintic.errors import ConfigError
 from quintic.train.config import Config
 
-__all__ = ["changed_fields", "from_dict", "load_config", "to_dict"]
+__all__ = ["changed_fields", "from_dict", "load_config", "repeat_command", "to_dict"]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -80,6 +81,41 @@ def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
             if values[0] != values[1]:
                 changes[f"{section.name}.{f.name}"] = values
     return changes
+
+
+# Written out whatever they are: who reads the command sees the run, and defaults may change.
+_ALWAYS = frozenset(
+    {"data", "vocab_size", "depth", "head_dim", "seq_len", "optimizer", "muon_lr", "embedding_lr", "head_lr",
+     "scalar_lr", "weight_decay", "steps", "batch_tokens", "rows", "seed", "device", "dtype", "attention", "compile",
+     "threads"}
+)  # fmt: skip
+# Where a run is kept and shown changes nothing in it.
+_NEVER = frozenset({"run", "runs_dir", "verify", "tensorboard", "wandb"})
+
+
+def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
+    """Return the `quintic train` command that makes the same run again, with `auto` and `None` written out.
+
+    Args:
+        config: the run's, with its batch as a number.
+        steps: number of steps.
+        **chosen: other fields of `RunConfig` as they came out, `device` and `dtype` among them.
+    """
+    words = ["quintic", "train", "--preset", "cpu"]
+    for section in dataclasses.fields(Config):
+        values, defaults = getattr(config, section.name), getattr(Config(), section.name)
+        for f in dataclasses.fields(values):
+            value = {"steps": steps, **chosen}.get(f.name, getattr(values, f.name))
+            if f.name in _NEVER or (value == getattr(defaults, f.name) and f.name not in _ALWAYS):
+                continue
+            option = "--" + f.name.replace("_", "-")
+            if isinstance(getattr(defaults, f.name), bool):
+                words.append(option if value else option.replace("--", "--no-", 1))
+                continue
+            if f.name in ("data", "tokenizer", "data_dir") and value is not None and Path(value).exists():
+                value = Path(value).resolve()  # the same from another folder
+            words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
+    return shlex.join(words)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -22,14 +22,29 @@ from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_s
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
-from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
+from quintic.train.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    load_model_weights,
+    restore_optimizer,
+    save_checkpoint,
+    step_of,
+)
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
-from quintic.train.hardware import Hardware, machine_facts, package_versions
-from quintic.train.metrics import RmsMeter
+from quintic.train.hardware import (
+    Hardware,
+    compile_seconds,
+    git_state,
+    machine_facts,
+    matrix_rate,
+    package_versions,
+    peak_memory_bytes,
+)
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
-from quintic.train.saved_config import to_dict
+from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.schedule import is_due
+from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 
 __all__ = ["Trainer", "default_prompts"]
 
@@ -100,6 +115,10 @@ class Trainer:
         self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
+        self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
+        self.times = StepTimes()
+        self.flops_per_token = self.model.flops_per_token()
+        self.matrix_rate = matrix_rate(hardware)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
@@ -117,15 +136,40 @@ class Trainer:
                 f"{checkpoint.path}: was trained on other text ({state['dataset']['path']}) than --data "
                 f"{self.config.data.data} gives now ({self.dataset.path}); restore that text, or start a new run"
             )
+        self._restore_weights(checkpoint)
+        self.loader.load_state_dict(state["loader"])
+        self.tokens, self.seconds, self.spent = state["tokens"], state["seconds"], state["spent"]
+        self.score = None if state["score"] is None else Score(**state["score"])
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Put weights, optimizer and step back to a checkpoint of this run; text, tokens and time go on.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        rollbacks = self.watch.rollbacks
+        self._restore_weights(checkpoint)
+        self.watch.rollbacks = rollbacks + 1
+        self.score = None
+
+    def _restore_weights(self, checkpoint: Checkpoint) -> None:
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
-        self.loader.load_state_dict(state["loader"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.spent = state["spent"]
-        self.score = None if state["score"] is None else Score(**state["score"])
+        state = checkpoint.state()
+        self.step = state["step"]
+        self.watch.load_state_dict(state.get("watch", {}))
 
     def save(self) -> None:
         """Write a checkpoint."""
+        run = self.config.run
+        keep = run.keep
+        if self.config.optim.on_spike == "rollback":
+            # The newest one to go back to stays, however many were saved because the run was stopped.
+            steps = [
+                self.step,
+                *(path_step for path in checkpoints(self.run_dir) if (path_step := step_of(path)) < self.step),
+            ]
+            keep = max(keep, 1 + next((i for i, step in enumerate(steps) if is_due(step, run.save_every)), 0))
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -134,6 +178,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
             "dataset": self.dataset.summary(),
+            "watch": self.watch.state_dict(),
         }
         save_checkpoint(
             self.run_dir,
@@ -141,7 +186,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             state=state,
-            keep=self.config.run.keep,
+            keep=keep,
             ranks=self.ranks,
         )
 
@@ -172,7 +217,13 @@ class Trainer:
         grad_rms = self.rms.before() if measured else {}
         self._synchronize()
         before = time.perf_counter()
-        self.optimizer.step()
+        skips = self.config.optim.on_spike == "skip"
+        spike = None
+        if skips:
+            total = self.parallelism.total(loss.double().cpu())
+            spike = self.watch.add(float(total) / self.parallelism.data_size)
+        if spike is None:
+            self.optimizer.step()
         self._synchronize()
         after = time.perf_counter()
         update_rms = self.rms.after() if measured else {}
@@ -187,8 +238,11 @@ class Trainer:
         self.seconds += elapsed
         for name, value in times.items():
             self.spent[name] += value
+        self.times.add(elapsed)
         sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
         nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
+        if not skips:
+            spike = self.watch.add(nats)
         record = {
             "step": self.step,
             "tokens": self.tokens,
@@ -196,10 +250,20 @@ class Trainer:
             "loss": nats,
             "bpb": bits_per_byte(nats * batch_tokens, max(1, text_bytes)),
             **settings,
+            "smoothed_loss": self.watch.smoothed,
+            "least_loss": self.watch.least,
+            "epoch": batch.epoch,
+            "flops": float(self.flops_per_token * self.tokens),
             "tokens_per_second": batch_tokens / elapsed,
+            "mfu": self._mfu(batch_tokens / elapsed),
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
             "times_ms": {name: 1000 * value for name, value in times.items()},
         }
-        return {**record, "grad_rms": grad_rms, "update_rms": update_rms} if measured else record
+        if spike is not None:
+            record |= {"spike": spike, "on_spike": self.config.optim.on_spike}
+        if measured:
+            record |= {"grad_rms": grad_rms, "update_rms": update_rms, "grad_norm": self.rms.grad_norm}
+        return record
 
     def evaluate(self) -> dict[str, Any]:
         """Score the validation text and return the record."""
@@ -270,6 +334,28 @@ class Trainer:
             "seconds": self.seconds,
             "baselines": self.ranks.from_first(lambda: reference_scores(self.dataset, self.validation)),
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
+            "smoothed_loss": self.watch.smoothed,
+            "least_loss": self.watch.least,
+            "flops": float(self.flops_per_token * self.tokens),
+            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
+            **self._steady(),
+        }
+
+    def _mfu(self, tokens_per_second: float) -> float:
+        """Return the share of what all devices could multiply."""
+        return self.flops_per_token * tokens_per_second / (self.matrix_rate * self.ranks.size)
+
+    def _steady(self) -> dict[str, float | None]:
+        """Return the speed without the first ten steps of this process, and what the first one took more."""
+        typical = self.times.typical
+        if typical is None:
+            return {}
+        tokens_per_second = self.scale.batch_tokens / typical
+        return {
+            "tokens_per_second": tokens_per_second,
+            "mfu": self._mfu(tokens_per_second),
+            "first_step_extra_seconds": max(0.0, self.times.first - typical),
+            "compile_seconds": compile_seconds() if self.hardware.compile else 0.0,
         }
 
     def describe(self) -> list[str]:
@@ -287,7 +373,9 @@ class Trainer:
         parameters = self.model.num_parameters()
         return {
             "config": to_dict(self.config),
-            "machine": machine_facts(self.hardware),
+            "machine": {**machine_facts(self.hardware), "matrix_flops_per_second": self.matrix_rate},
+            "git": git_state(),
+            "repeat": repeat_command(self.config, steps=self.total, **self.hardware.options()),
             "versions": package_versions(),
             "model": {
                 "parameters": sum(parameters.values()),

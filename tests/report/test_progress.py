@@ -149,3 +149,44 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
         progress.train(record(1))
     assert output.getvalue().startswith("step 1/10 (10.0 %)  loss 3.220")
     assert "\x1b" not in output.getvalue()
+
+
+FIGURES = {"smoothed_loss": 3.5, "grad_norm": 0.12345, "mfu": 0.3456, "peak_memory_bytes": 3 * 2**30, "epoch": 2}
+
+
+def test_figures_of_model_and_machine_are_shown() -> None:
+    progress, output, _ = plain(every=1, min_interval_seconds=0.0)
+    progress.train(record(1, **FIGURES))
+    assert output.getvalue() == (
+        "step 1/1,000 (0.1 %)  loss 3.220 (mean 3.500)  gradient 0.12  123,457 tokens/s  MFU 34.6 %  3.0 GiB  epoch 2  "
+        "0:00 elapsed, time left not known yet\n"
+    )
+    progress, output = live(width=200)
+    with progress:
+        progress.train(record(250, **FIGURES))
+    assert "loss 3.220 (mean 3.500) · gradient 0.12 · 123,457 tokens/s · MFU 34.6 % · 3.0 GiB · epoch 2" in screen(
+        output.getvalue()
+    )
+
+
+@pytest.mark.parametrize(("action", "more"), [("warn", ""), ("rollback", ""), ("skip", "; its update is left out")])
+def test_a_spike_is_told_whether_or_not_a_line_is_due(action: str, more: str) -> None:
+    expected = f"step 7/1,000  spike: loss 3.220 is 8.3 standard deviations above the mean of the last ones{more}"
+    progress, output, _ = plain(every=100)
+    progress.train(record(1))
+    progress.train(record(7, spike=8.26, on_spike=action))
+    assert output.getvalue().splitlines()[1:] == [expected]
+    progress, output = live(width=200)
+    with progress:
+        progress.train(record(7, spike=8.26, on_spike=action))
+    assert expected in screen(output.getvalue())
+
+
+def test_past_evaluations_stay_on_a_terminal() -> None:
+    progress, output = live()
+    with progress:
+        for step in (100, 200):
+            progress.evaluation({"step": step, "loss": 3.0, "bpb": 1 + step / 1000})
+    lines = [line.rstrip() for line in screen(output.getvalue()).splitlines()]
+    for step, bpb in ((100, "1.1000"), (200, "1.2000")):
+        assert f"step {step}/1,000  validation: loss 3.000, {bpb} bits per byte" in lines

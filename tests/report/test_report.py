@@ -368,3 +368,43 @@ def test_numbers_as_people_write_them() -> None:
     assert numbers == ["950", "12,300", "124.4 million", "2.5 billion"]
     assert date("2026-03-04T12:30:00") == "2026-03-04 at 12:30"
     assert date("yesterday") == "yesterday"
+
+
+def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", final=False)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name="n", machine={"matrix_flops_per_second": 5e14}, git={"commit": "c0ffee", "dirty": True},
+                  command="quintic train", repeat="quintic train --depth 4")  # fmt: skip
+        log.write("train", step=41, loss=2.0, spike=7.3, on_spike="rollback", grad_norm=0.25)
+        log.write("rollback", step=40, spike_step=41)
+        log.write("train", step=41, loss=1.5, grad_norm=0.5)
+        log.write("final", step=41, loss=1.5, bpb=1.2, seconds=900.0, tokens_per_second=450_040.0, mfu=0.3456,
+                  first_step_extra_seconds=45.2, compile_seconds=40.1, peak_memory_bytes=3.5 * 2**30, flops=1.25e18,
+                  least_loss=1.4321)  # fmt: skip
+    text = " ".join(read(write_report(folder)).words).replace("\u00a0", " ")
+    for expected in (
+        "450,040 tokens per second, 34.6 % of the 500 trillion operations per second",
+        "The first step took 45.2 s more than others; compiling took 40.1 s.",
+        "3.5 GiB of memory at most",
+        "1.25e+18 floating-point operations",
+        "the least loss on the training text was 1.4321",
+        "The loss jumped at step 41 (7.3)",
+        "the run went back to its last checkpoint",
+        "Norm of the gradient",
+        "c0ffee",
+        "quintic train --depth 4",
+    ):
+        assert expected in text, expected
+
+
+def test_a_comparison_has_what_was_measured(tmp_path: Path) -> None:
+    runs = {}
+    for name, mfu in (("a", 0.25), ("b", None)):
+        runs[name] = write_run(tmp_path / name, final=False)
+        with MetricsLog(runs[name] / "metrics.jsonl") as log:
+            log.write("final", step=40, loss=2.0, bpb=1.0, seconds=9.0, mfu=mfu)
+    write_comparison(runs, tmp_path / "page.html", title="two")
+    words = read(tmp_path / "page.html").words
+    position = words.index("model FLOPs utilisation")
+    assert words[position : position + 3] == ["model FLOPs utilisation", "25.0%", "–"]
+    assert "least smoothed training loss" not in words

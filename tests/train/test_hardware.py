@@ -1,6 +1,8 @@
 """What a run computes on: the rules, with the facts of other machines put in."""
 
 import json
+import subprocess
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,7 +12,14 @@ from quintic.errors import ConfigError
 from quintic.kernels import dispatch
 from quintic.train import hardware
 from quintic.train.config import RunConfig
-from quintic.train.hardware import choose_hardware, machine_facts, package_versions
+from quintic.train.hardware import (
+    choose_hardware,
+    git_state,
+    machine_facts,
+    matrix_rate,
+    package_versions,
+    peak_memory_bytes,
+)
 
 
 @pytest.fixture
@@ -150,3 +159,52 @@ def test_which_gpus_have_8_bit_products(
     assert hardware._multiplies_fp8(torch.device("cuda"), "tensorwise") == tensorwise
     assert hardware._multiplies_fp8(torch.device("cuda"), "rowwise") == rowwise
     fp8_quantize._has_fp8.cache_clear()
+
+
+def test_the_rate_of_products_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def mm(first: torch.Tensor, second: torch.Tensor) -> None:
+        assert first.dtype == torch.float32
+        assert first.shape == second.shape == (1024, 1024)
+        now[0] += 0.02
+
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", mm)
+    state = torch.random.get_rng_state()
+    rate = matrix_rate(choose_hardware(RunConfig(device="cpu", dtype="float32")))
+    assert rate == pytest.approx(2 * 1024**3 / 0.02)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_peak_of_memory_never_falls() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    assert before is not None
+    large = torch.ones(100 * 2**20, dtype=torch.uint8)
+    after = peak_memory_bytes(torch.device("cpu"))
+    assert after is not None
+    assert after >= max(before, large.numel())
+    del large
+    assert peak_memory_bytes(torch.device("cpu")) >= after
+
+
+def test_the_state_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state() == {}
+
+    def git(*arguments: str) -> str:
+        names = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", *names, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert git_state() == {}  # no commit yet
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    (tmp_path / "untracked").write_text("a")
+    assert git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "file").write_text("b")
+    assert git_state()["dirty"] is True
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state() == {}

@@ -285,3 +285,15 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
         TensorBoardTracker(tmp_path)
     with pytest.raises(ConfigError, match=r"--wandb .* pip install 'quintic\[wandb\]'"):
         WandbTracker("project", name="x", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(2, 0), (3, 1)])
+def test_a_rollback_is_forgotten_where_it_will_come_again(resume_step: int, kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for step in (1, 2, 3, 4):
+            log.write("train", step=step)
+        log.write("rollback", step=2, spike_step=4)
+        log.write("train", step=3)
+    MetricsLog(path, resume_step=resume_step).close()
+    assert sum(record["kind"] == "rollback" for record in lines(path)) == kept
