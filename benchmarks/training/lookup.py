@@ -4,10 +4,11 @@
 
 Runs of one seed see the same batches; model and data are those of `bare_runs.py`. FOLDER/NAME.md has the tables,
 FOLDER/NAME.json the curves. There, too: how long the lookup of one layer takes by itself, and how many rows of a table
-a step touches. Whether `comms="sharded_sparse"` would pay for such a table is what `benchmarks.sparse_rows` measures,
-given that table's rows and columns and these touched rows. On a CPU `--depth 2 --width 128 --steps 20 --rows 4
---seq-len 128 --vocab-size 1024 --seeds 1` tries the script. The same comparison on other text, by the whole harness:
-`benchmarks.train_throughput` with `--variant l3 "--l3-layers 2,5"`.
+a step touches; `--tiles 32,32,64,256,8 64,64,64,128,8` only times it with other constants of the kernels. Whether
+`comms="sharded_sparse"` would pay for such a table is what `benchmarks.sparse_rows` measures, given its rows, its
+columns and these touched rows. On a CPU `--depth 2 --width 128 --steps 20 --rows 4 --seq-len 128 --vocab-size 1024
+--seeds 1` tries the script. The same comparison on other text, by the whole harness: `benchmarks.train_throughput` with
+`--variant l3 "--l3-layers 2,5"`.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from benchmarks.common.results import (
 )
 from benchmarks.common.timing import synchronize, time_steps
 from benchmarks.training.bare_runs import Outcome, Task, build, steady, train, word_tokens
+from quintic.kernels.lookup import segments
 from quintic.kernels.lookup.lookup import lookup, plan_lookup
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": versions(),
         "rows": [],
     }
+    if options.tiles:
+        return time_tiles(task, options)
     for seed in options.seeds:
         for name, model_options in (("without", {}), ("with", lookups_of(options))):
             config = task.config(seed, **model_options)
@@ -97,6 +101,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=0, help="0: six times a run")
     parser.add_argument("--vocab-size", type=int, default=16_384)
     parser.add_argument("--tokens", type=int, default=8_000_000, help="of text, at most")
+    parser.add_argument("--tiles", nargs="+", default=[], help="positions,rows,chunk,columns,warps of the kernels")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     return parser.parse_args(words)
 
@@ -153,6 +158,20 @@ def time_lookup(task: Task, model: GPT, seed: int) -> dict[str, float]:
     }
     model.zero_grad()
     return times
+
+
+def time_tiles(task: Task, options: argparse.Namespace) -> int:
+    """Print how long the lookup takes with several constants of its kernels."""
+    model = build(task, task.config(options.seeds[0], **lookups_of(options)))
+    allocate(task, model, options.seeds[0])
+    rows = []
+    for tiles in options.tiles:
+        for name, value in zip(("_POSITIONS", "_ROWS", "_CHUNK", "_COLUMNS", "_WARPS"), tiles.split(","), strict=True):
+            setattr(segments, name, int(value))
+        times = time_lookup(task, model, options.seeds[0])
+        rows.append([tiles, *(f"{times[name]:.3f}" for name in ("plan_ms", "forward_ms", "both_ms"))])
+    print_table(("tiles", "plan (ms)", "forward (ms)", "forward and backward (ms)"), rows)
+    return 0
 
 
 def sizes(task: Task) -> dict[str, int]:

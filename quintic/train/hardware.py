@@ -109,6 +109,8 @@ def choose_hardware(run: RunConfig) -> Hardware:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     compiled = device.type == "cuda" if run.compile is None else run.compile
+    if run.fp8 and run.parallel == "tp":
+        raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
     fp8 = run.fp8_recipe if run.fp8 and _multiplies_fp8(device, run.fp8_recipe) else None
     needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
     obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""

@@ -161,6 +161,13 @@ def test_which_gpus_have_8_bit_products(
     fp8_quantize._has_fp8.cache_clear()
 
 
+def test_8_bit_products_are_not_divided_among_ranks() -> None:
+    with pytest.raises(
+        ConfigError, match="--fp8 cannot divide a product among ranks: choose another --parallel than tp"
+    ):
+        choose_hardware(RunConfig(device="cpu", fp8=True, parallel="tp"))
+
+
 def test_the_rate_of_products_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
