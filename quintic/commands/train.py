@@ -1,14 +1,16 @@
 """`quintic train`: prepare data if needed, train, evaluate, sample and write a report."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 
 from quintic.commands.inputs import check_options, check_text, prepared
-from quintic.commands.training_options import training_options
-from quintic.errors import DivergedError
+from quintic.commands.training_options import Start, training_options
+from quintic.errors import ConfigError, DivergedError
 from quintic.train.distributed import Launch, Ranks, connected, launched
 from quintic.train.loop import Interrupted, Result, train
-from quintic.train.runs import check_new_run, create_run, discard_unstarted
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
+from quintic.train.saved_config import load_config
 
 __all__ = ["run"]
 
@@ -21,7 +23,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
-    start = ranks.agree(lambda: training_options(arguments, "train"))
+    start = ranks.agree(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
     ranks.agree(lambda: check_options(config))
     if run_dir is None:
@@ -33,10 +35,19 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         run_dir = ranks.from_first(lambda: create_run(config))
     command = shlex.join(["quintic", "train", *arguments])
     try:
-        result = train(config, dataset, run_dir, resume=start.resumed is not None, command=command, ranks=ranks)
+        result = train(
+            config,
+            dataset,
+            run_dir,
+            resume=start.resumed is not None,
+            resume_step=start.resume_step,
+            command=command,
+            ranks=ranks,
+        )
     except Interrupted as stop:
         runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
-        print(f"\n{stop}; continue with: quintic train --resume --run {run_dir.name}{runs_dir}")
+        begin = "quintic train --resume --run" if ranks.size == 1 else "torchrun ... -m quintic train --resume --name"
+        print(f"\n{stop}; continue with: {begin} {run_dir.name}{runs_dir}")
         return 130
     except BaseException as error:
         if start.resumed is None and ranks.is_first:
@@ -46,6 +57,25 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
         raise
     _print_result(result)
     return 0
+
+
+def _start(arguments: list[str], launch: Launch) -> Start:
+    """Read the options; when torchrun has started the processes again, continue the run that they began."""
+    start = training_options(arguments, "train")
+    if start.resumed is not None:
+        return dataclasses.replace(start, resume_step=None) if launch.restarts else start
+    if not launch.may_restart:
+        return start
+    config = start.config
+    if config.run.run is None:
+        if launch.run_name is None:
+            raise ConfigError("--name: torchrun --max-restarts repeats this command, which must find its run: name it")
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, run=launch.run_name))
+    assert config.run.run is not None
+    run_dir = config.run.runs_dir / config.run.run
+    if launch.restarts and (run_dir / CONFIG_FILE).is_file():
+        return dataclasses.replace(start, config=load_config(run_dir / CONFIG_FILE), resumed=run_dir)
+    return dataclasses.replace(start, config=config)
 
 
 def _print_result(result: Result) -> None:

@@ -1,6 +1,7 @@
 """The options of commands that train: the fields of `quintic.train.config.Config`, and what they start from."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class StartOptions(FileOptions):
 
     resume: bool = False
     """Continue the run named by --run, or the one started last, with its own options."""
+    resume_step: int | None = None
+    """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
 
 
 # What `--help` lists besides the configuration; these options are read before the others.
@@ -67,6 +70,8 @@ class Start:
     config: Config
     resumed: Path | None
     """Folder of the run to continue; None for a new one."""
+    resume_step: int | None = None
+    """Step to continue from; None for the newest checkpoint."""
     preset: str | None = None
     """Name of the preset that the options started from, if they did."""
 
@@ -83,6 +88,8 @@ def training_options(arguments: list[str], command: str) -> Start:
     import torch
 
     resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
+    step, rest = taken(rest, "--resume-step")
+    resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
     path, rest = taken(rest, "--config")
     name, rest = taken(rest, "--preset")
@@ -96,7 +103,13 @@ def training_options(arguments: list[str], command: str) -> Start:
         name, _ = taken(rest, "--run")
         runs_dir, _ = taken(rest, "--runs-dir")
         run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)
-        return Start(config=_resumed(load_config(run_dir / CONFIG_FILE), rest, command), resumed=run_dir)
+        if step is not None and not step.isdecimal():
+            raise ConfigError(f"--resume-step {step}: needs a whole number of steps")
+        return Start(
+            config=_resumed(load_config(run_dir / CONFIG_FILE), rest, command),
+            resumed=run_dir,
+            resume_step=None if step is None else int(step),
+        )
     if path is not None:
         default = load_config(Path(path))
     else:
@@ -114,11 +127,25 @@ def training_options(arguments: list[str], command: str) -> Start:
     description = (
         f"{_DESCRIPTIONS[command]}\n\nThe defaults suit the machine: a small model on a CPU, depth 12 on a GPU."
     )
-    return Start(config=parse(kind, rest, command, description, default=kind(**sections)), resumed=None, preset=name)
+    config = parse(kind, rest, command, description, default=kind(**sections))
+    return Start(config=_absolute(config), resumed=None, preset=name)
+
+
+def _absolute(config: Config) -> Config:
+    """Return the configuration with paths of text that are good in any working folder."""
+    data = config.data
+    source, tokenizer = data.data, data.tokenizer
+    if source != "python" and not source.startswith("hf:") and Path(source).expanduser().exists():
+        source = os.path.abspath(Path(source).expanduser())
+    if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
+        tokenizer = os.path.abspath(tokenizer)
+    data_dir = Path(os.path.abspath(data.data_dir))
+    data = dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=data_dir)
+    return dataclasses.replace(config, data=data)
 
 
 def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
-    asked = parse(Config, arguments, command, "", default=saved)
+    saved, asked = (_absolute(config) for config in (saved, parse(Config, arguments, command, "", default=saved)))
     # Where a run that goes back to checkpoints goes back to depends on when they were due.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, _) in changed_fields(saved, asked).items():

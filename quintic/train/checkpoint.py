@@ -42,6 +42,7 @@ from quintic.train.distributed import ALONE, Ranks
 
 __all__ = [
     "Checkpoint",
+    "checkpoint_of_step",
     "checkpoints",
     "load_model_weights",
     "newest_checkpoint",
@@ -177,6 +178,22 @@ def newest_checkpoint(
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start the run anew")
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start the run anew, without --resume")
+
+
+def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
+    """Return the checkpoint of a step.
+
+    Raises:
+        CheckpointError: the run has not kept it, or it is damaged.
+    """
+    kept = checkpoints(run_dir)
+    path = next((path for path in kept if _step(path) == step), None)
+    if path is None:
+        steps = ", ".join(str(_step(path)) for path in reversed(kept)) or "none"
+        raise CheckpointError(f"--resume-step {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
+    if damage := _damage(path):
+        raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
+    return Checkpoint(path=path, step=step)
 
 
 def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -6,7 +6,11 @@ they exchange small things on the host: a name, a stop request, sums of losses. 
 
 import contextlib
 import os
+import re
 import sys
+import time
+import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +19,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.model.gpt import GPT
@@ -24,6 +30,8 @@ from quintic.train.config import Config, ParallelName
 __all__ = ["ALONE", "Launch", "Parallelism", "Ranks", "connected", "launched", "rows_at_once"]
 
 T = TypeVar("T")
+
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,9 @@ class Launch:
     """Processes on this host."""
     restarts: int = 0
     """How often the processes were started again (`torchrun --max-restarts`)."""
-    max_restarts: int = 0
+    may_restart: bool = False
+    run_name: str | None = None
+    """What to call a run without a name: the same after every restart, where the processes may be restarted."""
 
 
 def launched() -> Launch:
@@ -52,7 +62,8 @@ def launched() -> Launch:
         local_rank=_number("LOCAL_RANK", 0),
         local_size=max(1, _number("LOCAL_WORLD_SIZE", 1)),
         restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_number("TORCHELASTIC_MAX_RESTARTS", 0),
+        may_restart=_number("TORCHELASTIC_MAX_RESTARTS", 0) > 0,
+        run_name=_run_name(),
     )
     if launch.size > 1 and not ("RANK" in os.environ and "MASTER_ADDR" in os.environ):
         raise ConfigError(
@@ -65,6 +76,15 @@ def launched() -> Launch:
             f"{launch.local_size} do not fit each other: start with torchrun, or unset them"
         )
     return launch
+
+
+def _run_name() -> str | None:
+    """Name a run after the launch that may start it again; None where it will not, or has no name of its own."""
+    if not _number("TORCHELASTIC_MAX_RESTARTS", 0):
+        return None
+    launch = re.sub(r"[^A-Za-z0-9]+", "-", os.environ.get("TORCHELASTIC_RUN_ID", "")).strip("-")
+    # What torchrun says where it has neither drawn an id nor been given one.
+    return None if launch in ("", "none") else f"torchrun-{launch[:36]}"
 
 
 def _number(name: str, default: int) -> int:
@@ -182,7 +202,10 @@ def connected(launch: Launch) -> Iterator[Ranks]:
             torch.cuda.set_device(launch.local_rank)
     if launch.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
-    dist.init_process_group(backend)
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.size))
+    if launch.may_restart:
+        store = PrefixStore(_attempt(store, launch.rank, launch.size), store)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
     # One rank may prepare text for hours. One that dies is noticed at once: its connections close.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     yield Ranks(
@@ -194,6 +217,35 @@ def connected(launch: Launch) -> Iterator[Ranks]:
     )
     dist.barrier(group=group)
     dist.destroy_process_group()
+
+
+def _attempt(store: Store, rank: int, size: int) -> str:
+    """Return a name that the processes of this attempt share, and no others.
+
+    After a restart torchrun gives the same store, and in it are the addresses of processes that are gone; nor do agents
+    of several hosts count restarts alike. So the first rank draws a name, and gives it to those that show they are
+    there: an answer to a process that is gone has that one's mark.
+    """
+    mark = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"here/{rank}", mark)
+        while True:
+            answered, _, name = _read(store, f"attempt/{rank}").partition(" ")
+            if answered == mark:
+                store.set(f"{name}/{rank}", "taken")
+                return name
+            time.sleep(_POLL_SECONDS)
+    waiting = set(range(1, size))
+    while waiting:
+        for other in waiting:
+            store.set(f"attempt/{other}", f"{_read(store, f'here/{other}')} {mark}")
+        time.sleep(_POLL_SECONDS)
+        waiting = {other for other in waiting if not _read(store, f"{mark}/{other}")}
+    return mark
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Parallelism:
@@ -256,12 +308,14 @@ class Parallelism:
         if self.ranks.size == 1 or self.kind != "ddp":
             return model
         on_gpu = model.head.weight.is_cuda
-        return nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[self.ranks.local_rank] if on_gpu else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers
+            return nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[self.ranks.local_rank] if on_gpu else None,
+                broadcast_buffers=False,  # they are the same everywhere, and stay so
+                gradient_as_bucket_view=True,
+            )
 
     def micro_step(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for one forward and backward pass of `wrapped`: gradients are averaged after the last."""

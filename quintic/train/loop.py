@@ -24,7 +24,7 @@ from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
-from quintic.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint
+from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import choose_hardware
@@ -66,6 +66,7 @@ def train(
     *,
     resume: bool,
     command: str,
+    resume_step: int | None = None,
     say: Callable[[str], None] = print,
     ranks: Ranks = ALONE,
 ) -> Result:
@@ -77,6 +78,7 @@ def train(
         run_dir: its folder, made by `create_run`.
         resume: continue from the newest good checkpoint, or from the start where there is none yet.
         command: the command line, for the record.
+        resume_step: step of the checkpoint to continue from; None for the newest good one.
         say: takes lines for people before the progress display starts.
         ranks: the processes that train the run; all must call this with the same arguments.
 
@@ -90,7 +92,8 @@ def train(
     """
     with contextlib.ExitStack() as held:
         ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
-        return _train(config, dataset, run_dir, resume, command, say, ranks)
+        checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
+        return _train(config, dataset, run_dir, resume, checkpoint, command, say, ranks)
 
 
 def _train(
@@ -98,6 +101,7 @@ def _train(
     dataset: Dataset,
     run_dir: Path,
     resume: bool,
+    checkpoint: Checkpoint | None,
     command: str,
     say: Callable[[str], None],
     ranks: Ranks,
@@ -108,7 +112,6 @@ def _train(
     for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size)):
         say(line)
     run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
-    checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, say)) if resume else None
     if checkpoint is not None:
         ranks.agree(lambda: run.restore(checkpoint))
         say(f"Continuing {run_dir.name} after step {run.step}")
@@ -273,7 +276,9 @@ def check_trackers(run: RunConfig) -> None:
             raise missing_package(package)
 
 
-def _find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
+    if step is not None:
+        return checkpoint_of_step(run_dir, step)
     if not checkpoints(run_dir):
         say(f"{run_dir.name} was stopped before its first checkpoint: starting it from the beginning")
         return None

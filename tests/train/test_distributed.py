@@ -5,30 +5,43 @@ The reference is one process that was never stopped. Real processes talk through
 
 import dataclasses
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from tiny_runs import course, tiny_config
+from tiny_runs import course, start, tiny_config, tiny_options
+from torch import Tensor
+from torch.distributed.run import get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import run
 
+from quintic.commands.parsing import options_of
+from quintic.commands.training_options import _TrainOptions
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.checkpoint import checkpoints
+from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, launched, rows_at_once
 from quintic.train.loop import Interrupted, train
+from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import create_run
+from quintic.train.saved_config import load_config
 from quintic.train.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
+
+ON_MAC = sys.platform == "darwin"
 
 # 24 rows a step: 2 at once on 1, 2, 3, 4 or 6 ranks.
 SIZES = {"batch_tokens": 768, "rows": 2, "depth": 2, "save_every": 0, "eval_every": 3, "rms_every": 2}
@@ -119,6 +132,149 @@ def test_a_run_goes_on_with_more_ranks_and_fewer(tiny_dataset: Dataset, tmp_path
 )
 def test_a_run_goes_on_in_every_layout(layouts: list[tuple[str, int]], tiny_dataset: Dataset, tmp_path: Path) -> None:
     chain(layouts, tiny_dataset, tmp_path)
+
+
+# -- through torchrun -------------------------------------------------------------------------------------------------
+
+
+def torchrun(*arguments: str, folder: Path, size: int = 2, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    """Start torchrun in a folder, its own options first."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if ON_MAC else "lo"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *launcher, "-m", "quintic"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *arguments], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(process: "subprocess.Popen[str]", code: int = 0) -> tuple[str, str]:
+    """Wait for a process; return what it printed."""
+    try:
+        out, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == code, errors
+    return out, errors
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Return the weights of a run's newest checkpoint, read by one process."""
+    config = load_config(run_dir / "config.json")
+    checkpoint = newest_checkpoint(run_dir, message=print)
+    dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
+    sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+    model = build_model(sizes, device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", seed=5)
+    load_model_weights(checkpoint, model)
+    return model.state_dict()
+
+
+def ranks_under(launcher: int) -> list[int]:
+    """Return the processes that torchrun has started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    ranks = {}
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks |= {int(text[5:]): int(child) for text in variables if text.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def wait_for_steps(run_dir: Path, steps: int, process: "subprocess.Popen[str]") -> None:
+    """Wait until a run has logged so many steps."""
+    deadline = time.monotonic() + 100
+    path = run_dir / METRICS_FILE
+    while not path.exists() or sum(record["kind"] == "train" for record in read_metrics(path)) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.01)
+
+
+def test_every_option_of_training_survives_torchrun() -> None:
+    parser = get_args_parser()
+    for option in [*(name for name, _ in options_of(_TrainOptions)), "--name"]:
+        if option == "--run":
+            continue  # what --name is for
+        arguments = ["-m", "quintic", "train", option, "x", f"{option}=x"]
+        parsed = parser.parse_args(["--nproc-per-node", "2", *arguments])
+        assert parsed.training_script_args == arguments[2:], option
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_then_one_then_three(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    options = tiny_options(tiny_dataset, tmp_path, steps=20, batch_tokens=768, rows=4, depth=2, save_every=6, keep=9)
+    out, errors = ended(torchrun("train", *options, "--name", "run", folder=tmp_path))
+    assert out.count("step 20/20 (100.0 %)") == 1
+    assert "Computing on 2 ranks (sharded)" in out
+    assert "quintic" not in errors
+    run_dir = tmp_path / "run"
+    whole = course(run_dir)
+    assert [path.name for path in checkpoints(run_dir)] == [f"step-{step:06d}" for step in (20, 18, 12, 6)]
+    resume = ["train", "--resume", "--runs-dir", str(tmp_path)]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert ended(start([*resume, "--run", "run", "--resume-step", "12"], elsewhere))
+    for found, expected in zip(course(run_dir), whole, strict=True):
+        if "loss" in found:
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    ended(torchrun(*resume, "--name=run", "--resume-step=6", "--parallel=fsdp", folder=elsewhere, size=3))
+    for found, expected in zip(course(run_dir), whole, strict=True):
+        if "loss" in found:
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert ended(start(["eval", "--run", "run", "--runs-dir", str(tmp_path)], elsewhere))[0].count("bits per byte") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
+def test_a_rank_that_is_killed_in_a_step_costs_no_bit(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"steps": 60, "save_every": 7, "eval_every": 0, "depth": 2}
+    options = tiny_options(tiny_dataset, tmp_path, **changes)
+    launcher = ("--max-restarts", "2", "--monitor-interval", "0.1")
+    ended(torchrun("train", *options, "--name", "whole", folder=tmp_path, launcher=launcher))
+    # Without a name, the run is called after torchrun's id.
+    launcher += ("--rdzv-id", "job 7", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    killed = torchrun("train", *options, folder=tmp_path, launcher=launcher)
+    run_dir = tmp_path / "torchrun-job-7"
+    for steps, rank in ((10, 1), (30, 0)):
+        wait_for_steps(run_dir, steps, killed)
+        os.kill(ranks_under(killed.pid)[rank], signal.SIGKILL)
+        deadline = time.monotonic() + 100
+        while sum(record["kind"] == "resume" for record in read_metrics(run_dir / METRICS_FILE)) < (1 if rank else 2):
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.05)
+    ended(killed)
+    assert course(run_dir) == course(tmp_path / "whole")
+    found, expected = weights(run_dir), weights(tmp_path / "whole")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hosts(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    """Two agents that find each other through torchrun's rendezvous, the text prepared by the first that comes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{port}")
+    options = tiny_options(tiny_dataset, tmp_path, data_dir=tmp_path / "data", parallel="hsdp", **SIZES)
+    agents = [torchrun("train", *options, "--name", "run", folder=tmp_path, launcher=launcher) for _ in range(2)]
+    outs = [ended(agent)[0] for agent in agents]
+    assert sorted(out.count("Computing on 4 ranks (hsdp)") for out in outs) == [0, 1]
+    assert checkpoints(tmp_path / "run")[0].name == "step-000006"
+    one = tiny_config(tiny_dataset, tmp_path, run="one", **SIZES)
+    train(one, tiny_dataset, create_run(one), resume=False, command="", say=lambda line: None)
+    assert_same_course(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_error_is_told_once_and_ends_all_ranks(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    options = tiny_options(tiny_dataset, tmp_path, batch_tokens=320, rows=2, run=None)
+    out, errors = ended(torchrun("train", *options, "--name", "run", folder=tmp_path, size=3), code=1)
+    assert "step" not in out.replace("--steps", "").replace("6 steps", "")
+    assert errors.count("quintic: error: ") == 1
+    assert "--batch-tokens 320 cannot be dealt out to 3 ranks" in errors
+    assert not (tmp_path / "run").exists()
 
 
 # -- small things, in this process ------------------------------------------------------------------------------------

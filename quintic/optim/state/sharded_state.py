@@ -83,7 +83,7 @@ def whole_states(
     for param, this in divided.items():
         group = communicators[this.ranks]
         whole = dict(state[param])
-        for key in whole.keys() & set(CUT_KEYS):
+        for key in [key for key in CUT_KEYS if key in whole]:  # not a set, which every process orders in its own way
             dtype = torch.int32 if whole[key].dtype == torch.uint16 else whole[key].dtype
             mine = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             for part in this.own:
