@@ -135,15 +135,32 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
     assert start.resumed is None
 
 
+def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
+    from quintic.commands.training_options import training_options
+
+    (elsewhere / "notes.txt").write_text("text")
+    (elsewhere / "t.json").write_text("{}")
+    options = ["--data", "notes.txt", "--data-dir", "../shards", "--tokenizer", "t.json"]
+    data = training_options(options, command="train").config.data
+    assert data.data == str(elsewhere / "notes.txt")
+    assert data.tokenizer == str(elsewhere / "t.json")
+    assert data.data_dir == elsewhere.parent / "shards"
+    for kept in (["--data", "hf:owner/name", "--tokenizer", "gpt2"], ["--data", "missing.txt"], []):
+        data = training_options(kept, command="train").config.data
+        assert data.data == (kept[1] if kept else "python")
+
+
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from quintic.commands.training_options import training_options
     from quintic.train.config import gpu_preset
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for arguments, expected in (([], gpu_preset()), (["--device=cpu"], Config(run=RunConfig(device="cpu")))):
+    here = dataclasses.replace(Config().data, data_dir=Path.cwd() / "data")
+    gpu = dataclasses.replace(gpu_preset(), data=dataclasses.replace(gpu_preset().data, data_dir=here.data_dir))
+    for arguments, expected in (([], gpu), (["--device=cpu"], Config(data=here, run=RunConfig(device="cpu")))):
         assert training_options(arguments, command="train").config == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert training_options(["--preset", "gpu"], command="plan").config == gpu_preset()
+    assert training_options(["--preset", "gpu"], command="plan").config == gpu
     assert training_options(["--preset=cpu", "--depth=3"], command="plan").config.model.depth == 3
     recipe = training_options(["--preset", "gpu", "--recipe", "nanochat", "--head-lr", "0.5"], command="train").config
     assert (recipe.model.depth, recipe.optim.weight_decay, recipe.optim.head_lr) == (12, 0.28, 0.5)
