@@ -187,9 +187,9 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
         CheckpointError: the run has not kept it, or it is damaged.
     """
     kept = checkpoints(run_dir)
-    path = next((path for path in kept if _step(path) == step), None)
+    path = next((path for path in kept if step_of(path) == step), None)
     if path is None:
-        steps = ", ".join(str(_step(path)) for path in reversed(kept)) or "none"
+        steps = ", ".join(str(step_of(path)) for path in reversed(kept)) or "none"
         raise CheckpointError(f"--resume-step {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
         raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
