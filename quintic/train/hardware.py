@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quintic.train.config import RunConfig
 
 __all__ = [
     "Hardware",
+    "Stopwatch",
     "choose_hardware",
     "compile_seconds",
     "git_state",
@@ -121,6 +123,31 @@ def _multiplies_fp8(device: torch.device, recipe: Fp8Recipe) -> bool:
     if obstacle_to_fp8(device) is not None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY[recipe]
+
+
+class Stopwatch:
+    """Marks moments in the work of a device. Between two marks nothing waits: the host runs ahead of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
+        self._moments: list[float] = []
+
+    def mark(self) -> None:
+        """Mark the moment at which the device has done what it was given so far."""
+        if self._events is None:
+            self._moments.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between one mark and the next; waits for the device to come to the last one."""
+        if self._events is None:
+            return [end - start for start, end in pairwise(self._moments)]
+        if self._events:
+            self._events[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import (
     Hardware,
+    Stopwatch,
     compile_seconds,
     git_state,
     machine_facts,
@@ -198,7 +199,8 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """Make one optimizer step and return its record."""
         settings = apply_schedule(self.optimizer, self.config, self.step, self.total)
-        start = time.perf_counter()
+        stopwatch = Stopwatch(self.hardware.device)
+        stopwatch.mark()
         waited = 0.0
         loss = torch.zeros((), device=self.hardware.device)
         num_bytes = torch.zeros((), dtype=torch.int64, device=self.hardware.device)
@@ -211,12 +213,10 @@ class Trainer:
                 (micro_loss / self.micro_steps).backward()
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
-        self._synchronize()
-        computed = time.perf_counter()
+        stopwatch.mark()
         measured = is_due(self.step + 1, self.config.run.rms_every)
         grad_rms = self.rms.before() if measured else {}
-        self._synchronize()
-        before = time.perf_counter()
+        stopwatch.mark()
         skips = self.config.optim.on_spike == "skip"
         spike = None
         if skips:
@@ -224,8 +224,7 @@ class Trainer:
             spike = self.watch.add(float(total) / self.parallelism.data_size)
         if spike is None:
             self.optimizer.step()
-        self._synchronize()
-        after = time.perf_counter()
+        stopwatch.mark()
         update_rms = self.rms.after() if measured else {}
         self.optimizer.zero_grad()
 
@@ -233,7 +232,8 @@ class Trainer:
         self.score = None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
-        times = {"data": waited, "forward_backward": computed - start - waited, "optimizer": after - before}
+        computing, _, stepping = stopwatch.seconds()
+        times = {"data": waited, "forward_backward": max(0.0, computing - waited), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed
         for name, value in times.items():
@@ -410,7 +410,3 @@ class Trainer:
             # Their number changes with every batch: compiled code is made for any.
             torch._dynamo.maybe_mark_dynamic(starts, 0)
         return starts
-
-    def _synchronize(self) -> None:
-        if self.hardware.device.type == "cuda":
-            torch.cuda.synchronize(self.hardware.device)

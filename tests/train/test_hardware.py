@@ -215,3 +215,24 @@ def test_the_state_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert git_state()["dirty"] is True
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state() == {}
+
+
+def test_a_stopwatch_tells_what_lies_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 12.5])
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(clock))
+    stopwatch = hardware.Stopwatch(torch.device("cpu"))
+    for _ in range(3):
+        stopwatch.mark()
+    assert stopwatch.seconds() == [0.5, 2.0]
+
+
+@pytest.mark.gpu
+def test_a_stopwatch_counts_the_devices_time_not_the_hosts() -> None:
+    stopwatch = hardware.Stopwatch(torch.device("cuda"))
+    matrix = torch.randn(4096, 4096, device="cuda")
+    matrix @ matrix
+    stopwatch.mark()
+    for _ in range(50):
+        matrix @ matrix
+    stopwatch.mark()
+    assert stopwatch.seconds()[0] > 0.01
