@@ -64,6 +64,11 @@ def test_allocation_by_hand():
     assert allocate_rows([], vocab_size=3, total=8, most=3).tolist() == [3, 3, 2]
 
 
+def test_of_equally_frequent_phrases_the_earliest_come_first():
+    found = allocate_rows([range(40)], vocab_size=40, total=60, most=9)
+    assert found.tolist() == [1, *[2] * 20, *[1] * 19]
+
+
 @given(ROWS, st.integers(1, 6), st.data())
 def test_every_token_has_its_share(rows, most, data):
     total = data.draw(st.integers(6, 6 * most))

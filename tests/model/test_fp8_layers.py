@@ -58,6 +58,13 @@ def test_products_are_those_of_the_rounded_operands(recipe, tokens, scale):
         assert float((found.double() - exact).norm() / exact.norm()) < 1e-6
 
 
+def test_gradients_have_the_whole_range_of_their_dtype():
+    grad = torch.zeros(16, 16)
+    grad[0, 0], grad[1, 1] = 1.0, 2.0**-28  # normal numbers of e5m2, if 1 becomes the largest
+    _, grad_x, _ = run(torch.ones(16, 16), torch.eye(16), grad, "tensorwise")
+    assert float(grad_x[1, 1]) == pytest.approx(2.0**-28, rel=0.15)
+
+
 def test_an_outlier_costs_other_rows_nothing_rowwise():
     x, weight = torch.randn(64, 128), torch.randn(128, 128)
     x[3, 7] = 1e6
