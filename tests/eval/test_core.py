@@ -164,20 +164,20 @@ def oracle(exported: Any, tokenizer: Any, task: CoreTask, items: list[dict[str, 
 
 
 def likely_items(model: GPT, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """Language modelling items of which every second one continues as the model would."""
+    """Items: one as the model would continue, one with another second token, one with other words, and so on."""
     rng, made = random.Random(5), []
     while len(made) < count:
         context = words(rng, 6)
         tokens = [tokenizer.bos_id, *tokenizer.encode(context)]
-        for _ in range(2):
+        for place in range(2):
             with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-        continuation = tokenizer.decode(tokens)[len(context) :]
-        survives = [tokenizer.bos_id, *tokenizer.encode(context + continuation)] == tokens and continuation.strip()
-        if survives and len(made) % 2:
+                logits = model(torch.tensor([tokens]))[0, -1]
+            second_best = len(made) % 3 == 1 and place == 1
+            tokens.append(int(logits.topk(2).indices[int(second_best)]))
+        continuation = words(rng, 2) if len(made) % 3 == 2 else tokenizer.decode(tokens)[len(context) :]
+        survives = [tokenizer.bos_id, *tokenizer.encode(context + continuation)] == tokens
+        if len(made) % 3 == 2 or (survives and continuation.strip()):
             made.append({"context": context, "continuation": continuation})
-        elif not len(made) % 2:
-            made.append({"context": context, "continuation": words(rng, 2)})
     return made
 
 
