@@ -90,6 +90,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=0, help="steps between scores of validation rows; 0 for none")
     parser.add_argument("--eval-tokens", type=int, default=2**20)
     parser.add_argument("--vocab-size", type=int, default=32_768)
+    parser.add_argument("--val-frac", type=float, default=0.01, help="share of the text to score on")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--cold", action="store_true", help="say that nothing was compiled before")
     parser.add_argument(
@@ -124,7 +125,8 @@ def shared_words(options: argparse.Namespace) -> list[str]:
 
 def text_words(options: argparse.Namespace) -> list[str]:
     """Return the options of quintic that name the text."""
-    return ["--data", options.data, "--data-dir", str(options.data_dir), "--vocab-size", str(options.vocab_size)]
+    names = ("data", "data_dir", "vocab_size", "val_frac")
+    return [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
 
 
 def run_quintic(options: argparse.Namespace, folder: Path, name: str) -> Iterator[dict[str, Any]]:
