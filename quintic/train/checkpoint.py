@@ -38,6 +38,7 @@ from quintic.durable import discard, flush, remove_unfinished, replace
 from quintic.errors import CheckpointError
 from quintic.model.layers import divided_as
 from quintic.optim.layout.layouts import is_dtensor
+from quintic.optim.muon import Muon
 from quintic.train.distributed import ALONE, Ranks
 
 __all__ = [
@@ -237,13 +238,31 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    saved = optimizer.state_dict()
+    with _divided_state_on_host(optimizer):
+        saved = optimizer.state_dict()
     tensors = {}
     for group in saved["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
             for state_name, tensor in saved["state"][key].items():
                 tensors[f"{name}/{state_name}"] = tensor
     return tensors, saved["param_groups"]
+
+
+@contextlib.contextmanager
+def _divided_state_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """Let state that ranks divide be put together in the host's memory: whole, it need not fit on a GPU."""
+    divided = isinstance(optimizer, Muon) and any(
+        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
+    )
+    if not divided:
+        yield
+        return
+    assert isinstance(optimizer, Muon)
+    optimizer.offload(True)
+    try:
+        yield
+    finally:
+        optimizer.offload(False)
 
 
 def _saveable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from quintic.model.gpt import GPT
 from quintic.model.layers import Attention
 from quintic.train.config import Config, ParallelName
 
-__all__ = ["ALONE", "Launch", "Parallelism", "Ranks", "connected", "launched", "rows_at_once"]
+__all__ = ["ALONE", "Launch", "Parallelism", "Ranks", "check_gpus", "connected", "launched", "rows_at_once"]
 
 T = TypeVar("T")
 
@@ -385,6 +385,19 @@ class Parallelism:
             attention.num_kv_heads //= size
         parallelize_module(
             model, mesh, {f"value_embeddings.{layer}": ColwiseParallel() for layer in model.value_embeddings}
+        )
+
+
+def check_gpus(ranks: Ranks, device: torch.device) -> None:
+    """Find whether every rank of this host has a GPU of its own.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if device.type == "cuda" and ranks.local_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc-per-node {ranks.local_size}: this host has {torch.cuda.device_count()} GPUs, and each process "
+            "needs one; start fewer, or use --device cpu"
         )
 
 

@@ -26,7 +26,7 @@ from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
-from quintic.train.distributed import ALONE, Ranks
+from quintic.train.distributed import ALONE, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
@@ -107,6 +107,7 @@ def _train(
     ranks: Ranks,
 ) -> Result:
     hardware = ranks.agree(lambda: choose_hardware(config.run))
+    ranks.agree(lambda: check_gpus(ranks, hardware.device))
     devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
     say(f"Computing on {devices}{hardware}")
     for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size)):

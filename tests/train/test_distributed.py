@@ -32,7 +32,7 @@ from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint
 from quintic.train.config import Config
-from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, launched, rows_at_once
+from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, check_gpus, launched, rows_at_once
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import create_run
@@ -308,6 +308,14 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--shard-ranks 4 does not divide the 6 ranks"):
         Parallelism("hsdp", Ranks(size=6), shard_ranks=4)
+
+
+def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--nproc-per-node 3: this host has 2 GPUs, and each process needs one"):
+        check_gpus(Ranks(size=6, local_size=3), torch.device("cuda"))
+    check_gpus(Ranks(size=6, local_size=2), torch.device("cuda"))
+    check_gpus(Ranks(size=6, local_size=3), torch.device("cpu"))
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
