@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.streams import complete_streams, drop_output
 
-__all__ = ["main"]
+__all__ = ["OPTION_ALIASES", "main"]
 
 # What the system refuses for reasons that lie with the disk and its permissions, not with this program.
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
@@ -50,7 +50,7 @@ _COMMANDS = {
 }
 
 # torchrun reads its own options first, and takes --run for the beginning of one.
-_ALIASES = {"--name": "--run"}
+OPTION_ALIASES = {"--name": "--run"}
 
 # What torchrun may start several processes of.
 _COMMANDS_OF_RANKS = frozenset({"train"})
@@ -119,7 +119,7 @@ def _run(arguments: list[str]) -> int:
 
 def _unaliased(argument: str) -> str:
     option, equals, value = argument.partition("=")
-    return f"{_ALIASES.get(option, option)}{equals}{value}"
+    return f"{OPTION_ALIASES.get(option, option)}{equals}{value}"
 
 
 def _check_single_process(name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import quintic
+from quintic.cli import OPTION_ALIASES
 from quintic.commands.evaluate import EvalOptions
 from quintic.commands.export import ExportOptions
 from quintic.commands.sample import SampleOptions
@@ -60,7 +61,7 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_exist(page):
-    options = {"--help", "--resume", "--config"}
+    options = {"--help", "--resume", "--resume-step", "--config", *OPTION_ALIASES}
     for section in dataclasses.fields(Config):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
     kinds = {"sample": SampleOptions, "eval": EvalOptions, "export": ExportOptions, "plan": RehearsalOptions}

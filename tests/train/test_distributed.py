@@ -3,7 +3,7 @@
 The reference is one process that was never stopped. Real processes talk through gloo.
 """
 
-import dataclasses
+import errno
 import os
 import select
 import signal
@@ -19,18 +19,20 @@ import torch
 import torch.distributed as dist
 from tiny_runs import course, start, tiny_config, tiny_options
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.run import get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import run
 
+import quintic
 from quintic.commands.parsing import options_of
 from quintic.commands.training_options import _TrainOptions
 from quintic.data.dataset import Dataset
-from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint
+from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, check_gpus, launched, rows_at_once
 from quintic.train.loop import Interrupted, train
@@ -321,12 +323,57 @@ def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+def without_waiting(ranks: Ranks) -> Ranks:
+    """Ranks that do not wait until the one with the error has ended: those of the harness end together."""
+    object.__setattr__(ranks, "failed_elsewhere", lambda: OtherRankError("another"))
+    return ranks
+
+
+def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path) -> list[str]:
+    """Save twice; the second time the disk of the last rank is full."""
+    ranks = without_waiting(ranks_of(rank, world_size))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = quintic.Muon(quintic.param_groups(model), comms="sharded")
+    ended = []
+    for step in (1, 2):
+        if step == 2 and rank == world_size - 1:
+
+            def full(*args: Any) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
+        try:
+            path = save_checkpoint(run_dir, step=step, model=model, optimizer=optimizer, state={}, keep=2, ranks=ranks)
+            ended.append(path.name)
+        except QuinticError as error:
+            ended.append(str(error))
+    return ended
+
+
+def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    first, second = run(save_to_a_full_disk, 2, tmp_path)
+    assert first[0] == second[0] == "step-000001"
+    assert "step-000002: cannot be written (No space left on device); free 1 MiB" in first[1]
+    assert second[1] == "another"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert newest_checkpoint(tmp_path, message=print).step == 1
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "state.json"])
+def test_a_damaged_piece_is_noticed(name: str, tmp_path: Path) -> None:
+    run(save_to_a_full_disk, 2, tmp_path)
+    path = tmp_path / "checkpoints" / "step-000001" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        newest_checkpoint(tmp_path, message=said.append)
+    assert f"{name} was changed after it was written" in said[0]
+
+
 def fail_together(rank: int, world_size: int) -> list[str]:
     """Names of what `agree` raises where one rank fails, where others do, and nowhere."""
-    ranks = ranks_of(rank, world_size)
-    # Whoever ends first would end the others, so nobody waits here.
-    ranks = dataclasses.replace(ranks)
-    object.__setattr__(ranks, "failed_elsewhere", lambda: OtherRankError("another"))
+    ranks = without_waiting(ranks_of(rank, world_size))
     ended = []
 
     def fail_on(*failing: int) -> str:
