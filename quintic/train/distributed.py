@@ -280,11 +280,6 @@ class Parallelism:
         return self.ranks.size if self._is_divided else 1
 
     @property
-    def gathers_weights(self) -> bool:
-        """Whether a pass through the model needs all ranks."""
-        return self.ranks.size > 1 and self.kind in ("fsdp", "hsdp", "tp")
-
-    @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
         """The optimizer's option `comms`; DTensors carry their own layout."""
         if self.ranks.size == 1:
@@ -327,7 +322,7 @@ class Parallelism:
         if self.ranks.size > 1 and self.kind == "ddp" and not last:
             context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
             return context
-        if self.gathers_weights and self.kind != "tp":
+        if self.ranks.size > 1 and self.kind in ("fsdp", "hsdp"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 

@@ -288,8 +288,7 @@ class Trainer:
     def answer_core(self) -> CoreScore:
         """Answer the tasks of CORE, which the configuration must name; all ranks call it and get the same."""
         assert self.suite is not None
-        # Ranks have different numbers of batches; where each needs the others' weights for one, all answer everything.
-        shares = 1 if self.parallelism.gathers_weights else self.parallelism.data_size
+        shares = self.parallelism.data_size
         with torch.compiler.set_stance("force_eager"):  # no two batches have one shape
             sums = core_sums(
                 self.model,
@@ -299,10 +298,10 @@ class Trainer:
                 max_tokens=self.model.config.seq_len,
                 max_items=self.config.run.core_items,
                 rows=rows_at_once(self.config, shares),
-                rank=self.parallelism.data_rank if shares > 1 else 0,
+                rank=self.parallelism.data_rank,
                 world_size=shares,
             )
-        return core_score(self.suite, self.parallelism.total(sums.cpu()) if shares > 1 else sums.cpu())
+        return core_score(self.suite, self.parallelism.total(sums.cpu()))
 
     def last_score(self) -> Score:
         """Return the score of the current weights, which must have been evaluated."""
