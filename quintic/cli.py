@@ -55,6 +55,8 @@ OPTION_ALIASES = {"--name": "--run"}
 # What torchrun may start several processes of.
 _COMMANDS_OF_RANKS = frozenset({"train"})
 
+_COMMANDS_THAT_TRAIN = frozenset({"train", "compare"})
+
 # Its number everywhere; Windows has no such signal, but the same exit code serves there.
 _SIGPIPE = 13
 
@@ -111,6 +113,9 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}: {hint}")
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)
+    if name in _COMMANDS_THAT_TRAIN and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Before PyTorch is imported. Memory that was freed in one size serves another: batches, evaluations, samples.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         return int(importlib.import_module(_COMMANDS[name]).run([_unaliased(text) for text in arguments[1:]]))
     except SystemExit as stop:  # after --help

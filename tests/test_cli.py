@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import lzma
+import os
 import re
 import shlex
 import subprocess
@@ -432,3 +433,25 @@ def test_the_log_holds_the_command(trained: Path) -> None:
     command = read_metrics(trained / METRICS_FILE)[0]["command"]
     assert command.startswith("quintic train --data ")
     assert f"--run run --runs-dir {trained.parent} " in command
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "expected"),
+    [
+        ("train", {}, "expandable_segments:True"),
+        ("compare", {}, "expandable_segments:True"),
+        ("plan", {}, None),
+        ("train", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("train", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_training_lets_pytorch_grow_its_segments_unless_told_otherwise(
+    command: str, given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main([command, "--help"]) == 0
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

@@ -14,6 +14,7 @@ import quintic
 from quintic.cli import OPTION_ALIASES
 from quintic.commands.evaluate import EvalOptions
 from quintic.commands.export import ExportOptions
+from quintic.commands.report import ReportOptions
 from quintic.commands.sample import SampleOptions
 from quintic.rehearsal.table import RehearsalOptions
 from quintic.train.config import Config
@@ -61,12 +62,17 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_exist(page):
-    options = {"--help", "--resume", "--resume-step", "--config", *OPTION_ALIASES}
+    options = {"--help", "--resume", "--resume-step", "--config", "--preset", *OPTION_ALIASES}
     for section in dataclasses.fields(Config):
         options |= {"--" + f.name.replace("_", "-") for f in dataclasses.fields(section.default_factory)}
-    kinds = {"sample": SampleOptions, "eval": EvalOptions, "export": ExportOptions, "plan": RehearsalOptions}
+    kinds = {
+        "sample": SampleOptions,
+        "eval": EvalOptions,
+        "export": ExportOptions,
+        "plan": RehearsalOptions,
+        "report": ReportOptions,
+    }
     own = {name: {"--" + f.name.replace("_", "-") for f in dataclasses.fields(kind)} for name, kind in kinds.items()}
-    own["report"] = set()
     commands = {"train", "compare", "prepare", *own}
     for command, rest in re.findall(
         r"(?<!--only )\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")

@@ -6,6 +6,7 @@ the next step depends on (weights, optimizer, data position, step) is in the che
 """
 
 import contextlib
+import gc
 import importlib.util
 import math
 import os
@@ -37,6 +38,9 @@ from quintic.train.trainer import Trainer
 
 __all__ = ["Interrupted", "Result", "check_trackers", "train"]
 
+
+# Seldom enough to cost nothing, often enough that what evaluations and checkpoints leave behind does not pile up.
+_STEPS_PER_COLLECTION = 100
 
 # Of one run: a loss that goes on spiking is no accident of the text.
 _MOST_ROLLBACKS = 10
@@ -126,6 +130,7 @@ def _train(
         ranks.agree(lambda: _open_log(config.run, run_dir, resume_step, ranks)) as log,
         Progress(run.total, start_step=run.step) as progress,
         _stop_requests() as stop_requested,
+        _rare_collections() as collect_rarely,
     ):
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is not None:
@@ -137,6 +142,7 @@ def _train(
                 _evaluate(run, log, progress)  # what training starts from
             while run.step < run.total:
                 record = run.train_step()
+                collect_rarely()
                 progress.train(log.write("train", **record))
                 _check_loss("training loss", record, run)
                 if "spike" in record and config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
@@ -300,6 +306,34 @@ def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tr
     if run.wandb is not None:
         trackers.append(WandbTracker(run.wandb, name=run_dir.name, folder=run_dir, run_id=run_dir.name))
     return trackers
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[Callable[[], None]]:
+    """Run Python's garbage collector between steps only, after every so many; yield what is to be called after each.
+
+    By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. What is there after
+    the first step stays for the whole run and is not looked through again.
+    """
+    was_enabled, steps = gc.isenabled(), 0
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif steps % _STEPS_PER_COLLECTION == 0:
+            gc.collect()
+
+    try:
+        yield after_step
+    finally:
+        if steps:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

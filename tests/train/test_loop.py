@@ -1,5 +1,6 @@
 """What a run leaves behind when it diverges, or when something fails after its last step."""
 
+import gc
 import math
 import signal
 from pathlib import Path
@@ -252,3 +253,39 @@ def test_a_report_that_cannot_be_written_does_not_hide_what_happened(
     spoil(monkeypatch, 2, math.nan, before=True)
     with pytest.raises(DivergedError):
         run(tiny_config(tiny_dataset, tmp_path, run="run"), tiny_dataset)
+
+
+# -- the garbage collector --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_between_steps_only(
+    fails: bool, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintic.train.loop._STEPS_PER_COLLECTION", 3)
+    seen: list[tuple[bool, bool]] = []
+    collected: list[int] = []
+    make_step, collect = Trainer.train_step, gc.collect
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+        if fails and len(seen) == 5:
+            raise RuntimeError("x")
+        return make_step(self)
+
+    def counted() -> int:
+        collected.append(len(seen))
+        return collect()
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(gc, "collect", counted)
+    frozen = gc.get_freeze_count()
+    if fails:
+        with pytest.raises(RuntimeError, match="x"):
+            run(tiny_config(tiny_dataset, tmp_path, run="r"), tiny_dataset)
+    else:
+        run(tiny_config(tiny_dataset, tmp_path, run="r"), tiny_dataset)
+    assert seen == [(True, frozen > 0), *[(False, True)] * (4 if fails else 5)]
+    assert [step for step in collected if step] == ([1, 3] if fails else [1, 3, 6])
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
