@@ -67,7 +67,8 @@ class Muon(OptimizerBase):
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402).
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
-        orthogonalizer_steps: polynomial steps of the named methods.
+        orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
+            singular values stay small, see `docs/orthogonalization.md`.
         coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.

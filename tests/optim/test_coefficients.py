@@ -29,6 +29,32 @@ def test_newton_schulz_is_the_published_triple_at_every_step():
     assert newton_schulz_coefficients(3) == ((3.4445, -4.7750, 2.0315),) * 3
 
 
+@pytest.mark.parametrize(
+    ("steps", "shape", "most"),
+    [
+        (4, (256, 256), 0.17),
+        (4, (256, 1024), 0.08),
+        (3, (256, 256), 0.3),
+        (3, (256, 1024), 0.09),
+        (2, (256, 256), 0.5),
+        (2, (256, 1024), 0.3),
+    ],
+)
+def test_few_steps_are_made_for_what_they_can_lift(steps, shape, most):
+    """Of the singular values of Gaussian matrices; the table in docs/orthogonalization.md has these distances."""
+    sigmas = np.linalg.svd(np.random.default_rng(0).standard_normal(shape), compute_uv=False)
+
+    def distance(coefficients):
+        found = sigmas / np.linalg.norm(sigmas) / 1.02
+        for a, b, c in coefficients:
+            found = a * found + b * found**3 + c * found**5
+        return np.sqrt(np.mean((found - 1) ** 2))
+
+    found = distance(polar_express_coefficients(steps))
+    assert found < most
+    assert found < 0.8 * distance(polar_express_coefficients(steps, lower_bound=1e-3))
+
+
 @example(steps=4, lower=0.5, safety=0.01171875, cushion=0.0)  # an interval of 1e-4: singular in double precision
 @example(steps=8, lower=0.004521353881140751, safety=0.0, cushion=0.48474271104682093)
 @given(

@@ -186,7 +186,7 @@ def test_singular_values_end_in_the_documented_band(method, low, high):
 def test_more_steps_come_nearer_to_the_polar_factor():
     x = torch.randn(32, 48, dtype=torch.float64)
     exact = quintic.orthogonalize(x, "svd")
-    errors = [relative_error(polar_factor(x, "gram", steps, compute_dtype=torch.float64), exact) for steps in (3, 5, 8)]
+    errors = [relative_error(polar_factor(x, "gram", steps, compute_dtype=torch.float64), exact) for steps in (2, 5, 8)]
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-3
 

@@ -31,8 +31,10 @@ DEFAULT_STEPS = 5
 # every polynomial but the last is made for arguments that are larger by the same factor.
 SAFETY = 2e-2
 
-# Polar Express: the smallest normalised singular value aimed at, and the cushion (section 4.4).
+# Polar Express: the smallest normalised singular value aimed at, with fewer than five steps in order, and the cushion
+# (section 4.4). Few steps lift no singular value of 1e-3 to one, and miss all others when they try.
 _LOWER_BOUND = 1e-3
+_LOWER_BOUNDS_OF_FEW = (2e-2, 2e-2, 2e-2, 5e-3)
 _CUSHION = 2e-2
 
 # The triple of the Muon post: chosen for the steepest slope at zero that keeps singular values in about [0.7, 1.2].
@@ -69,7 +71,7 @@ def newton_schulz_coefficients(steps: int = DEFAULT_STEPS) -> Coefficients:
 def polar_express_coefficients(
     steps: int = DEFAULT_STEPS,
     *,
-    lower_bound: float = _LOWER_BOUND,
+    lower_bound: float | None = None,
     safety: float = SAFETY,
     cushion: float = _CUSHION,
 ) -> Coefficients:
@@ -81,7 +83,8 @@ def polar_express_coefficients(
 
     Args:
         steps: how many polynomials are composed, >= 1.
-        lower_bound: smallest singular value (after normalisation, in (0, 1)) that must reach one.
+        lower_bound: smallest singular value (after normalisation, in (0, 1)) that must reach one; None for 1e-3, with
+            four steps 5e-3 and with fewer 2e-2.
         safety: every polynomial but the last is evaluated at x / (1 + safety), so that rounding cannot push a singular
             value past the interval the next one is made for.
         cushion: no polynomial is fitted to an interval whose lower end is below `cushion` times its upper end.
@@ -92,6 +95,8 @@ def polar_express_coefficients(
     Source: arXiv 2505.16932, theorem 3.1 (greedy choice is optimal), algorithm 1, section 4.4 (safety, cushion).
     """
     steps = _checked_steps(steps)
+    if lower_bound is None:
+        lower_bound = _LOWER_BOUND if steps > len(_LOWER_BOUNDS_OF_FEW) else _LOWER_BOUNDS_OF_FEW[steps - 1]
     if not 0.0 < lower_bound < 1.0:
         raise ValueError(f"lower_bound={lower_bound}: must lie strictly between 0 and 1")
     if safety < 0.0 or not 0.0 <= cushion < 1.0:
