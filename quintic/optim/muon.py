@@ -3,7 +3,7 @@
 One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
 is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
 is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `bucket_step.py`. Where matrices lie on several
-ranks: `travel_step.py`. Groups and state, and how they are saved and loaded, are in `optimizer_base.py`.
+ranks: `gathered_step.py`. Groups and state, and how they are saved and loaded, are in `optimizer_base.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

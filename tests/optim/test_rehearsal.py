@@ -99,8 +99,8 @@ def bytes_sent(bucket, normalizes, nodes=None):
     factors = 2 * 4 * longest * others * sum(max(kind.shape) for kind in bucket.units.kinds) * normalizes
     if exchange.is_replicated:
         return longest * torch.Size(exchange.unit_shape).numel() * updates * others + factors
-    gather = sum(exchange.gather_sends()[other] for other in elsewhere)
-    scatter = sum(exchange.scatter_sends()[other] for other in elsewhere)
+    gather = sum(exchange.gathering.sends[other] for other in elsewhere)
+    scatter = sum(exchange.scattering.sends[other] for other in elsewhere)
     return gather * directions + scatter * updates + factors
 
 
@@ -157,8 +157,8 @@ def test_traffic_is_that_between_all_ranks(mesh):
         sent = torch.zeros(6, dtype=torch.int64)
         for rank, other in itertools.permutations(range(6), 2):
             exchange = replace(load.cargo.exchange, position=rank)
-            sent[rank] += exchange.gather_sends()[other] * load.cargo.direction
-            sent[rank] += exchange.scatter_sends()[other] * load.cargo.update
+            sent[rank] += exchange.gathering.sends[other] * load.cargo.direction
+            sent[rank] += exchange.scattering.sends[other] * load.cargo.update
         traffic = traffic_of(load.cargo)
         assert torch.equal(traffic.gather_sent + traffic.scatter_sent, sent)
 

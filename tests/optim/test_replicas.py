@@ -101,7 +101,7 @@ def test_traffic_between_places_is_that_of_all_pairs_of_ranks(copies, shards, da
             most = counts[position] if exchange.is_sparse else max(counts)
             to_each = [15 * 2 * most] * num_ranks
         else:
-            gather, scatter = one.gather_sends(), one.scatter_sends()
+            gather, scatter = one.gathering.sends, one.scattering.sends
             to_each = [4 * a + 2 * b for a, b in zip(gather, scatter, strict=True)]
         for other in range(num_ranks):
             if places[other] != places[position]:

@@ -124,6 +124,8 @@ class Connected:
         self._groups, self._communicators = groups, communicators
         self.ranks = tuple(sorted(facts))
         """Global ranks, in ascending order."""
+        self.is_alone = len(facts) == 1
+        """Whether this rank decides by itself."""
         self.asks = any(found.asks for found in facts.values())
         """Whether any of them acts on gradients that are not finite."""
         self.may_raise = any(found.raises for found in facts.values())
@@ -136,11 +138,6 @@ class Connected:
         kind = min(shared, key=lambda name: (name == "cpu", name), default="cpu")
         self.device = own.get(kind, torch.device("cpu"))
         """On which they communicate."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank decides by itself."""
-        return len(self.ranks) == 1
 
     def connect(self) -> None:
         """Make the process group of these ranks, if steps need it. All of them must call it."""

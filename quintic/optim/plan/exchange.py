@@ -109,31 +109,18 @@ class Exchange:
         return tuple(copy == self.copies[self.position] for copy in self.copies)
 
     @cached_property
-    def _gathering(self) -> Route:
+    def gathering(self) -> Route:
+        """How many entries each rank sends to each while gathering."""
+
         def amount(sender: int, owner: int) -> int:
             return self.counts[owner] * self._numels[sender] if self.copies[sender] == self.copies[owner] else 0
 
         return Route(len(self.ranks), self.position, amount)
 
     @cached_property
-    def _scattering(self) -> Route:
+    def scattering(self) -> Route:
+        """How many entries each rank sends to each while scattering."""
         return Route(len(self.ranks), self.position, lambda owner, holder: self.counts[owner] * self._numels[holder])
-
-    def gather_sends(self) -> list[int]:
-        """Return how many entries this rank sends to each rank while gathering."""
-        return self._gathering.sends
-
-    def gather_receives(self) -> list[int]:
-        """Return how many entries this rank receives from each rank while gathering."""
-        return self._gathering.receives
-
-    def scatter_sends(self) -> list[int]:
-        """Return how many entries this rank sends to each rank while scattering."""
-        return self._scattering.sends
-
-    def scatter_receives(self) -> list[int]:
-        """Return how many entries this rank receives from each rank while scattering."""
-        return self._scattering.receives
 
     # ------------------------------------------------------------------------------------------------------- movement
 
@@ -153,14 +140,14 @@ class Exchange:
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
             send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
-        return channel.all_to_all(send, self._gathering)
+        return channel.all_to_all(send, self.gathering)
 
     def assemble(self, received: Tensor) -> Tensor:
         """Return (num_owned, *unit_shape) from what `gather` received."""
         if self.is_local or self.is_replicated:
             return received.view(self.num_owned, *self.unit_shape)
         units = received.new_empty((self.num_owned, *self.unit_shape))
-        for part, place in zip(received.split(self._gathering.receives), self._places, strict=True):
+        for part, place in zip(received.split(self.gathering.receives), self._places, strict=True):
             if part.numel():
                 target = units[place]
                 target.copy_(part.view(target.shape))
@@ -178,13 +165,13 @@ class Exchange:
         """
         if self.is_local or self.is_replicated:
             return self.all_gather(units, channel)
-        sends = self._scattering.sends
+        sends = self.scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():
                 source = units[place]
                 part.view(source.shape).copy_(source)
-        return channel.all_to_all(send, self._scattering)
+        return channel.all_to_all(send, self.scattering)
 
     def pieces_of(self, received: Tensor) -> Tensor:
         """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""

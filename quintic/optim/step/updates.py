@@ -17,7 +17,7 @@ from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import neuron_factors_
 
-__all__ = ["Moments", "Observer", "Passes", "advance_neurons_", "make_updates", "orthogonalized"]
+__all__ = ["Moments", "Observer", "Passes", "make_updates", "orthogonalized"]
 
 # Called where telemetry is sampled, with members of a bucket, their directions, updates and factors, and flags, () or
 # (matrices,) int32, that are zero for matrices which are not stepped; None if all are.
@@ -71,7 +71,18 @@ def make_updates(
     update = orthogonalized(directions, form, bucket, group)
     if moments is None:
         return update, scales
-    return update, advance_neurons_(update, moments.tensors, scales, group, go, moments.table)
+    beta = float(group.normalize_beta)
+    if moments.table is not None:
+        from quintic.kernels.update.neuron import advance_neuron_factors_
+
+        return update, advance_neuron_factors_(update, moments.table, scales, beta=beta, go=go)
+    before = torch.cat(list(moments.tensors))
+    after = before.clone()
+    factors = neuron_factors_(update, after, beta=beta)
+    if go is not None:
+        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
+    torch._foreach_copy_(list(moments.tensors), list(after.split([moment.shape[0] for moment in moments.tensors])))
+    return update, scales * factors
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
@@ -86,38 +97,3 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
             f"for matrices of shape {tuple(directions.shape)}"
         )
     return update.to(directions.dtype)
-
-
-def advance_neurons_(
-    update: Tensor,
-    moments: Sequence[Tensor],
-    scale: Tensor,
-    group: Group,
-    go: Tensor | None,
-    table: Tensor | None,
-) -> Tensor:
-    """Advance NorMuon's second moments; return the factors that even out the neurons, times the learning-rate scale.
-
-    Args:
-        update: (b, m, n).
-        moments: (matrices, m, 1) or (matrices, 1, n), together those of the update's matrices in order; changed.
-        scale: (b, 1, 1), of the dtype of the moments.
-        group: the parameter group.
-        go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
-        table: (b,) int64 on the device: where the kernels find each matrix' second moments; None for plain PyTorch.
-
-    Returns:
-        (b, m or 1, n or 1), float32 (float64 for float64 weights) on the device of the update.
-    """
-    beta = float(group.normalize_beta)
-    if table is not None:
-        from quintic.kernels.update.neuron import advance_neuron_factors_
-
-        return advance_neuron_factors_(update, table, scale, beta=beta, go=go)
-    before = torch.cat(list(moments))
-    after = before.clone()
-    factors = neuron_factors_(update, after, beta=beta)
-    if go is not None:
-        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
-    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
-    return scale * factors

@@ -1,7 +1,5 @@
 """Cases of test_triton.py: NorMuon's neuron factors by their kernels, in the interpreter or on a CUDA device."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +10,7 @@ from quintic import Experts, Muon, Split
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.update import neuron
 from quintic.kernels.update.neuron import advance_neuron_factors_
-from quintic.optim.rules.update import second_moment_shape
-from quintic.optim.step.updates import advance_neurons_
+from quintic.optim.rules.update import neuron_factors_, second_moment_shape
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -132,7 +129,7 @@ def test_like_the_definition_and_the_twin(shape, dtype, layout):
     torch.testing.assert_close(factors.double(), expected, rtol=4e-6, atol=0)
     torch.testing.assert_close(after.double(), expected_after, rtol=2e-6, atol=0)
     twin_moments = moments.clone()
-    twin = advance_neurons_(update, [twin_moments], scale, SimpleNamespace(normalize_beta=0.9), None, None)
+    twin = scale * neuron_factors_(update, twin_moments, beta=0.9)
     torch.testing.assert_close(factors, twin, rtol=1e-5, atol=0)
     torch.testing.assert_close(after, twin_moments, rtol=1e-5, atol=0)
     assert torch.equal(update, before)
@@ -211,7 +208,7 @@ def test_tiny_updates_and_none(shape):
     torch.testing.assert_close(factors.double(), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(after.double(), expected_after, rtol=1e-6, atol=0)
     assert not factors[1].any()
-    twin = advance_neurons_(update, [moments], scale, SimpleNamespace(normalize_beta=0.95), None, None)
+    twin = scale * neuron_factors_(update, moments, beta=0.95)
     torch.testing.assert_close(factors, twin, rtol=2e-6, atol=0)
 
 
@@ -266,7 +263,7 @@ def test_without_entries(shape):
     if shape[0] == 0:
         assert factors.shape == moments.shape
     else:
-        twin = advance_neurons_(update, [moments], scale, SimpleNamespace(normalize_beta=0.95), None, None)
+        twin = scale * neuron_factors_(update, moments, beta=0.95)
         torch.testing.assert_close(factors, twin, equal_nan=True)
         torch.testing.assert_close(after, moments, equal_nan=True)
 

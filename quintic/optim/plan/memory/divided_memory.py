@@ -1,6 +1,6 @@
-"""What a bucket with divided state allocates, stage by stage: upper bounds in bytes over all ranks.
+"""What a bucket with divided state allocates, stage by stage: upper bounds in bytes.
 
-The moments are those of `sharded_step.py`: gradients sent and received, their mean, the step of this rank's parts with
+The moments are those of `divided_step.py`: gradients sent and received, their mean, the step of this rank's parts with
 it, and weights sent and received.
 """
 

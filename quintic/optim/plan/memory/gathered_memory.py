@@ -1,6 +1,6 @@
 """What a bucket whose matrices lie on several ranks allocates on each of them, stage by stage: upper bounds in bytes.
 
-The moments are those of `travel_step.py` and `exchange.py`:
+The moments are those of `gathered_step.py` and `exchange.py`:
 
     starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
     computes    what was received, or the pieces it is part of; the units it is assembled to; `workspace.units_work`
@@ -96,7 +96,7 @@ def stages_of(
         # The units are a part of the pieces, which they keep alive.
         gathering, computing = directions, directions + work.peak
     else:
-        sent, received = sum(exchange.gather_sends()), 0 if elsewhere else sum(exchange.gather_receives())
+        sent, received = sum(exchange.gathering.sends), 0 if elsewhere else sum(exchange.gathering.receives)
         # What other copies' owners would get stays behind; pieces in another order are put in order.
         copied = (0 if sent == pieces else sent) + (0 if key.in_order else pieces)
         starting = max(starting, directions + (copied + received) * direction.itemsize)
@@ -130,7 +130,7 @@ def _results(
         updates = _all_gathered(exchange, size, kept, elsewhere, copied=exchange.num_owned * size * turned)
     else:
         received = 0 if elsewhere else piece_entries(exchange) * item
-        updates = _Gathered(kept, sum(exchange.scatter_sends()) * item + received, received, received)
+        updates = _Gathered(kept, sum(exchange.scattering.sends) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
     if key.of.normalizes:
         # Factors and second moments, side by side.

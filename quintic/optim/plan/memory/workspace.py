@@ -210,7 +210,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 
 
 def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Footprint:
-    """Return what `travel_step.orthogonalized_units` needs for so many units, besides their directions.
+    """Return what `units.orthogonalized_units` needs for so many units, besides their directions.
 
     Args:
         kinds: the matrices of a unit.
@@ -256,7 +256,7 @@ def factors_of_pieces_bytes(
     count: int,
     of: Matrices,
 ) -> int:
-    """Return what `travel_step.factors_of_pieces` allocates of so many units."""
+    """Return what `units.factors_over` allocates of so many units."""
     pieces = count * math.prod(piece_shape) * width_of(of.dtype)
     if len(kinds) > 1 or (of.normalizes and not is_plain(view, unit_shape)):
         # Factors of whole units, each as often as it is used.
