@@ -22,8 +22,8 @@ from quintic.optim.polar.orthogonalize import apply_form, resolve
 from quintic.optim.rules.device_memory import DeviceHyperparameters
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.step import updates
-from quintic.optim.step.device_passes import DeviceMemory, DevicePasses
-from quintic.optim.step.operands import Operands
+from quintic.optim.step.device_passes import DevicePasses
+from quintic.optim.step.operands import BucketMemory, Operands
 from quintic.optim.step.plain_passes import PlainPasses
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
@@ -530,7 +530,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
             hyperparameters = DeviceHyperparameters(torch.device(DEVICE))
             hyperparameters.update(group.hyperparameters, 1.0)
             go = None if flags is None else torch.tensor(flags, dtype=torch.int32, device=DEVICE)
-            passes = DevicePasses(bucket, group, active, DeviceMemory(), hyperparameters, go)
+            passes = DevicePasses(bucket, group, active, BucketMemory(), hyperparameters, go)
         else:
             passes = PlainPasses(bucket, group, active, flags)
         directions = passes.directions()

@@ -19,9 +19,9 @@ from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averages.gradient_averages import EarlyAverages
-from quintic.optim.step.device_passes import DeviceMemory, DevicePasses, step_adamw_on_device
+from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
-from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.plain_passes import PlainPasses, step_adamw
 from quintic.optim.step.telemetry import Counts, Measured, measure
 from quintic.optim.step.updates import Moments, Observer, Passes, make_updates
@@ -84,7 +84,7 @@ class BucketStep:
         common: what all buckets are stepped with.
     """
 
-    def __init__(self, number: int, bucket: Bucket, memory: DeviceMemory, common: PlanWide) -> None:
+    def __init__(self, number: int, bucket: Bucket, memory: BucketMemory, common: PlanWide) -> None:
         self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
         self.group = common.groups[bucket.group]
         """As it is now."""
@@ -165,7 +165,7 @@ class BucketStep:
             return offload.passes(self.number, active, self.group, stepped, self.passes_over)
         return self.passes_over(active, self.group, self.memory, stepped)
 
-    def passes_over(self, active: Operands, group: Group, memory: DeviceMemory, stepped: Tensor | None) -> Passes:
+    def passes_over(self, active: Operands, group: Group, memory: BucketMemory, stepped: Tensor | None) -> Passes:
         """Return the same for operands with the state on the device, of another view perhaps, with their memory."""
         bucket = self.bucket
         if bucket.kernels == "torch":

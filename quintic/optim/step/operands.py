@@ -2,19 +2,24 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor
+from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, block_of
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import master_key, second_moments
+
+if TYPE_CHECKING:  # needs Triton
+    from quintic.kernels.programs import TilePrograms
+    from quintic.kernels.update.matrix_update import MatrixLayout
 
 __all__ = ["GRADIENT", "BlockPlaces", "BucketMemory", "Operands", "State", "are_contiguous", "dense_gradient"]
 
@@ -113,6 +118,15 @@ class BucketMemory:
         self._scales_of = self._scaled_parts = object()
         self._scales = torch.empty(0)
         self.places = BlockPlaces()
+        self.table, self.steps_table = AddressTable(), AddressTable()
+        self.runs: list[tuple[MatrixLayout, int]] | None = None
+        """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
+        self._programs_key: object = None
+        self._programs: tuple[Tensor, TilePrograms] | None = None
+        self._neuron_tables: dict[int, AddressTable] = {}
+        self._checked: object = None
+        self._matrix_places_key: object = None
+        self._matrix_places = torch.empty(0), torch.empty(0)
 
     def renew(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
@@ -190,11 +204,63 @@ class BucketMemory:
             self._moments_key = key
         return self._moments
 
+    def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
+        """Reject state that the kernels would misread, where it is not the state that was checked before.
+
+        Args:
+            active: with the state.
+            dtypes: of the state by name.
+            addresses: of state and weights.
+
+        Raises:
+            ValueError: state of a parameter is on another device, or has another dtype or memory order than it should.
+        """
+        if self._checked != (active.members, addresses):
+            _check_state(active, dtypes)
+            self._checked = active.members, addresses
+
+    def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
+        """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+        if self._matrix_places_key != active.members:
+            self._matrix_places, self._matrix_places_key = _matrix_places(view, active), active.members
+        return self._matrix_places
+
+    def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
+        """Return on the device the entries of each tensor, and how programs are divided among them."""
+        from quintic.kernels.update.adamw import adamw_programs
+
+        if self._programs is None or active.members != self._programs_key:
+            numels = [param.numel() for param in active.params]
+            self._programs = upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
+            self._programs_key = active.members
+        return self._programs
+
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
     ) -> Tensor | None:
-        """Return where the kernels find second moments, None for plain PyTorch; arguments as in `DeviceMemory`'s."""
-        return None
+        """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
+
+        Args:
+            bucket: of the plan.
+            moments: (matrices, m, 1) or (matrices, 1, n), of whole members.
+            names: of the parameters that they belong to.
+            kind: which of the bucket's kinds of matrices.
+
+        Raises:
+            ValueError: the kernel would misread the second moments of a parameter.
+        """
+        if bucket.kernels == "torch":
+            return None
+        bases = tuple(map(Tensor.data_ptr, moments))
+
+        def addresses() -> Tensor:
+            _check_moments(names, moments, bucket.device)
+            rows = zip(bases, moments, strict=True)
+            each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
+            return host_tensor(each, torch.int64)
+
+        counts = tuple(map(len, moments))
+        return self._neuron_tables.setdefault(kind, AddressTable()).get((bases, counts), addresses, bucket.device)
 
 
 def _local_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -223,3 +289,48 @@ def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
         return gradient
     # Views may be impossible without a copy, and fused kernels pair entries by their place in memory.
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
+
+
+def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Reject state that the kernels would misread: they see addresses alone.
+
+    Raises:
+        ValueError: state is on another device, or has another dtype or memory order than the optimizer gave it.
+    """
+    wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+    for member, param, state in zip(active.members, active.params, active.states, strict=True):
+        for key in wanted.keys() & state.keys():
+            found = state[key]
+            if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
+                raise ValueError(
+                    f"{member.name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and "
+                    f"must be {wanted[key]} on {param.device} with strides {param.stride()}; make the optimizer after "
+                    f"moving the model, or move its state along"
+                )
+
+
+def _check_moments(names: Iterable[str], moments: Sequence[Tensor], device: torch.device) -> None:
+    """Reject second moments that the kernel would misread.
+
+    Raises:
+        ValueError: they are on another device, or have another dtype or memory order than the optimizer gave them.
+    """
+    for name, found in zip(names, moments, strict=True):
+        if (found.device, found.dtype) != (device, torch.float32) or not found.is_contiguous():
+            raise ValueError(
+                f"{name}: its second_momentum_buffer is {found.dtype} on {found.device} with strides {found.stride()}, "
+                f"and must be torch.float32 on {device} without gaps; make the optimizer after moving the model, or "
+                f"move its state along"
+            )
+
+
+def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
+    """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
+    owners: list[Tensor] = []
+    offsets: list[Tensor] = []
+    for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
+        block = block_of(param, member, view)
+        start = int(block.storage_offset()) - int(param.storage_offset())
+        offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
+        owners.append(torch.full_like(offsets[-1], number))
+    return torch.cat(owners), torch.cat(offsets)

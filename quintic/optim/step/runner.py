@@ -29,11 +29,10 @@ from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averages.divided_memory import DividedMemory
 from quintic.optim.step.averages.gradient_averages import EarlyAverages, GradientAverages, OfGroup
 from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, PlanWide
-from quintic.optim.step.device_passes import DeviceMemory
 from quintic.optim.step.divided_step import DividedMatricesStep, DividedStep
 from quintic.optim.step.gathered_step import GatheredMemory, GatheredStep
 from quintic.optim.step.offload.offload import Offload, Visit
-from quintic.optim.step.operands import State
+from quintic.optim.step.operands import BucketMemory, State
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts, Measured
 
@@ -222,7 +221,7 @@ class Runner:
             return DividedStep(number, bucket, memory, self._common)
         if isinstance(bucket, Gathered):
             return GatheredStep(number, bucket, GatheredMemory(bucket), self._common)
-        return LocalStep(number, bucket, DeviceMemory(), self._common)
+        return LocalStep(number, bucket, BucketMemory(), self._common)
 
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""

@@ -17,14 +17,13 @@ from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import DividedMatrices, Gathered, ParameterUnit, Units
 from quintic.optim.plan.members import Kind, Member, update_dtype
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.device_passes import DeviceMemory
-from quintic.optim.step.operands import State
+from quintic.optim.step.operands import BucketMemory, State
 from quintic.optim.step.updates import Moments, Observer, make_updates
 
 __all__ = ["UnitsMemory", "as_rows", "factors_of_units", "factors_over", "orthogonalized_units"]
 
 
-class UnitsMemory(DeviceMemory):
+class UnitsMemory(BucketMemory):
     """What a bucket of units keeps between steps, besides state."""
 
     def __init__(self, bucket: Gathered | DividedMatrices) -> None:

@@ -13,14 +13,13 @@ from quintic.optim.plan.bucket import Bucket, Divided
 from quintic.optim.plan.members import Member
 from quintic.optim.state.parts import shaped, state_of_part
 from quintic.optim.step.averages.averaging import Averaging
-from quintic.optim.step.device_passes import DeviceMemory
-from quintic.optim.step.operands import GRADIENT, Operands, State, are_contiguous
+from quintic.optim.step.operands import GRADIENT, BucketMemory, Operands, State, are_contiguous
 from quintic.optim.step.sparse_rows import Table
 
 __all__ = ["DividedMemory"]
 
 
-class DividedMemory(DeviceMemory):
+class DividedMemory(BucketMemory):
     """What a bucket with divided state keeps between steps, besides state.
 
     Args:

@@ -23,9 +23,9 @@ from quintic.optim.plan.members import Member, block_of
 from quintic.optim.plan.offload_size import Offloaded, offloaded_entries
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.state import master_key
-from quintic.optim.step.device_passes import DeviceMemory, with_one_gradient_dtype
+from quintic.optim.step.device_passes import with_one_gradient_dtype
 from quintic.optim.step.offload.transfers import Loan, Ring
-from quintic.optim.step.operands import Operands
+from quintic.optim.step.operands import BucketMemory, Operands
 from quintic.optim.step.updates import Passes
 
 __all__ = ["BLOCKS", "BorrowingPasses", "HostedMatrices", "HostedVectors", "hosted_state"]
@@ -57,7 +57,7 @@ class HostedMatrices:
         self._keys: list[str] = []
         self._members: tuple[Member, ...] = ()
         self.loans: list[Loan] = []
-        self.memory = DeviceMemory()
+        self.memory = BucketMemory()
         """Of the passes over blocks; everything else is the bucket's."""
 
     @property
@@ -150,7 +150,7 @@ class _Piece:
         self._keys = [key for key in states[0] if key in CUT_KEYS]
         self.members = slice(ranges[0].number, ranges[-1].number + 1)
         self.loan = Loan([_entries(states[number][key], run) for number, run in ranges for key in self._keys])
-        self.memory = DeviceMemory()
+        self.memory = BucketMemory()
         # Kept, so that tables of addresses stay valid.
         self._again = {n: torch.empty_like(states[n]["step"]) for n, run in ranges if run is not None and run.start}
 

@@ -22,10 +22,9 @@ from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.state.parts import state_of_part
 from quintic.optim.state.placement import planned_state
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
-from quintic.optim.step.device_passes import DeviceMemory
 from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
 from quintic.optim.step.offload.transfers import Copies, Loan, Ring, copies_for
-from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.updates import Passes
 
 __all__ = ["Offload", "OffloadedPart", "Visit"]
@@ -45,7 +44,7 @@ class OffloadedPart(NamedTuple):
     """Some entries of AdamW's parameters that are stepped together."""
 
     active: Operands
-    memory: DeviceMemory
+    memory: BucketMemory
     members: slice
     """Which of the bucket's members they belong to."""
 
@@ -113,7 +112,7 @@ class Offload:
         active: Operands,
         group: Group,
         stepped: Tensor | None,
-        make: Callable[[Operands, Group, DeviceMemory, Tensor | None], Passes],
+        make: Callable[[Operands, Group, BucketMemory, Tensor | None], Passes],
     ) -> Passes:
         """Return passes over a bucket that borrow what they need.
 
