@@ -90,3 +90,32 @@ def step_stacks(rank, world_size):
 
 def test_stacks_without_a_gradient_stay_and_the_others_are_stepped():
     run(step_stacks, 2)
+
+
+def step_little(rank, world_size, comms):
+    """So few entries that some ranks own none of them."""
+    weights = {"bias": torch.arange(7.0), "matrix": torch.arange(6.0).view(2, 3)}
+    found = {}
+    for name, weight in weights.items():
+        param = nn.Parameter(weight.to(DEVICE))
+        group = {"params": [(name, param)], "algorithm": "muon" if param.ndim == 2 else "adamw"}
+        optimizer = quintic.Muon(
+            [group], lr=0.1, adamw_lr=0.1, compute_dtype=torch.float64, kernels="torch", comms=comms
+        )
+        for step in range(2):
+            param.grad = torch.full_like(param, step + rank).cumsum(0)
+            optimizer.step()
+        assert name in str(optimizer.plan())
+        alone = nn.Parameter(weight.to(DEVICE))
+        group = {**group, "params": [(name, alone)]}
+        optimizer = quintic.Muon([group], lr=0.1, adamw_lr=0.1, compute_dtype=torch.float64, kernels="torch")
+        for step in range(2):
+            alone.grad = torch.full_like(alone, step + (world_size - 1) / 2).cumsum(0)
+            optimizer.step()
+        found[name] = torch.allclose(param, alone, rtol=1e-6, atol=1e-7)
+    return found
+
+
+@pytest.mark.parametrize("comms", ["sharded", "replicated"])
+def test_ranks_that_own_nothing(comms):
+    assert run(step_little, 3, comms, timeout=60) == [{"bias": True, "matrix": True}] * 3

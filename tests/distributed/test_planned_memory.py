@@ -19,7 +19,7 @@ from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.step import gathered_step
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
-SHAPES = {"square": (4, (320, 320)), "tall": (3, (512, 128)), "wide": (5, (128, 640))}
+SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
 
 
 def optimizer_of(layout, world_size, dtype, view, **options):

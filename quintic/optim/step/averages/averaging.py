@@ -16,13 +16,16 @@ from quintic.optim.comms.channels import Channel, Route
 from quintic.optim.layout.packing import Packing, Run, in_memory_order
 from quintic.optim.rules.means import mean_of_ranks
 
-__all__ = ["Averaging", "Entries", "evenly_divided", "messages_of"]
+__all__ = ["Averaging", "Entries", "messages_of"]
 
 # Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
 _LEAST_ALONE = 2**24
 
 # Entries that travel together, at most: while some are added up, others are under way.
 _MOST_TOGETHER = 2**25
+
+# Ranks begin at multiples of so many entries of what travels together, which every kernel likes.
+_MULTIPLE = 64
 
 Entries = tuple[int, int, int]
 """Which tensor, and the half-open range of its entries in the order of memory."""
@@ -98,7 +101,9 @@ class Averaging:
         del send  # once it has arrived it is not needed
 
         def finish(out: Tensor | None) -> Tensor:
-            mean = mean_of_ranks(pending.wait().view(len(self.counts), -1), self._kernels, out, own)
+            received = pending.wait().view(len(self.counts), self.counts[self._position])
+            mean = mean_of_ranks(received, self._kernels, out, own)
+            del received
             pending.release()
             return mean
 
@@ -151,8 +156,10 @@ class Averaging:
         wait_for_others()
 
 
-def messages_of(numels: Sequence[int], num_ranks: int, limit: int | None) -> Iterator[tuple[list[int], bool]]:
-    """Yield which whole tensors travel together, and whether it is one alone that travels from where it is.
+def messages_of(
+    numels: Sequence[int], num_ranks: int, limit: int | None
+) -> Iterator[tuple[list[int], list[list[Entries]], bool]]:
+    """Yield which whole tensors travel together, what each rank owns, and whether it is one tensor, from where it is.
 
     Args:
         numels: entries of the tensors.
@@ -161,22 +168,34 @@ def messages_of(numels: Sequence[int], num_ranks: int, limit: int | None) -> Ite
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
-    yield from (([number], True) for number in alone)
+    for number in alone:
+        yield [number], _evenly_divided([numels[number]], num_ranks, 1), True
+    for numbers in _chunks(sorted({*range(len(numels))} - {*alone}), numels, limit):
+        yield numbers, _evenly_divided([numels[number] for number in numbers], num_ranks, _MULTIPLE), False
+
+
+def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterator[list[int]]:
     chunk: list[int] = []
     entries = 0
-    for number in sorted({*range(len(numels))} - {*alone}):
+    for number in numbers:
         if chunk and entries + numels[number] > limit:
-            yield chunk, False
+            yield chunk
             chunk, entries = [], 0
         chunk.append(number)
         entries += numels[number]
     if entries:
-        yield chunk, False
+        yield chunk
 
 
-def evenly_divided(numels: Sequence[int], num_ranks: int) -> list[list[Entries]]:
-    """Return the entries that each rank owns of some tensors, one after the other: equally many, the last ones less."""
-    size = -(-sum(numels) // num_ranks)
+def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> list[list[Entries]]:
+    """Return the entries that each rank owns of some tensors, one after the other.
+
+    Args:
+        numels: entries of the tensors.
+        num_ranks: how many ranks there are.
+        multiple: of which every rank's number of entries is one; the last ranks have what is left.
+    """
+    size = -(-sum(numels) // (num_ranks * multiple)) * multiple
     starts = list(accumulate(numels, initial=0))
 
     def between(first: int, last: int) -> Iterator[Entries]:

@@ -24,7 +24,7 @@ from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Divided
 from quintic.optim.plan.memory.divided_memory import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes, run_overlapping
-from quintic.optim.step.averages.averaging import Averaging, evenly_divided, messages_of
+from quintic.optim.step.averages.averaging import Averaging, messages_of
 from quintic.optim.step.averages.divided_memory import DividedMemory
 from quintic.optim.step.operands import dense_gradient
 
@@ -272,8 +272,7 @@ class GradientAverages:
         kernels, position = choose_kernels(group.kernels, group.params[indices[0]]), ranks.index(this_rank())
         numels = [group.params[index].numel() for index in indices]
         found, stages, copies = [], [], group.transport == "copy_engines"
-        for places, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
-            owned = evenly_divided([numels[place] for place in places], len(ranks))
+        for places, owned, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
             averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
             found.append((averaging, [indices[place] for place in places]))
             stages.append(averaging_stages(averaging.counts, dtype, kernels, is_direct=is_direct, copies=copies))
