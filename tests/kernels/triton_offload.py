@@ -7,7 +7,7 @@ from torch import nn
 from quintic import Experts, Heads, Matrix, Muon, Rows, Split
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.optim.layout import tables
-from quintic.optim.step import device_passes
+from quintic.optim.step import operands
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -99,7 +99,7 @@ def test_tables_of_addresses_are_uploaded_once(monkeypatch):
     params, optimizer = made(torch.float32, offload=True, max_workspace_bytes=4_000)
     uploads = []
     upload = tables.upload
-    for module in (device_passes, tables):
+    for module in (operands, tables):
         monkeypatch.setattr(module, "upload", lambda *given: uploads.append(given) or upload(*given))
     counts = []
     give_gradients(params, 0)
