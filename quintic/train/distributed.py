@@ -352,7 +352,9 @@ class Parallelism:
         # Weights are cast where they are used, all of a block's: gathering them in that dtype changes no bit.
         policy = MixedPrecisionPolicy()
         if model.compute_dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)

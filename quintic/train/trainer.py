@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.errors import CheckpointError
+from quintic.errors import CheckpointError, ConfigError
 from quintic.eval.core import CoreScore, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
@@ -89,6 +89,8 @@ class Trainer:
             parallelism=self.parallelism,
         )
         if hardware.fp8 is not None:
+            if config.run.parallel == "tp" and ranks.size > 1:
+                raise ConfigError("--fp8 cannot divide layers among ranks: leave it out, or use another --parallel")
             self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()

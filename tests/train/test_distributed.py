@@ -3,6 +3,7 @@
 The reference is one process that was never stopped. Real processes talk through gloo.
 """
 
+import dataclasses
 import errno
 import os
 import select
@@ -35,6 +36,7 @@ from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, check_gpus, launched, rows_at_once
+from quintic.train.hardware import choose_hardware
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import create_run
@@ -310,6 +312,15 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--shard-ranks 4 does not divide the 6 ranks"):
         Parallelism("hsdp", Ranks(size=6), shard_ranks=4)
+
+
+def test_products_in_8_bits_are_not_divided(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, parallel="tp")
+    hardware = dataclasses.replace(choose_hardware(config.run), fp8="tensorwise")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parallelism, "place", lambda *args: None)
+        with pytest.raises(ConfigError, match="--fp8 cannot divide layers among ranks"):
+            Trainer(config, tiny_dataset, tmp_path, hardware, Ranks(size=2))
 
 
 def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
