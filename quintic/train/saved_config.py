@@ -112,7 +112,7 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
             if isinstance(getattr(defaults, f.name), bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
                 continue
-            if f.name in ("data", "tokenizer", "data_dir") and value is not None and Path(value).exists():
+            if f.name in ("data", "tokenizer", "data_dir", "core") and value is not None and Path(value).exists():
                 value = Path(value).resolve()  # the same from another folder
             words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
     return shlex.join(words)
