@@ -95,6 +95,7 @@ def test_no_positions():
     assert torch.equal(keys.grad, torch.zeros_like(keys))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no device to wait for")
 def test_nothing_waits_for_the_device():
     offsets = torch.arange(0, 401, 4, dtype=torch.int32, device=DEVICE)
