@@ -114,7 +114,8 @@ def _train(
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
     devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
     say(f"Computing on {devices}{hardware}")
-    for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size)):
+    shares = 1 if config.run.parallel == "tp" else ranks.size
+    for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
         say(line)
     run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
     if checkpoint is not None:

@@ -18,7 +18,7 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.train.config import Config
-from quintic.train.distributed import Parallelism
+from quintic.train.distributed import Parallelism, rows_at_once
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
     REFERENCE_DEPTH,
@@ -274,8 +274,13 @@ def with_batch(config: Config, scale: Scale) -> Config:
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
 
 
-def scale_lines(config: Config, *, vocab_size: int) -> list[str]:
+def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str]:
     """Return what a run will be, in lines for people, without allocating anything.
+
+    Args:
+        config: of the run.
+        vocab_size: tokens.
+        shares: in how many shares ranks divide a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.
@@ -298,7 +303,8 @@ def scale_lines(config: Config, *, vocab_size: int) -> list[str]:
         f"; {' and '.join(passed_over)} {'do' if len(passed_over) > 1 else 'does'} not decide it" if passed_over else ""
     )
     value = getattr(schedule, scale.set_by[2:].replace("-", "_"))
-    passes = scale.batch_tokens // (schedule.rows * sizes.seq_len)
+    rows = rows_at_once(config, shares)
+    passes = scale.batch_tokens // (rows * sizes.seq_len * shares)
     rates: dict[str, float] = {}
     decay = 0.0
     for group in build_optimizer(model, config).param_groups:
@@ -314,7 +320,8 @@ def scale_lines(config: Config, *, vocab_size: int) -> list[str]:
         f"Length: {scale.steps:,} steps, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
         f"by {scale.set_by} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
-        f"{'pass' if passes == 1 else 'passes'} of {schedule.rows} x {sizes.seq_len:,}",
+        f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
+        f"{f' on each of {shares} ranks' if shares > 1 else ''}",
         f"Rates: {', '.join(f'{name} {lr:.4g}' for name, lr in rates.items())}; decay {decay:.4g}{factors}",
     ]
 
