@@ -59,7 +59,7 @@ def test_names_that_are_no_text(elsewhere: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan"]])
+@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["--version"], marks=pytest.mark.slow), ["plan"]])
 def test_an_output_that_is_full(arguments: list[str], elsewhere: Path) -> None:
     done = shell(arguments, ">/dev/full", elsewhere)
     assert done.returncode == 2

@@ -28,7 +28,7 @@ PACKAGE = Path(quintic.__file__).parent
 ROOT = PACKAGE.parent
 
 # What must be in the package besides modules: read with importlib.resources, or by type checkers.
-DATA = {"py.typed", "train/report_template.html"}
+DATA = {"py.typed", "report/report_template.html"}
 
 pytestmark = [
     pytest.mark.slow,

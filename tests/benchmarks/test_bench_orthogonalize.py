@@ -345,6 +345,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_library_that_hangs_or_dies_costs_its_own_rows_only(library):
     shapes = [Shape(size, size, size) for size in (4, 1, 2, 3, 5)]
     chosen = options(library, shapes=shapes, contestants=["gram-ns-compiled", "eager"], device="cpu")

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ def measured(rank, world_size, out):
     return bench.measure(options, bench.Team(torch.device("cpu"), dist.group.WORLD))
 
 
+@pytest.mark.slow
 def test_everything_once_on_cpus(tmp_path):
     result, other = run(measured, 2, str(tmp_path))
     assert result["rows"] == other["rows"]

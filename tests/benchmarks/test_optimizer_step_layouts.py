@@ -118,7 +118,8 @@ def test_what_is_sent_is_what_the_layout_needs(outcome):
     assert sent["single"] == 0
     for layout in ("ddp", "fsdp2", "tp"):
         assert owned <= sent[layout] <= owned + 2 * counts
-    assert everything <= sent["replicated"] <= everything + 2 * counts
+    padding = 2 * 4 * 64  # each rank's share of averages is a whole number of 64 entries
+    assert everything <= sent["replicated"] <= everything + 2 * counts + padding
     assert 0.9 * everything <= sent["sharded"] <= 1.1 * everything
 
 

@@ -161,6 +161,7 @@ def quintic_command(*arguments: str, folder: Path) -> "subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_prepare_verify_says_which_file_is_wrong(made: Dataset) -> None:
     source = str(made.manifest["source"]["spec"])
     options = ["prepare", "--data", source, "--data-dir", str(made.path.parent), "--vocab-size", "300"]

@@ -64,13 +64,13 @@ def compare_with_one_device(rank, world_size, shape, titles, replicas, hosts, ga
 @pytest.mark.parametrize(
     ("shape", "titles", "replicas", "hosts"),
     [
-        ((2, 2), ("plain", "neuron", "mantissa", "workspace"), "repeat", None),
+        pytest.param((2, 2), ("plain", "neuron", "mantissa", "workspace"), "repeat", None, marks=pytest.mark.slow),
         ((2, 2), ("plain", "neuron", "mantissa", "workspace"), "divide", None),
         ((2, 2), ("neuron",), "auto", (0, 0, 1, 1)),
         ((4, 2), ("neuron",), "repeat", None),
-        ((2, 4), ("neuron", "bf16"), "repeat", None),
+        pytest.param((2, 4), ("neuron", "bf16"), "repeat", None, marks=pytest.mark.slow),
         ((2, 2, 2), ("neuron", "mantissa"), "repeat", None),
-        ((2, 2, 2), ("neuron",), "divide", None),
+        pytest.param((2, 2, 2), ("neuron",), "divide", None, marks=pytest.mark.slow),
     ],
     ids=str,
 )

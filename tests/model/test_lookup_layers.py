@@ -165,6 +165,7 @@ def test_sampling_continues_as_the_whole_row_says():
     assert len(made) > 2
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph():
     built, inputs = model(), tokens()
     targets = inputs.roll(-1, 1)

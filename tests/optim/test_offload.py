@@ -178,6 +178,7 @@ def test_float64_state(delayed):
     assert_same(plain, hosted)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),

@@ -79,7 +79,10 @@ def test_two_runs_with_the_same_seed_are_the_same(whole: Path, tiny_dataset: Dat
     assert final_weights(other) != final_weights(whole)
 
 
-@pytest.mark.parametrize("killed_after", range(1, STEPS + 1))
+@pytest.mark.parametrize(
+    "killed_after",
+    [1, *(pytest.param(step, marks=pytest.mark.slow) for step in range(2, STEPS - 1)), STEPS - 1, STEPS],
+)
 def test_a_run_killed_after_any_step_resumes_exactly(
     killed_after: int, whole: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -97,8 +100,8 @@ def test_a_run_killed_after_any_step_resumes_exactly(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize": "neuron"},
-        {"state_dtype": "bf16"},
+        pytest.param({"normalize": "neuron"}, marks=pytest.mark.slow),
+        pytest.param({"state_dtype": "bf16"}, marks=pytest.mark.slow),
         {"optimizer": "adamw", "cautious": False},
         {"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16},
     ],

@@ -116,7 +116,7 @@ def test_rollback_goes_back_and_on_with_new_text(warned: Path, tiny_dataset: Dat
     assert records(back, "train")[-1]["step"] == STEPS
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback"])
+@pytest.mark.parametrize("action", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 def test_a_killed_run_does_the_same_again(action: Any, tiny_dataset: Dataset, tmp_path: Path) -> None:
     wanted = config(tiny_dataset, tmp_path / "whole", on_spike=action)
     whole = run(wanted, tiny_dataset)
@@ -137,6 +137,7 @@ def _kill() -> None:
     raise Killed
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_often_goes_back_to_the_same_place(tiny_dataset: Dataset, tmp_path: Path) -> None:
     whole = run(config(tiny_dataset, tmp_path / "whole", on_spike="rollback"), tiny_dataset)
     first = spikes(whole)[0]
