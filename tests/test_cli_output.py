@@ -31,6 +31,7 @@ def shell(
     )
 
 
+@pytest.mark.slow
 def test_training_without_output(tiny_dataset: Dataset, elsewhere: Path) -> None:
     options = tiny_options(tiny_dataset, elsewhere / "runs", run="run")
     done = shell(["train", *options], "<&- >&- 2>&-", elsewhere)

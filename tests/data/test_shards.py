@@ -503,6 +503,7 @@ def test_a_checkpoint_that_does_not_fit_its_files_is_not_used(tmp_path: Path) ->
         (dataset.path / "manifest.json").unlink()
 
 
+@pytest.mark.slow
 def test_several_processes_at_once_make_one_dataset(tmp_path: Path) -> None:
     source = str(write_folder(tmp_path / "text", 40))
     code = (

@@ -115,6 +115,7 @@ def test_dead_rank_is_named_with_its_exit_code():
         run(die_on, 2, 1)
 
 
+@pytest.mark.slow
 def test_hang_ends_in_time_and_says_who_and_where():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] had not finished(?s:.)*rank 1 of 3: (?s:.)*in sleep_on"):

@@ -36,10 +36,12 @@ def test_fsdp2_has_the_losses_of_the_plain_loop_and_resumes_to_the_last_bit(plai
     assert begun + resumed == whole
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_with_fsdp2_has_the_losses_of_the_plain_loop(plain):
     assert run_example("tp_fsdp2", ranks=4)[0] == pytest.approx(plain, **SAME)
 
 
+@pytest.mark.slow
 def test_expert_parallelism_has_the_losses_of_one_process():
     alone = run_example("moe_ep")[0]
     check_falls(alone, by=2.0)

@@ -136,6 +136,7 @@ def test_a_run_allocates_by_its_own_text(finished: Path, tiny_dataset: Dataset, 
     assert course(finished)[-1]["kind"] in ("final", "sample")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_never_allocates_and_ends_the_same(
     finished: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

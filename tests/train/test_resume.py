@@ -71,6 +71,7 @@ def whole(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run(tiny_config(tiny_dataset, tmp_path_factory.mktemp("whole"), run="run"), tiny_dataset)
 
 
+@pytest.mark.slow
 def test_two_runs_with_the_same_seed_are_the_same(whole: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
     again = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
     assert final_weights(again) == final_weights(whole)
@@ -127,6 +128,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole: Path, tiny_dataset
     assert before[1] == course(whole)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(
     whole: Path, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
