@@ -5,7 +5,8 @@ import shlex
 from datetime import datetime
 from typing import Literal
 
-from quintic.commands.inputs import check_options, check_text, prepared
+from quintic.commands.inputs import check_options, check_text
+from quintic.commands.text import prepared
 from quintic.commands.training_options import training_options
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError

@@ -6,8 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.inputs import trained_model, verify
+from quintic.commands.inputs import trained_model
 from quintic.commands.parsing import parse
+from quintic.commands.text import verify
 from quintic.data.loader import Batch, validation_rows
 from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""What several commands begin with: prepared text, a trained model, and checks that come before either."""
+"""Checks that several commands make before they train, and the loading of a trained model."""
 
 import dataclasses
 import sys
@@ -7,74 +7,17 @@ from typing import Literal
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
-from quintic.data.shards import prepare
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
 from quintic.train.checkpoint import load_model_weights, newest_checkpoint
-from quintic.train.config import Config, DataConfig
+from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import check_trackers
 from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import load_config
 
-__all__ = ["check_options", "check_text", "prepared", "trained_model", "verify"]
-
-
-# Comparing less with its checksums takes about a second at most, unless the disk is slow.
-_LONG_CHECK_BYTES = 1 << 30
-
-
-def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
-    """Return the text of a configuration as tokens, made first if need be, with its checksums compared.
-
-    Args:
-        data: which text.
-        repair: make damaged data anew rather than refuse it.
-
-    Raises:
-        QuinticError: the source or the prepared data cannot be used.
-    """
-    shown = ""
-    words = {
-        "survey": "reading the text",
-        "tokenizer": "making a tokenizer from it",
-        "tokens": "turning it into tokens",
-    }
-
-    def progress(stage: str, done: int, total: int | None) -> None:
-        nonlocal shown
-        if stage != shown and stage in words:
-            print(f"Preparing data: {words[stage]} ...", flush=True)
-        shown = stage
-
-    dataset = prepare(
-        data.data,
-        data_dir=data.data_dir,
-        vocab_size=data.vocab_size,
-        tokenizer=data.tokenizer,
-        val_frac=data.val_frac,
-        max_bytes=data.max_bytes,
-        repair=repair,
-        progress=progress,
-    )
-    verify(dataset, again=data.verify)
-    return dataset
-
-
-def verify(dataset: Dataset, *, again: bool) -> None:
-    """Compare prepared data with its checksums, saying so where that takes a while.
-
-    Args:
-        dataset: the data.
-        again: also what this machine has compared before.
-    """
-
-    def begin(num_bytes: int) -> None:
-        if num_bytes >= _LONG_CHECK_BYTES:
-            print(f"Checking data: {num_bytes / 1e9:.1f} GB of {dataset.path} ...", flush=True)
-
-    dataset.verify(once=not again, begin=begin)
+__all__ = ["check_options", "check_text", "trained_model"]
 
 
 def check_options(config: Config) -> None:

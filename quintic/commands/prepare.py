@@ -1,7 +1,7 @@
 """`quintic prepare`: turn text into tokens."""
 
-from quintic.commands.inputs import prepared
 from quintic.commands.parsing import parse
+from quintic.commands.text import prepared
 from quintic.train.config import DataConfig
 
 __all__ = ["run"]

@@ -4,7 +4,8 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from quintic.commands.inputs import check_options, check_text, prepared
+from quintic.commands.inputs import check_options, check_text
+from quintic.commands.text import prepared
 from quintic.commands.training_options import Start, training_options
 from quintic.errors import ConfigError, DivergedError
 from quintic.train.distributed import Launch, Ranks, connected, launched
