@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from quintic.errors import ConfigError, OtherRankError, QuinticError
+from quintic.launch import environment_number
 from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
@@ -128,12 +129,7 @@ def _unaliased(argument: str) -> str:
 
 
 def _check_single_process(name: str) -> None:
-    text = os.environ.get("WORLD_SIZE", "").strip()
-    try:
-        size = int(text or "1")
-    except ValueError:
-        raise ConfigError(f"WORLD_SIZE {text!r} is not a number: unset it, or start with torchrun") from None
-    if size > 1:
+    if environment_number("WORLD_SIZE", 1) > 1:
         raise ConfigError(f"quintic {name} runs in one process: start it without torchrun (WORLD_SIZE is above 1)")
 
 

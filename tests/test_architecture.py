@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "errors": set(),
     "durable": set(),
     "streams": set(),
+    "launch": set(),
     "kernels": set(),
     "optim": {"kernels"},
     "rehearsal": {"kernels", "optim"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "model": {"kernels"},
     "eval": {"data", "kernels", "model", "optim"},
     "report": set(),
-    "train": {"data", "eval", "kernels", "model", "optim", "report", "streams"},
+    "train": {"data", "eval", "kernels", "model", "optim", "launch", "report", "streams"},
     "integrations": {"optim"},
 }
 
@@ -72,7 +73,7 @@ HARNESS = [
     for part in ("model", "data", "train", "report", "eval", "cli", "commands", "integrations", "rehearsal")
 ]
 
-MAY_READ_ENVIRONMENT = {"cli", "train.config", "train.distributed", "kernels.dispatch"}
+MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
 MAY_NOT_PRINT = {"optim", "model", "data", "kernels", "integrations"}

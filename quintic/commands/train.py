@@ -8,7 +8,8 @@ from quintic.commands.inputs import check_options, check_text
 from quintic.commands.text import prepared
 from quintic.commands.training_options import Start, training_options
 from quintic.errors import ConfigError, DivergedError
-from quintic.train.distributed import Launch, Ranks, connected, launched
+from quintic.launch import Launch, launched
+from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
 from quintic.train.saved_config import load_config

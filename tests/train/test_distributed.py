@@ -32,10 +32,11 @@ from quintic.commands.parsing import options_of
 from quintic.commands.training_options import _TrainOptions
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
+from quintic.launch import Launch, launched
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config
-from quintic.train.distributed import ALONE, Launch, Parallelism, Ranks, check_gpus, launched, rows_at_once
+from quintic.train.distributed import ALONE, Parallelism, Ranks, check_gpus, rows_at_once
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, model_config
