@@ -152,8 +152,8 @@ def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
 
 
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintic.commands.presets import gpu_preset
     from quintic.commands.training_options import training_options
-    from quintic.train.config import gpu_preset
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     here = dataclasses.replace(Config().data, data_dir=Path.cwd() / "data")

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintic.commands.parsing import parse, taken
+from quintic.commands.presets import preset, with_recipe
 from quintic.errors import ConfigError
-from quintic.train.config import Config, preset, with_recipe
+from quintic.train.config import Config
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import changed_fields, load_config
 

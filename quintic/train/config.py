@@ -1,20 +1,20 @@
 """The configuration of a run: every default once, with its meaning; the command line's options are made from it.
 
-Precedence is preset or saved configuration (`--config`) < `--recipe` < options. Nothing derived is stored here: what
-follows from these numbers (width, steps, learning rates after scaling) is computed in `recipe.py`. Numbers that no
-machine could honour are refused at construction, with the option's name.
+Precedence is preset or saved configuration (`--config`) < `--recipe` < options; presets and recipes are in
+`quintic/commands/presets.py`. Nothing derived is stored here: what follows from these numbers (width, steps, learning
+rates after scaling) is computed in `recipe.py`. Numbers that no machine could honour are refused at construction,
+with the option's name.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from quintic.errors import ConfigError
 
 __all__ = [
-    "PRESETS",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -23,9 +23,6 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "check_prompts",
-    "gpu_preset",
-    "preset",
-    "with_recipe",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
@@ -329,108 +326,6 @@ class Config:
                 f"--batch-tokens {self.schedule.batch_tokens} is not a multiple of --rows {self.schedule.rows} x "
                 f"--seq-len {self.model.seq_len} = {micro}; change one of the three"
             )
-
-
-def gpu_preset() -> Config:
-    """Return the defaults for one GPU: depth 12 at 2048 tokens.
-
-    Context and the AdamW learning rates follow nanochat's depth-12 recipe; batch and rates scale with the model.
-    """
-    return Config(
-        data=DataConfig(vocab_size=32_768, val_frac=0.01),
-        model=ModelConfig(depth=12, head_dim=128, seq_len=2048),
-        optim=OptimConfig(
-            scale_rates=True,
-            muon_lr=0.02,
-            adamw_lr=0.002,
-            embedding_lr=0.5,
-            head_lr=0.007,
-            adamw_head_lr=0.007,
-            scalar_lr=0.1,
-            weight_decay=0.2,
-            momentum_warmup_steps=300,
-        ),
-        schedule=ScheduleConfig(steps=None, batch_tokens=None, rows=32, warmup_frac=0.0),
-        run=RunConfig(eval_every=250, eval_tokens=2**21, save_every=1000),
-    )
-
-
-PRESETS: Mapping[str, Callable[[], Config]] = {"cpu": Config, "gpu": gpu_preset}
-"""Name -> the defaults of all options."""
-
-
-def preset(name: str) -> Config:
-    """Return the defaults of a named preset.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
-    return PRESETS[name]()
-
-
-# At width 768, batches of 2^19 tokens and depth 12. What differs from group to group is in `recipe.py`.
-_EARLY_NANOCHAT: Mapping[str, Any] = {
-    "scale_rates": True,
-    "muon_lr": 0.02,
-    "embedding_lr": 0.3,
-    "head_lr": 0.004,
-    "scalar_lr": 0.5,
-    "momentum": 0.95,
-    "momentum_start": 0.85,
-    "momentum_warmup_steps": 300,
-    "momentum_end": None,
-    "normalize": "neuron",
-    "weight_decay": 0.2,
-    "decay_shape": "linear",
-    "beta1": 0.8,
-    "beta2": 0.95,
-    "tokens_per_param": 10.5,
-    "warmup_frac": 0.0,
-    "warmup_steps": None,
-    "warmdown_frac": 0.5,
-    "final_lr_frac": 0.0,
-    "short_window": 0.25,
-}
-_RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "seed": _EARLY_NANOCHAT,
-    "nanochat": {
-        **_EARLY_NANOCHAT,
-        "head_lr": 0.008,
-        "momentum": 0.97,
-        "momentum_warmup_steps": 400,
-        "momentum_end": 0.90,
-        "weight_decay": 0.28,
-        "decay_shape": "cosine",
-        "tokens_per_param": 12.0,
-        "warmup_steps": 40,
-        "warmdown_frac": 0.65,
-        "final_lr_frac": 0.05,
-    },
-}
-
-
-def with_recipe(config: Config, name: str) -> Config:
-    """Return the configuration with a recipe's constants; one that has the recipe already keeps its own numbers.
-
-    Sizes, batch and number of steps stay: they belong to the machine.
-
-    Raises:
-        ConfigError: there is no recipe of that name, or it is ours and the configuration has another one's numbers.
-    """
-    if name == config.optim.recipe:
-        return config
-    if name not in _RECIPES:
-        if name != "quintic":
-            raise ConfigError(f"--recipe {name}: unknown; choose quintic, {' or '.join(_RECIPES)}")
-        raise ConfigError(f"--recipe quintic: the numbers of --config are {config.optim.recipe}'s; leave --config out")
-    values = {**_RECIPES[name], "recipe": name}
-    sections = {}
-    for section in ("model", "optim", "schedule"):
-        old = getattr(config, section)
-        sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
-    return replace(config, **sections)
 
 
 def check_prompts(prompts: Iterable[str]) -> None:

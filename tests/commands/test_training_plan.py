@@ -10,10 +10,11 @@ from tiny_runs import tiny_config
 
 from quintic.cli import main
 from quintic.commands.plan import planned_vocabulary, training_memory
+from quintic.commands.presets import gpu_preset, with_recipe
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
 from quintic.model.gpt import GPT
-from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig, gpu_preset, with_recipe
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import build_model, build_optimizer, model_config
 
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintic.commands.presets import gpu_preset
 from quintic.errors import ConfigError
-from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, gpu_preset
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import changed_fields, from_dict, load_config, to_dict
 
 SECTIONS = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]

@@ -11,10 +11,11 @@ import torch
 from tiny_runs import tiny_config
 
 import quintic
+from quintic.commands.presets import gpu_preset, with_recipe
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
-from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig, gpu_preset, with_recipe
+from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import (
     apply_schedule,
     build_model,
