@@ -128,7 +128,7 @@ def _peak(memory: dict[str, int]) -> int:
 
 
 def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:
-    """Return the precision of the activations, and why where nobody asked for it."""
+    """Return the dtype of the activations, and the reason for it where `--dtype` is auto."""
     if config.run.dtype != "auto":
         return (torch.bfloat16 if config.run.dtype == "bfloat16" else torch.float32), ""
     if on_gpu and not torch.cuda.is_available():

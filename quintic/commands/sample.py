@@ -27,11 +27,11 @@ class SampleOptions:
     temperature: float = 0.8
     """0 always takes the likeliest token; higher is more varied."""
     top_k: int | None = 50
-    """Choose among this many likeliest tokens; 'None' among all."""
+    """Draw only from this many likeliest tokens; 'None' for no limit."""
     top_p: float | None = None
-    """Of these, choose among the fewest whose probabilities add up to this; 'None' among all."""
+    """Draw only from the smallest set of likeliest tokens with this total probability; 'None' for no limit."""
     seed: int = 0
-    """Seed of the choices."""
+    """Seed of the draws."""
 
 
 def run(arguments: list[str]) -> int:

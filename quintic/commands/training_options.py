@@ -35,7 +35,7 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """What to start from."""
+    """Source of the default options."""
 
     config: Path | None = None
     """Take the defaults of all other options from this file, the config.json of a run."""
@@ -45,7 +45,7 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions(FileOptions):
-    """What to start from."""
+    """Source of the default options, or the run to continue."""
 
     resume: bool = False
     """Continue the run named by --run, or the one started last, with its own options."""
@@ -66,7 +66,7 @@ class _OtherOptions(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a training command starts from."""
+    """Configuration of a training command, and the run that it continues, if any."""
 
     config: Config
     resumed: Path | None

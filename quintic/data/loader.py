@@ -265,8 +265,8 @@ def validation_rows(
         max_epochs=1,
     )
     blocks: list[PackedRows] = []
-    while (wanted is None or len(blocks) < wanted) and (found := stream.next_rows(rows)) is not None:
-        blocks.append(found)
+    while (wanted is None or len(blocks) < wanted) and (block := stream.next_rows(rows)) is not None:
+        blocks.append(block)
     count = len(blocks) // world_size * world_size
     if count == 0:
         needed = rows * (seq_len + 1) * world_size
@@ -277,9 +277,9 @@ def validation_rows(
 def _next_batch(
     stream: RowStream, dataset: Dataset, device: torch.device, *, rows: int, part: int, parts: int
 ) -> tuple[Batch, RowPosition]:
-    found = stream.next_rows(rows, part=part, parts=parts)
-    assert found is not None  # a stream without max_epochs does not end
-    batch = _to_batch(found, dataset)
+    block = stream.next_rows(rows, part=part, parts=parts)
+    assert block is not None  # a stream without max_epochs does not end
+    batch = _to_batch(block, dataset)
     if device.type == "cuda":
         # In this thread the current device is the first one; pinning there would open a context on it in every rank.
         with torch.cuda.device(device):

@@ -25,7 +25,7 @@ __all__ = ["CoreScore", "ItemAnswer", "TaskScore", "answers", "core_lines", "cor
 
 @dataclass(frozen=True, kw_only=True)
 class ItemAnswer:
-    """What a model said to an item.
+    """A model's answer to an item.
 
     Attributes:
         index: number of the item.
@@ -85,7 +85,7 @@ class CoreScore:
 
     @property
     def name(self) -> str:
-        """What `core` is: CORE only if no task was missing."""
+        """Title of the mean: CORE if no task is missing, else how many tasks it is over."""
         return "CORE" if not self.missing else f"mean over {len(self.tasks)} of the {len(CORE_TASKS)} tasks of CORE"
 
 
@@ -200,10 +200,10 @@ def answers(
         # Where batches do not go round, a rank makes its call for nothing.
         has_own = start + rank < len(batches)
         batch = batches[start + rank] if has_own else batches[start]
-        found = [candidates(task, items, index, tokenizer, max_tokens=max_tokens) for index in batch]
-        losses, likeliest = _ask(model, [one for some in found for one in some], tokenizer.bos_id, device)
+        options = [candidates(task, items, index, tokenizer, max_tokens=max_tokens) for index in batch]
+        losses, likeliest = _ask(model, [one for some in options for one in some], tokenizer.bos_id, device)
         first = 0
-        for index, some in zip(batch, found, strict=True) if has_own else ():
+        for index, some in zip(batch, options, strict=True) if has_own else ():
             mine = losses[first : first + len(some)]
             choice = mine.index(min(mine))
             if task.kind == "language_modeling":

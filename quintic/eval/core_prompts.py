@@ -69,14 +69,14 @@ def candidates(
         starts = [common] * len(rows)
     if task.kind == "language_modeling":
         rows, starts = rows[1:], starts[1:]
-    found = []
+    made = []
     for row, start in zip(rows, starts, strict=True):
         surplus = max(0, len(row) - max_tokens)
         start = min(max(start, 1), len(row) - 1)
         if surplus:
             row, start = [row[0], *row[surplus + 1 :]], max(start - surplus, 1)
-        found.append(Candidate(tokens=row, start=start, cropped=surplus > 0))
-    return found
+        made.append(Candidate(tokens=row, start=start, cropped=surplus > 0))
+    return made
 
 
 def _solved(task: CoreTask, item: Item) -> str:

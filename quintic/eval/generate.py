@@ -9,7 +9,7 @@ from torch import Tensor
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
 
-__all__ = ["GENERAL_PROMPTS", "generate", "generate_batch", "sample_text"]
+__all__ = ["GENERAL_PROMPTS", "default_prompts", "generate", "generate_batch", "sample_text"]
 
 GENERAL_PROMPTS = (
     "The capital of France is",
@@ -24,6 +24,14 @@ GENERAL_PROMPTS = (
 
 _SEEDS = 2**63  # what PyTorch's generators take
 _ROWS = 32  # prompts that are continued together
+
+
+def default_prompts(data: str) -> tuple[str, ...]:
+    """Return prompts that suit a data source, `--data` of a run.
+
+    None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
+    """
+    return ("import os\n", "class Reader:\n") if data == "python" else GENERAL_PROMPTS
 
 
 @torch.no_grad()
@@ -47,8 +55,9 @@ def generate_batch(
         prompts: tokens, the first of each usually `bos_id`; at least one each, of any lengths.
         max_tokens: tokens to make per row.
         temperature: 0 takes the likeliest token; above, logits are divided by it before drawing.
-        top_k: draw among this many likeliest tokens; None among all.
-        top_p: of these, draw among the fewest likeliest whose probabilities add up to this; None among all.
+        top_k: draw only from this many likeliest tokens; None for no limit.
+        top_p: draw only from the smallest set of likeliest tokens with at least this total probability, after
+            `top_k` (nucleus sampling); None for no limit.
         stop: tokens that end a row besides `bos_id`; they are not returned.
         seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
-from quintic.errors import CheckpointError, ConfigError
+from quintic.errors import CheckpointError
 from quintic.eval.core import CoreScore, core_score, core_sums
 from quintic.eval.core_tasks import load_core
-from quintic.eval.generate import GENERAL_PROMPTS, sample_text
+from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
@@ -47,15 +47,7 @@ from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.schedule import is_due
 from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 
-__all__ = ["Trainer", "default_prompts"]
-
-
-def default_prompts(data: str) -> tuple[str, ...]:
-    """Return beginnings that suit a data source.
-
-    None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
-    """
-    return ("import os\n", "class Reader:\n") if data == "python" else GENERAL_PROMPTS
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -89,19 +81,18 @@ class Trainer:
             parallelism=self.parallelism,
         )
         if hardware.fp8 is not None:
-            if config.run.parallel == "tp" and ranks.size > 1:
-                raise ConfigError("--fp8 cannot divide layers among ranks: leave it out, or use another --parallel")
             self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)
         self.config = config = with_batch(config, self.scale)
         shares = self.parallelism.data_size
-        rows = rows_at_once(config, shares)
+        self.rows = rows_at_once(config, shares)
+        """That go through the model at once on each rank."""
         self.loader = Loader(
             dataset,
             "train",
-            rows=rows,
+            rows=self.rows,
             seq_len=seq_len,
             rank=self.parallelism.data_rank,
             world_size=shares,
@@ -114,7 +105,7 @@ class Trainer:
         self.wrapped = self.parallelism.wrapped(self.model)
         self.optimizer = build_optimizer(self.model, config, comms=self.parallelism.comms)
         self.total = self.scale.steps
-        self.micro_steps = self.scale.batch_tokens // (rows * seq_len * shares)
+        self.micro_steps = self.scale.batch_tokens // (self.rows * seq_len * shares)
         self.suite = None if config.run.core is None else load_core(config.run.core)
         self.token_bytes = torch.as_tensor(dataset.tokenizer.token_bytes(), device=hardware.device)
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
@@ -164,15 +155,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        run = self.config.run
-        keep = run.keep
+        keep = self.config.run.keep
         if self.config.optim.on_spike == "rollback":
             # The newest one to go back to stays, however many were saved because the run was stopped.
-            steps = [
-                self.step,
-                *(path_step for path in checkpoints(self.run_dir) if (path_step := step_of(path)) < self.step),
-            ]
-            keep = max(keep, 1 + next((i for i, step in enumerate(steps) if is_due(step, run.save_every)), 0))
+            earlier = [step for step in map(step_of, checkpoints(self.run_dir)) if step < self.step]
+            due = (i for i, step in enumerate([self.step, *earlier]) if is_due(step, self.config.run.save_every))
+            keep = max(keep, 1 + next(due, 0))
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -290,7 +278,6 @@ class Trainer:
     def answer_core(self) -> CoreScore:
         """Answer the tasks of CORE, which the configuration must name; all ranks call it and get the same."""
         assert self.suite is not None
-        shares = self.parallelism.data_size
         with torch.compiler.set_stance("force_eager"):  # no two batches have one shape
             sums = core_sums(
                 self.model,
@@ -299,9 +286,9 @@ class Trainer:
                 self.hardware.device,
                 max_tokens=self.model.config.seq_len,
                 max_items=self.config.run.core_items,
-                rows=rows_at_once(self.config, shares),
+                rows=self.rows,
                 rank=self.parallelism.data_rank,
-                world_size=shares,
+                world_size=self.parallelism.data_size,
             )
         return core_score(self.suite, self.parallelism.total(sums.cpu()))
 
@@ -363,11 +350,12 @@ class Trainer:
     def describe(self) -> list[str]:
         """Return what will happen, in lines for people."""
         summary = self.dataset.summary()
+        optimizer = {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
         return [
             f"Text: {summary['source']}, {summary['train_bytes'] / 1e6:.1f} MB to train on, "
             f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
             f"Plan: {self.total * self.scale.batch_tokens / summary['train_tokens']:.1f} times through the text with "
-            f"{self._optimizer_name()}; run folder {self.run_dir}",
+            f"{optimizer}; run folder {self.run_dir}",
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -382,13 +370,14 @@ class Trainer:
             "model": {
                 "parameters": sum(parameters.values()),
                 "matrix_parameters": parameters["blocks"],
-                "flops_per_token": self.model.flops_per_token(),
+                "flops_per_token": self.flops_per_token,
                 "width": self.model.config.width,
                 "heads": self.model.config.num_heads,
                 **{f"parameters_{name}": count for name, count in parameters.items()},
             },
             "data": self.dataset.summary(),
             "total_steps": self.total,
+            "ranks": self.ranks.size,
         }
 
     def _own_batches(self) -> list[Batch]:
@@ -399,9 +388,6 @@ class Trainer:
             first = self.validation[0]
             own.append(replace(first, targets=torch.full_like(first.targets, self.dataset.bos_id)))
         return own
-
-    def _optimizer_name(self) -> str:
-        return {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
 
     def _starts(self, batch: Batch) -> Tensor:
         """Return where documents start, on the device if the attention reads it there."""

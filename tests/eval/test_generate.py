@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintic.data.dataset import Dataset
-from quintic.eval.generate import _draw, generate, generate_batch, sample_text
+from quintic.eval.generate import _draw, default_prompts, generate, generate_batch, sample_text
 from quintic.model.gpt import GPT, GPTConfig
 
 VOCAB, BOS = 61, 0
@@ -208,3 +208,8 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
     for seed in (-1, 2**63):
         with pytest.raises(ValueError, match=f"^seed={seed}: must be at least 0 and below 2\\^63$"):
             sample_text(model, tokenizer, (), max_tokens=1, seed=seed)
+
+
+def test_prompts_suit_the_data() -> None:
+    assert default_prompts("python") == ("import os\n", "class Reader:\n")
+    assert not any(prompt.endswith(" ") for data in ("python", "text") for prompt in default_prompts(data))

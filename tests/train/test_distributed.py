@@ -3,7 +3,6 @@
 The reference is one process that was never stopped. Real processes talk through gloo.
 """
 
-import dataclasses
 import errno
 import os
 import select
@@ -37,7 +36,6 @@ from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Parallelism, Ranks, check_gpus, rows_at_once
-from quintic.train.hardware import choose_hardware
 from quintic.train.loop import Interrupted, train
 from quintic.train.recipe import build_model, model_config
 from quintic.train.runs import create_run
@@ -118,7 +116,9 @@ def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path) -> Non
         assert sorted(path.name for path in (run_dir / "checkpoints").glob(".*")) == []
     assert run_dir is not None
     assert_same_course(run_dir, whole)
-    kinds = [record["kind"] for record in read_metrics(run_dir / METRICS_FILE)]
+    records = read_metrics(run_dir / METRICS_FILE)
+    kinds = [record["kind"] for record in records]
+    assert records[0]["ranks"] == layouts[0][1]
     assert (kinds.count("run"), kinds.count("resume"), kinds.count("final")) == (1, len(layouts) - 1, 1)
 
 
@@ -313,15 +313,6 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_a_model_need_a_number_of_ranks_that_divides(tiny_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--shard-ranks 4 does not divide the 6 ranks"):
         Parallelism("hsdp", Ranks(size=6), shard_ranks=4)
-
-
-def test_products_in_8_bits_are_not_divided(tiny_dataset: Dataset, tmp_path: Path) -> None:
-    config = tiny_config(tiny_dataset, tmp_path, parallel="tp")
-    hardware = dataclasses.replace(choose_hardware(config.run), fp8="tensorwise")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parallelism, "place", lambda *args: None)
-        with pytest.raises(ConfigError, match="--fp8 cannot divide layers among ranks"):
-            Trainer(config, tiny_dataset, tmp_path, hardware, Ranks(size=2))
 
 
 def test_every_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

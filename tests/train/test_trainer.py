@@ -23,7 +23,7 @@ from quintic.train.config import RunConfig
 from quintic.train.hardware import Hardware, choose_hardware
 from quintic.train.loop import check_trackers, train
 from quintic.train.runs import create_run
-from quintic.train.trainer import Trainer, default_prompts
+from quintic.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -107,11 +107,6 @@ def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_pat
     assert samples == greedy  # of general text: what the model holds for likeliest
 
 
-def test_prompts_suit_the_data() -> None:
-    assert default_prompts("python") == ("import os\n", "class Reader:\n")
-    assert not any(prompt.endswith(" ") for data in ("python", "text") for prompt in default_prompts(data))
-
-
 def test_code_is_compiled_once_for_any_number_of_documents(tiny_dataset: Dataset, tmp_path: Path) -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -142,6 +137,7 @@ def test_the_log_of_a_run_is_complete(tiny_dataset: Dataset, tmp_path: Path) -> 
     assert history.run["command"] == "quintic train"
     assert history.run["config"]["model"]["depth"] == 1
     assert history.run["total_steps"] == 6
+    assert history.run["ranks"] == 1
     assert history.run["data"]["key"] == tiny_dataset.key
     parts = {name: value for name, value in history.run["model"].items() if name.startswith("parameters_")}
     assert sum(parts.values()) == history.run["model"]["parameters"]
