@@ -25,6 +25,7 @@ help:
 	@echo 'make test     run the quick tests   (one: ARGS="-n 0 tests/test_setup.py -k cpu")'
 	@echo 'make test-all run all tests, the slow ones too   (the slow ones alone: ARGS="-m slow")'
 	@echo 'make clients  install the libraries whose training loops have examples, so that make test-all runs these'
+	@echo 'make docs     build the manual as a site in site/   (it reads as plain Markdown, too: docs/index.md)'
 	@echo 'make lint     check style and types: ruff, mypy'
 	@echo 'make format   rewrite the source in the house style'
 	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
@@ -55,6 +56,12 @@ clients:
 vision:
 	$(call SETUP,train dev vision)
 
+# Into the same .venv: the reference is generated from the installed package. Pages open from disk; no server is needed.
+docs:
+	$(call SETUP,train docs)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+	@echo 'site/index.html'
+
 lint:
 	$(call SETUP,train dev)
 	.venv/bin/python -m ruff check
@@ -67,7 +74,7 @@ format:
 	.venv/bin/python -m ruff format
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find quintic tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train compare test test-all clients vision lint format clean
+.PHONY: help train compare test test-all clients vision docs lint format clean

@@ -47,7 +47,7 @@ def clip_grad_norm_(
     Call it between `backward` and `step`; with `torch.amp.GradScaler` after `unscale_`. The norm is that of the whole
     gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
     zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum, also
-    on ranks that have none (see `docs/distributed.md`).
+    on ranks that have none (see `docs/explanation/several-ranks.md`).
 
     Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
     next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
@@ -60,7 +60,7 @@ def clip_grad_norm_(
 
     Ranks that share parameters, also through other ranks, clip by one norm: that of all their parameters, each counted
     once, by its name. Where ranks have parameters of one name that they do not share (copies that the optimizer knows
-    nothing of, or experts of each rank), the largest counts. See `docs/distributed.md`.
+    nothing of, or experts of each rank), the largest counts. See `docs/explanation/several-ranks.md`.
 
     Collective: all these ranks (and those of `process_group`) must call it, with the same parameters in the
     same order, whichever gradients are None on which rank. Does not wait for the device unless `error_if_nonfinite`.

@@ -68,7 +68,7 @@ class Muon(OptimizerBase):
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
         orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
-            singular values stay small, see `docs/orthogonalization.md`.
+            singular values stay small, see `docs/explanation/orthogonalization.md`.
         coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
         compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
             `quintic.orthogonalize`.
@@ -100,12 +100,12 @@ class Muon(OptimizerBase):
         replicas: for `DTensor`s of which there are several copies, each cut among ranks, as under HSDP: `"divide"`: all
             ranks divide the orthogonalisation, and updates go to every copy; `"repeat"`: the ranks of each copy do all
             of it, and nothing of it is sent between copies, which may be nodes with slow links between them; `"auto"`:
-            whichever is estimated to be faster from the plan and the ranks' hosts, see `docs/distributed.md`. The bits
-            are the same.
+            whichever is estimated to be faster from the plan and the ranks' hosts, see
+            `docs/explanation/several-ranks.md`. The bits are the same.
         transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
-            addition to temporary memory, see `docs/distributed.md`.
+            addition to temporary memory, see `docs/explanation/several-ranks.md`.
         master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
             weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
             low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
@@ -117,8 +117,8 @@ class Muon(OptimizerBase):
             time, and need not be that of a loaded state: values are converted. float64 parameters keep float64 state.
         qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
-            by bucket; the same bits, for less memory and more time (`docs/offload.md`). May be changed at any time: on
-            a group it holds from the next step on, with `offload(...)` for all groups at once.
+            by bucket; the same bits, for less memory and more time (`docs/how-to/offload.md`). May be changed at any
+            time: on a group it holds from the next step on, with `offload(...)` for all groups at once.
         on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
             weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
             an error that names the parameter (waits for the device).
@@ -221,7 +221,7 @@ class Muon(OptimizerBase):
         Args:
             closure: re-evaluates the model with gradients enabled and returns the loss, or None.
             qk_logits: for QK-clip: attention layer -> (heads,) largest logit of each head since the last step, of all
-                the tokens that this rank saw; a `DTensor` where it has some of the heads. See `docs/qk-clip.md`.
+                the tokens that this rank saw; a `DTensor` where it has some of the heads. See `docs/how-to/qk-clip.md`.
 
         Returns:
             The closure's loss, or None.
@@ -264,7 +264,7 @@ class Muon(OptimizerBase):
         are known; it does not wait, and the exchange goes on beside the backward pass. All rows must be announced: if
         others have a gradient, the parameter stays as it was on all ranks, and on CUDA devices the next step raises the
         error. Without any announcement the step looks for touched rows itself, and waits for the device. Several
-        tables are best announced in the order of the parameter groups. See `docs/distributed.md`.
+        tables are best announced in the order of the parameter groups. See `docs/explanation/several-ranks.md`.
 
         Args:
             param: the table, or its name.

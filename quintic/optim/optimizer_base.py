@@ -143,7 +143,7 @@ class OptimizerBase(Optimizer):
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
         All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
-        it returns whole; see `state.py` and `docs/checkpoints.md`.
+        it returns whole; see `state.py` and `docs/how-to/checkpoints.md`.
         """
         self._current.rows.check(wait=True)
         state = self._needed_state()
@@ -156,7 +156,7 @@ class OptimizerBase(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.
 
-        Nothing is communicated: of whole tensors each rank takes its piece. See `docs/checkpoints.md`.
+        Nothing is communicated: of whole tensors each rank takes its piece. See `docs/how-to/checkpoints.md`.
 
         Raises:
             ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.

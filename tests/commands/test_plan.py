@@ -195,7 +195,7 @@ def test_a_parameter_that_nobody_decided_about_is_an_error(tmp_path, capsys, mon
 
 def test_the_table_in_the_guide_is_what_is_printed(capsys):
     pytest.importorskip("triton")  # how much fits into a bucket depends on the kernels
-    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text("utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "plan.md").read_text("utf-8")
     command, table = re.search(r"```text\n\$ quintic (plan [^\n]*)\n(.*?)```", page, re.DOTALL).groups()
     assert main(command.split()) == 0
     assert without_memory(table) == without_memory(capsys.readouterr().out)

@@ -69,10 +69,10 @@ def test_examples_are_short_and_say_how_they_are_started(path):
 
 def test_every_example_has_a_test_and_a_line_in_the_documentation():
     tests = "".join(test.read_text("utf-8") for test in (ROOT / "tests" / "examples").glob("test_*.py"))
-    page = (ROOT / "docs" / "integrations.md").read_text("utf-8")
+    page = (ROOT / "docs" / "how-to" / "training-loops.md").read_text("utf-8")
     for path in FILES:
         assert f'"{path.stem}"' in tests, f"no test runs {path.name}"
-        assert f"../examples/{path.name})" in page, f"docs/integrations.md has no link to {path.name}"
+        assert f"../../examples/{path.name})" in page, f"docs/how-to/training-loops.md has no link to {path.name}"
 
 
 @pytest.mark.slow

@@ -407,7 +407,8 @@ def test_polynomials_with_the_kernels_are_those_without(shape, method):
     x = torch.randn(shape).to(DEVICE)
     form = resolve(method, *shape[1:], device_type="cuda", compute_dtype=torch.float16)
     found, expected = (apply_form(x, form, kernels).double() for kernels in ("triton", "torch"))
-    # Rounding of 16 bits in two orders; the Gram form of a square matrix feels it most (docs/orthogonalization.md).
+    # Rounding of 16 bits in two orders; the Gram form of a square matrix feels it most
+    # (docs/explanation/orthogonalization.md).
     assert (found - expected).norm() < 1e-2 * expected.norm()
 
 

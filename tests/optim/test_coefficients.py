@@ -41,7 +41,7 @@ def test_newton_schulz_is_the_published_triple_at_every_step():
     ],
 )
 def test_few_steps_are_made_for_what_they_can_lift(steps, shape, most):
-    """Of the singular values of Gaussian matrices; the table in docs/orthogonalization.md has these distances."""
+    """Singular values of Gaussian matrices; docs/explanation/orthogonalization.md has these distances."""
     sigmas = np.linalg.svd(np.random.default_rng(0).standard_normal(shape), compute_uv=False)
 
     def distance(coefficients):

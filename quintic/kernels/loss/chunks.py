@@ -115,7 +115,7 @@ def _counted(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 # ------------------------------------------------------------------------------------------------------- on the device
 
 # Logits kept at a time with gradients, and without: large enough that products run at full speed. H200, 2026-11, 16,384
-# tokens, width 768, vocabulary 50,304: three chunks 6.59 ms, four 6.82, all at once 6.41 (docs/LOG.md).
+# tokens, width 768, vocabulary 50,304: three chunks 6.59 ms, four 6.82, all at once 6.41 (docs/development/LOG.md).
 _CHUNK_BYTES = 532 * 2**20
 _LOSS_BYTES = 256 * 2**20
 # Tokens whose logits a product writes and a kernel turns into gradients at a time, within a chunk; with 8 bits the

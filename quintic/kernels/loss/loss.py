@@ -23,7 +23,8 @@ from quintic.kernels.loss.problem import Fp8Scales, Problem, SigmoidCap, Wanted
 
 __all__ = ["Fp8Scales", "SigmoidCap", "obstacle_to_loss", "softcap_cross_entropy"]
 
-# Chunk of logits kept at a time on the CPU: small enough to stay in its caches. Measured: docs/LOG.md, 2026-11-20.
+# Chunk of logits kept at a time on the CPU: small enough to stay in its caches. Measured 2026-11-20,
+# docs/development/LOG.md.
 _CHUNK_BYTES = 4 * 2**20
 # The same for the twin on other devices.
 _DEVICE_CHUNK_BYTES = 256 * 2**20

@@ -15,7 +15,7 @@ ProductKernels = Literal["queue", "hopper", "symmetric"]
 there (`hopper.py`), or symmetric products anywhere (`symmetric.py`), with cuBLAS for the others."""
 
 # Multiplications of one product, a batch of them together, up to which the queue is better: beyond that a launch takes
-# less time than its product, and each tile costs the queue more (H200, 2026-11, docs/LOG.md).
+# less time than its product, and each tile costs the queue more (H200, 2026-11, docs/development/LOG.md).
 _QUEUE_LIMIT = 5e10
 
 

@@ -27,7 +27,7 @@ _BLOCK = 128
 _SMALLEST_BLOCK = 16
 
 # Terms of a sum that are loaded together. H200, 2026-11: with these warps and stages within 5 % of the fastest of six
-# settings for batches of 768 to 2048 (docs/LOG.md).
+# settings for batches of 768 to 2048 (docs/development/LOG.md).
 _BLOCK_K = 32
 _NUM_WARPS = 8
 _NUM_STAGES = 5

@@ -29,7 +29,7 @@ __all__ = ["adamw_programs", "adamw_tensors_"]
 # Tensors per program of the kernel that counts steps.
 _COUNT_BLOCK = 128
 
-# Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/LOG.md).
+# Entries per program. H200, 2026-11: 3.2 TB/s with 1024, 2.3 with 2048 (docs/development/LOG.md).
 _BLOCK = 1024
 _NUM_WARPS = 8
 

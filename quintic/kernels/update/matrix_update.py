@@ -31,7 +31,7 @@ from quintic.kernels.update.weights import (
 
 __all__ = ["MatrixLayout", "apply_updates_", "momentum_directions_"]
 
-# Entries per program, of which each is computed by itself. H200, 2026-11: 4.4 TB/s and more (docs/LOG.md).
+# Entries per program, of which each is computed by itself. H200, 2026-11: 4.4 TB/s and more (docs/development/LOG.md).
 _BLOCK = 2048
 _NUM_WARPS = 8
 

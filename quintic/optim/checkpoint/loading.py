@@ -124,7 +124,7 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     raise ValueError(
         f"this is the state of {which}, not of quintic.Muon; take it over with quintic.optim.interchange.import_state("
         f"optimizer, state_dict, source={source}, names=...), where names has None for parameters that another "
-        f"algorithm steps now, see docs/interchange.md"
+        f"algorithm steps now, see docs/how-to/import-state.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which treatment a parameter gets by what uses it: the rules of `docs/explain.md`, for one parameter at a time.
+"""Which treatment a parameter gets by what uses it: the rules of `docs/how-to/parameter-groups.md`, one by one.
 
 Matrices that map features to features are Muon's. A tensor whose rows or columns are no features is AdamW's. A tensor
 with several uses is decided by all of them together, so that the order of modules does not matter.

@@ -2,7 +2,7 @@
 
 Two lists of triples (a, b, c): the Muon post's one triple for every step, and Polar Express, the best polynomials for
 any number of steps, by Remez exchange. From a list alone follows where the Gram form has to restart. No tensors here.
-Read next: `orthogonalize.py`. The maths and the measurements: docs/orthogonalization.md.
+Read next: `orthogonalize.py`. The maths and the measurements: docs/explanation/orthogonalization.md.
 
 Sources: Muon's triple, K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/;
 Polar Express, N. Amsel et al. 2025, https://arxiv.org/abs/2505.16932, algorithm 1 and section 4.

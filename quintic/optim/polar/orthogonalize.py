@@ -11,7 +11,7 @@ polynomial of the same matrix:
 so that the standard form is the Gram form with a restart at every step, and one list of products computes both. The SVD
 computes the factor exactly and is the reference the others are measured against. Which of them runs is decided in
 `forms.py`. Nothing here knows of parameters, learning rates or ranks. Read next: `update.py`; the maths and the
-measured errors: docs/orthogonalization.md.
+measured errors: docs/explanation/orthogonalization.md.
 
 Sources: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Polar Express, N. Amsel et al. 2025,
 https://arxiv.org/abs/2505.16932; Gram Newton-Schulz, J. Zhang, N. Amsel, B. Chen, T. Dao 2026,

@@ -1,0 +1,71 @@
+"""The site: it builds without a warning, loads nothing from other hosts, and has what is generated from the source."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintic.cli import main
+from quintic.train.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+sys.path.append(str(ROOT / "scripts"))
+
+import docs_reference  # noqa: E402
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
+    missing = [package for package in ("material", "mkdocstrings") if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip("mkdocs-material or mkdocstrings not installed: `make docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    for page in pages:
+        text = page.read_text("utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?([^\" >]+)", text)
+        loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)[^>]*rel=\"?(?:stylesheet|preload|icon)", text)
+        assert not [target for target in loaded if target.startswith(("http", "//"))], page
+        assert "<!-- generated:" not in text, page
+    for page in ROOT.glob("docs/**/*.md"):
+        place = tmp_path / page.relative_to(ROOT / "docs").with_suffix(".html")
+        assert place in pages, f"{page} is not in the site"
+
+
+def test_the_configuration_lists_every_option_with_both_defaults():
+    options = {option.flag: option for option in docs_reference.options()}
+    sections = [field.default_factory for field in dataclasses.fields(Config)]
+    assert len(options) == sum(len(dataclasses.fields(section)) for section in sections)
+    assert options["--depth"].defaults == ("4", "12")
+    assert options["--head-dim"].meaning == "Channels of an attention head."
+    assert options["--optimizer"].values == "`muon`, `adamw`"
+    assert options["--steps"].defaults == ("500", "None")
+    assert options["--prompts"].defaults == ("none",)
+    table = docs_reference.generated("configuration")
+    for flag in options:
+        assert f"| `{flag}` |" in table
+
+
+def test_help_texts_are_those_of_the_commands(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    main(["report", "--help"])
+    printed = capsys.readouterr().out
+    text = docs_reference.generated("help report")
+    assert text.startswith("```text\n")
+    assert [line.rstrip() for line in printed.strip("\n").splitlines()] == text.splitlines()[1:-1]
+    assert os.environ["COLUMNS"] == "100"
+
+
+def test_an_unknown_part_is_an_error():
+    with pytest.raises(ValueError, match="weather"):
+        docs_reference.generated("weather")
