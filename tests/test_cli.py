@@ -116,7 +116,7 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
         l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
         aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
-        fp8=True, fp8_recipe="rowwise", core="c", core_every=5, core_items=6,
+        fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6,
     )  # fmt: skip
     default = Config()
     for section in dataclasses.fields(Config):

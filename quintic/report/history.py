@@ -4,8 +4,8 @@ Every record has a ``kind``; the other fields depend on it:
 
     run      time, name, config, machine, versions, git, model, data, total_steps, command, repeat
     train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, smoothed_loss, least_loss, epoch, flops,
-             tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms, grad_norm; where
-             the loss jumped spike, on_spike
+             tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and grad_norm, the
+             last of them on all where gradients are clipped, before that; where the loss jumped spike, on_spike
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples

@@ -153,6 +153,8 @@ class OptimConfig:
     """AdamW's first-moment coefficient."""
     beta2: float = 0.95
     """AdamW's second-moment coefficient."""
+    clip_norm: float | None = None
+    """Scale the gradient down to this norm, that of all weights together, where it is larger; None never does."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
     """A loss that jumps: only say so, leave out the step's update, or go back to the last checkpoint, with new text."""
     spike_sigmas: float = 6.0
@@ -173,6 +175,8 @@ class OptimConfig:
             weight_decay=self.weight_decay,
             adamw_weight_decay=self.adamw_weight_decay,
         )
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"--clip-norm {self.clip_norm}: must be above 0 and finite; 'None' clips nothing")
         names = ("momentum", "momentum_start", "momentum_end", "beta1", "beta2")
         averages = {name: value for name in names if (value := getattr(self, name)) is not None}
         _check_below_one(**averages)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import quintic
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.errors import CheckpointError
@@ -208,26 +209,25 @@ class Trainer:
         grad_rms = self.rms.before() if measured else {}
         stopwatch.mark()
         skips = self.config.optim.on_spike == "skip"
-        spike = None
+        spike = norm = None
         if skips:
             total = self.parallelism.total(loss.double().cpu())
             spike = self.watch.add(float(total) / self.parallelism.data_size)
         if spike is None:
+            if self.config.optim.clip_norm is not None:
+                norm = quintic.clip_grad_norm_(self.optimizer, self.config.optim.clip_norm, scope="all")
             self.optimizer.step()
         stopwatch.mark()
         update_rms = self.rms.after() if measured else {}
         self.optimizer.zero_grad()
-
-        self.step += 1
-        self.score = None
+        self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
         computing, _, stepping = stopwatch.seconds()
         times = {"data": waited, "forward_backward": max(0.0, computing - waited), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed
-        for name, value in times.items():
-            self.spent[name] += value
+        self.spent = {name: self.spent[name] + value for name, value in times.items()}
         self.times.add(elapsed)
         sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
         nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
@@ -240,6 +240,7 @@ class Trainer:
             "loss": nats,
             "bpb": bits_per_byte(nats * batch_tokens, max(1, text_bytes)),
             **settings,
+            **({} if norm is None else {"grad_norm": float(norm)}),
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
             "epoch": batch.epoch,

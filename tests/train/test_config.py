@@ -139,6 +139,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (OptimConfig, "head_lr", float("nan"), "must be at least 0 and finite"),
         *[(OptimConfig, f, 1.0, "below 1") for f in ("momentum", "momentum_start", "momentum_end", "beta1", "beta2")],
         (OptimConfig, "momentum_warmup_steps", -1, "must be at least 0"),
+        *[(OptimConfig, "clip_norm", v, "above 0 and finite") for v in (0.0, -1.0, float("inf"), float("nan"))],
         *[(ScheduleConfig, f, 0, "must be at least 1") for f in ("steps", "batch_tokens", "rows")],
         (ScheduleConfig, "tokens_per_param", float("nan"), "must be at least 0"),
         *[(ScheduleConfig, f, 1.1, "between 0 and 1") for f in ("warmup_frac", "warmdown_frac", "final_lr_frac")],

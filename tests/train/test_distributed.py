@@ -98,15 +98,15 @@ def assert_same_course(found: Path, expected: Path) -> None:
                 assert record[name] == pytest.approx(value, **tolerance), (record["kind"], record.get("step"), name)
 
 
-def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path) -> None:
-    """Train two steps in each layout, in the last one to the end, and compare with one process."""
+def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path, **changes: Any) -> Path:
+    """Train two steps in each layout, in the last one to the end, and compare with one process; return its folder."""
     steps = 2 * len(layouts)
-    config = tiny_config(dataset, folder, run="whole", steps=steps, **SIZES)
+    config = tiny_config(dataset, folder, run="whole", steps=steps, **SIZES, **changes)
     whole = create_run(config)
     train(config, dataset, whole, resume=False, command="test", say=lambda line: None)
     run_dir = None
     for number, (parallel, world_size) in enumerate(layouts, start=1):
-        options = {"run": "moved", "steps": steps, "parallel": parallel, "shard_ranks": 2, **SIZES}
+        options = {"run": "moved", "steps": steps, "parallel": parallel, "shard_ranks": 2, **SIZES, **changes}
         config = tiny_config(dataset, folder, **options)
         run_dir = create_run(config) if run_dir is None else run_dir
         stop_after = 2 * number if number < len(layouts) else None
@@ -120,10 +120,26 @@ def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path) -> Non
     kinds = [record["kind"] for record in records]
     assert records[0]["ranks"] == layouts[0][1]
     assert (kinds.count("run"), kinds.count("resume"), kinds.count("final")) == (1, len(layouts) - 1, 1)
+    return whole
 
 
 def test_a_run_goes_on_with_more_ranks_and_fewer(tiny_dataset: Dataset, tmp_path: Path) -> None:
     chain([("sharded", 1), ("sharded", 2), ("fsdp", 2), ("sharded", 1)], tiny_dataset, tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([("sharded", 2)], id="two"),
+        pytest.param([("ddp", 2), ("fsdp", 2), ("tp", 2), ("hsdp", 4)], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_clip_by_the_norm_of_all(layouts: list[tuple[str, int]], tiny_dataset: Dataset, tmp_path: Path) -> None:
+    whole = chain(layouts, tiny_dataset, tmp_path, optimizer="adamw", clip_norm=0.25)
+    norms = [record["grad_norm"] for record in course(whole) if record["kind"] == "train"]
+    assert len(norms) == 2 * len(layouts)
+    assert min(norms) > 0.26  # all of them are clipped
 
 
 @pytest.mark.slow

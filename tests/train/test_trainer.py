@@ -72,6 +72,39 @@ def test_a_step_is_the_mean_over_its_passes(tiny_dataset: Dataset, tmp_path: Pat
     assert all(param.grad is None for param in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_clipping_is_a_step_with_gradients_scaled_by_hand(
+    optimizer: str, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
+    """Of all weights together, whichever optimizer they have; only gradients above the norm are touched."""
+    bound = 0.8 if optimizer == "adamw" else 0.98
+    shared: dict[str, Any] = {"optimizer": optimizer, "adamw_lr": 0.02, "rms_every": 2}
+    clipped = make(tiny_dataset, tmp_path, clip_norm=bound, **shared)
+    by_hand, unclipped = (make(tiny_dataset, tmp_path, **shared) for _ in range(2))
+    norms: list[float] = []
+
+    def scale(*args: Any) -> None:
+        gradients = [param.grad for param in by_hand.model.parameters() if param.grad is not None]
+        norms.append(math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients)))
+        for gradient in gradients:
+            gradient.copy_(gradient.double() * min(1.0, bound / norms[-1]))
+
+    by_hand.optimizer.register_step_pre_hook(scale)
+    records = []
+    with clipped.loader, by_hand.loader, unclipped.loader:
+        for _ in range(6):
+            records.append(clipped.train_step())
+            by_hand.train_step()
+            unclipped.train_step()
+    assert min(norms) < 0.95 * bound < 1.05 * bound < max(norms)
+    assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
+    weights, expected, others = (
+        torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+        for trainer in (clipped, by_hand, unclipped)
+    )
+    assert float((weights - expected).norm()) < 0.005 * float((weights - others).norm())
+
+
 def test_the_first_loss_is_that_of_a_uniform_guess(tiny_dataset: Dataset, tmp_path: Path) -> None:
     trainer = make(tiny_dataset, tmp_path)
     with trainer.loader:
