@@ -158,7 +158,7 @@ def triton_apply(buckets: list[Bucket]) -> None:
 
     for bucket in buckets:
         apply_updates_(
-            bucket.addresses[2:], bucket.updates, bucket.factors, bucket.hyperparameters, layout_of(bucket),
+            bucket.addresses[2:], bucket.updates, bucket.factors[None], bucket.hyperparameters, layout_of(bucket),
             weight_dtype=torch.bfloat16, master_dtype=None, lr_index=INDEX["lr"],
             weight_decay_index=INDEX["weight_decay"], cautious=False, squared_lr_decay=False, go=None, aligned=True,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR
-from quintic.optim.rules.update import DecayCoupling, LrScale
+from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
 from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.validate import suggests_options
@@ -64,7 +64,9 @@ class Muon(OptimizerBase):
         weight_decay: of Muon groups, decoupled: w <- w - lr weight_decay w per step.
         decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
             learning rate.
-        cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402).
+        scale_decay: multiply the decay of a matrix, as its update, by `lr_scale` and its multiplier, too.
+        cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
+            `"strict"`: not where one is zero, so that rows of a table that were never touched keep their weights.
         orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
             `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
         orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
@@ -148,7 +150,8 @@ class Muon(OptimizerBase):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         decay_coupling: DecayCoupling = "lr",
-        cautious: bool = False,
+        scale_decay: bool = False,
+        cautious: Cautious = False,
         orthogonalizer: Orthogonalizer = "auto",
         orthogonalizer_steps: int = DEFAULT_STEPS,
         coefficients: Polynomials | None = None,

@@ -50,7 +50,8 @@ _SYNONYMS = {
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "nesterov": (False, True),
-    "cautious": (False, True),
+    "scale_decay": (False, True),
+    "cautious": (False, True, "strict"),
     "normalize": (None, "neuron"),
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),

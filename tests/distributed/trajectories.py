@@ -58,6 +58,9 @@ class Case:
 
 _FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
 
+# As the modded-nanogpt speedrun decays.
+_RACE = {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": "strict", "scale_decay": True}
+
 CASES = {
     "plain": Case(_FLOAT32),
     "neuron": Case({**_FLOAT32, "normalize": "neuron", "normalize_beta": 0.7}),
@@ -67,7 +70,7 @@ CASES = {
     ),
     "bf16": Case({"weight_decay": 0.1, "adamw_weight_decay": 0.1}, torch.bfloat16),
     "fp32": Case({**_FLOAT32, "master": "fp32"}, torch.bfloat16),
-    "mantissa": Case({"master": "mantissa", "normalize": "neuron"}, torch.bfloat16, multipliers=True),
+    "mantissa": Case({"master": "mantissa", "normalize": "neuron", **_RACE}, torch.bfloat16, multipliers=True),
     "narrow": Case({**_FLOAT32, "state_dtype": "bf16", "normalize": "neuron", "adamw_weight_decay": 0.1}),
     "narrow_mantissa": Case({"state_dtype": "bf16", "master": "mantissa", "weight_decay": 0.1}, torch.bfloat16),
     # So little that one matrix at a time is computed, and AdamW in pieces.

@@ -58,7 +58,8 @@ def test_matrices(weight, master, contiguous, grouped):
     for momentum in (tl.float32, tl.bfloat16):
         constants = {"MU": 2, "GRADIENT": weight, "MOMENTUM": momentum, "NESTEROV": contiguous, **where}
         compile_kernel(matrix_update._momentum_kernel, constants, matrix_update._NUM_WARPS)
-    options = {"LR": 0, "WEIGHT_DECAY": 1, "CAUTIOUS": grouped, "SQUARED": contiguous}
+    cautious = "strict" if grouped else contiguous
+    options = {"LR": 0, "WEIGHT_DECAY": 1, "CAUTIOUS": cautious, "SQUARED": contiguous, "SCALED": master != 1}
     layout = {"UPDATE_CONTIGUOUS": contiguous, "PER_MATRIX": contiguous, **where}
     constants = {"WEIGHT": weight, "MASTER": master, **options, **layout}
     compile_kernel(matrix_update._apply_kernel, constants, matrix_update._NUM_WARPS)
@@ -68,7 +69,13 @@ def test_matrices(weight, master, contiguous, grouped):
 @pytest.mark.parametrize("alone", [True, False])
 def test_adamw(weight, master, alone):
     indices = {"LR": 0, "WEIGHT_DECAY": 1, "BETA1": 3, "BETA2": 4, "EPS": 5}
-    flags = {"ALONE": alone, "CAUTIOUS": alone, "SQUARED": alone, "GUARDED": not alone, "ALIGNED": alone}
+    flags = {
+        "ALONE": alone,
+        "CAUTIOUS": "strict" if alone else False,
+        "SQUARED": alone,
+        "GUARDED": not alone,
+        "ALIGNED": alone,
+    }
     for moments in (tl.float32, tl.bfloat16):
         dtypes = {"WEIGHT": weight, "GRADIENT": weight, "MOMENTS": moments, "MASTER": master}
         constants = {**indices, **flags, **dtypes, "BLOCK": adamw._BLOCK}

@@ -67,6 +67,8 @@ MORE_OPTIONS = [
     {"nesterov": False, "weight_decay": 0.3, "adamw_weight_decay": 0.3},
     {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True},
     {"weight_decay": 3.0, "adamw_weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
+    {"weight_decay": 0.3, "scale_decay": True, "lr_scale": "match_rms_adamw", "cautious": "strict"},
+    {"weight_decay": 3.0, "scale_decay": True, "normalize": "neuron", "decay_coupling": "lr_squared"},
 ]
 
 
@@ -200,7 +202,12 @@ def test_mantissa_is_the_float32_master_bit_for_bit(options):
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (), (0,), (4, 0)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True}, {"on_nonfinite": "skip"}],
+    [
+        {},
+        {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True},
+        {"adamw_weight_decay": 0.3, "cautious": "strict"},
+        {"on_nonfinite": "skip"},
+    ],
     ids=str,
 )
 def test_adamw(shape, options):
@@ -213,6 +220,7 @@ def test_adamw(shape, options):
         optimizers.append(Muon(groups, adamw_lr=0.01, kernels=kernels, betas=(0.8, 0.999), **options))
     for step in range(5):
         gradients = [torch.randn(value.shape) for value in values]
+        gradients[1][:30] = 0.0
         if step == 2:
             gradients[0] = None  # the other one steps alone
         for found in params:
@@ -260,11 +268,11 @@ def test_many_parameters_of_one_shape_and_chunks():
     optimizers = []
     for found, kernels in zip(params, ("triton", "torch"), strict=True):
         groups = [
-            {"params": found[:1], "view": Experts(), "lr_multipliers": [1, 2, 1, 3, 1, 0.5]},
+            {"params": found[:1], "view": Experts(), "lr_multipliers": [1, 2, 1, 3, 1, 0.5], "scale_decay": True},
             {"params": found[1:]},
         ]
         optimizers.append(
-            Muon(groups, lr=0.05, kernels=kernels, max_workspace_bytes=40_000, compute_dtype=torch.float32)
+            Muon(groups, 0.05, weight_decay=1, kernels=kernels, max_workspace_bytes=40_000, compute_dtype=torch.float32)
         )
     assert len(optimizers[0].plan().buckets) > 3
     for step in range(3):
@@ -488,7 +496,7 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
     matrix_update.apply_updates_(
         table[2:],
         directions,
-        torch.ones(3, 1, 1, device=DEVICE),
+        torch.ones(1, 3, 1, 1, device=DEVICE),
         hyperparameters,
         layout,
         weight_dtype=torch.float32,
@@ -506,7 +514,7 @@ def test_some_matrices_of_a_launch_stay_as_they_are():
 
 
 @pytest.mark.parametrize("flags", [None, [True, False, True, True, False]])
-@pytest.mark.parametrize("options", [{}, {"master": "fp32"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"master": "fp32"}, {"scale_decay": True, "cautious": True}], ids=str)
 def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
     """Ranks divide and exchange matrices of one shape together: each order's launch gets a part of one table."""
     update, factors = torch.randn(5, 12, 8).to(DEVICE), torch.rand(5, 12, 1).add(0.5).to(DEVICE)
@@ -522,7 +530,7 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         pairs = [value.to(DEVICE, torch.float16) for value in values]
         pairs = [pair.mT.contiguous().mT if order else pair for pair, order in zip(pairs, by_columns, strict=True)]
         params = [nn.Parameter(pair[0].clone()) for pair in pairs]
-        common = {"momentum": 0.8, "weight_decay": 0.1, "compute_dtype": torch.float32, **options}
+        common = {"momentum": 0.8, "weight_decay": 0.3, "compute_dtype": torch.float32, **options}
         optimizer = Muon(params, kernels=kernels, **common)
         bucket, group = optimizer.plan().buckets[0], optimizer.typed_groups[0]
         states = [optimizer.state[param] for param in params]
@@ -535,7 +543,8 @@ def test_matrices_of_one_bucket_in_several_orders_of_memory(options, flags):
         else:
             passes = PlainPasses(bucket, group, active, flags)
         directions = passes.directions()
-        passes.apply(update, factors)
+        decays = torch.arange(60, device=DEVICE).view(5, 12, 1) / 6 if group.scale_decay else factors[:0]
+        passes.apply(update, torch.cat([factors, decays]))
         found.append((directions[stepped], params, [state[key] for state in states for key in sorted(state)]))
         assert [not torch.equal(param, pair[0]) for param, pair in zip(params, pairs, strict=True)] == stepped
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)

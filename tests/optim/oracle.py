@@ -28,6 +28,13 @@ def polynomial_polar(x, coefficients, margin):
 NEURON_EPS = 1e-10
 
 
+def agreement(update, weight, cautious):
+    """Return where weights decay: everywhere, where update and weight agree in sign, or where neither is zero, too."""
+    if cautious == "strict":
+        return update * weight > 0
+    return (update * weight >= 0) if cautious else 1.0
+
+
 class MuonMatrix:
     """Muon on one matrix, step by step."""
 
@@ -38,7 +45,7 @@ class MuonMatrix:
         self.v = None
         self.neuron = neuron
 
-    def step(self, grad, *, lr, mu=0.95, nesterov=True, wd=0.0, cautious=False, beta=0.95, scale=None):
+    def step(self, grad, *, lr, mu=0.95, nesterov=True, wd=0.0, cautious=False, beta=0.95, scale=None, decay_scale=1.0):
         g = np.asarray(grad, dtype=np.float64)
         self.m += (1 - mu) * (g - self.m)
         u = (1 - mu) * g + mu * self.m if nesterov else self.m
@@ -55,8 +62,8 @@ class MuonMatrix:
         factor = np.sqrt(max(1.0, rows / columns)) if scale is None else scale
         if self.transposed:
             u = u.T
-        mask = (u * self.w >= 0) if cautious else 1.0
-        self.w = self.w - lr * wd * mask * self.w - lr * factor * u
+        mask = agreement(u, self.w, cautious)
+        self.w = self.w - lr * wd * decay_scale * mask * self.w - lr * factor * u
         return self.w
 
 
@@ -75,6 +82,6 @@ class AdamWTensor:
         self.m = betas[0] * self.m + (1 - betas[0]) * g
         self.v = betas[1] * self.v + (1 - betas[1]) * g * g
         update = (self.m / (1 - betas[0] ** self.t)) / (np.sqrt(self.v / (1 - betas[1] ** self.t)) + eps)
-        mask = (update * self.w >= 0) if cautious else 1.0
+        mask = agreement(update, self.w, cautious)
         self.w = self.w - lr * wd * mask * self.w - lr * update
         return self.w

@@ -119,6 +119,10 @@ CASES = {
         torch.float32,
         {**FLOAT32, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True, "lr_scale": "unit_rms"},
     ),
+    "scaled": (
+        torch.float32,
+        {**FLOAT32, "weight_decay": 3.0, "adamw_weight_decay": 3.0, "cautious": "strict", "scale_decay": True},
+    ),
     "squared": (
         torch.float32,
         {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "decay_coupling": "lr_squared", "momentum": 0.0},

@@ -130,6 +130,66 @@ def test_decay_can_be_tied_to_the_square_of_the_learning_rate(algorithm, cautiou
         np.testing.assert_allclose(param.detach().numpy(), twin.w, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("neuron", [False, True])
+@pytest.mark.parametrize("cautious", [False, True, "strict"])
+@pytest.mark.parametrize("coupling", ["lr", "lr_squared"])
+@pytest.mark.parametrize(
+    ("view", "shape"),
+    [(Rows(8), (32, 3)), (Heads(4), (24, 5)), (Split((9, 5, 4, 2)), (20, 3)), (Experts(transposed=True), (4, 3, 8))],
+    ids=str,
+)
+def test_decay_can_have_the_scale_and_the_multiplier_of_each_matrix(view, shape, coupling, cautious, neuron):
+    multipliers = (1.0, 2.0, 0.5, 0.0)
+    param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    param.data[..., 0] = 0.0
+    twins = [
+        oracle.MuonMatrix(matrix.numpy(), neuron=neuron) for batch in view.batches(param.detach()) for matrix in batch
+    ]
+    options = {"lr_multipliers": multipliers, "weight_decay": 1.2, "decay_coupling": coupling, "cautious": cautious}
+    normalize = "neuron" if neuron else None
+    optimizer = Muon([{"params": [param], "view": view}], scale_decay=True, normalize=normalize, **options, **EXACT)
+    for lr in (0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = lr
+        stepped(optimizer, [param], [torch.randn(shape, dtype=torch.float64)])
+        gradients = [matrix for batch in view.batches(param.grad) for matrix in batch]
+        for twin, gradient, multiplier in zip(twins, gradients, multipliers, strict=True):
+            own = multiplier * max(1.0, gradient.shape[0] / gradient.shape[1]) ** 0.5
+            wd = 1.2 * (lr if coupling == "lr_squared" else 1.0)
+            twin.step(gradient.numpy(), lr=lr, wd=wd, cautious=cautious, scale=own, decay_scale=own)
+    found = [matrix.numpy() for batch in view.batches(param.detach()) for matrix in batch]
+    for matrix, twin in zip(found, twins, strict=True):
+        np.testing.assert_allclose(matrix, twin.w, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("scaled", "second"), [(False, 0.988), (True, 0.976)])
+def test_decay_of_the_second_matrix_of_an_uneven_bank(scaled, second):
+    """The speedrun's constants: lr^2 times decay, and that twice for the matrix with twice the rate."""
+    param = nn.Parameter(torch.ones(8, 4, dtype=torch.float64))
+    bank = {"params": [param], "view": Rows(4), "lr_multipliers": (1.0, 2.0)}
+    options = {"weight_decay": 1.2, "decay_coupling": "lr_squared", "scale_decay": scaled, "cautious": True}
+    stepped(Muon([bank], lr=0.1, **options), [param], [torch.zeros_like(param)])
+    torch.testing.assert_close(param.detach()[:, 0], torch.tensor([0.988] * 4 + [second] * 4).double())
+
+
+@pytest.mark.parametrize("cautious", [True, "strict"])
+@pytest.mark.parametrize("coupling", ["lr", "lr_squared"])
+def test_rows_that_were_never_touched_decay_or_do_not(cautious, coupling):
+    table = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+    table.data[3] = 0.0
+    start, twin = table.detach().clone(), oracle.AdamWTensor(table.detach().numpy())
+    group = {"params": [table], "algorithm": "adamw", "cautious": cautious, "weight_decay": 3.0, "lr": 0.1}
+    optimizer = Muon([{**group, "decay_coupling": coupling}], **EXACT)
+    for lr in (0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = lr
+        gradient = torch.randn(6, 4, dtype=torch.float64)
+        gradient[:2] = 0.0
+        stepped(optimizer, [table], [gradient])
+        wd = 3.0 * (lr if coupling == "lr_squared" else 1.0)
+        twin.step(gradient.numpy(), lr=lr, betas=(0.9, 0.95), eps=1e-8, wd=wd, cautious=cautious)
+        np.testing.assert_allclose(table.detach().numpy(), twin.w, rtol=1e-9, atol=1e-12)
+    assert torch.equal(table[:2], start[:2]) == (cautious == "strict")
+
+
 # -- last_step ---------------------------------------------------------------------------------------------------------
 
 

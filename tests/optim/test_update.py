@@ -149,13 +149,13 @@ def test_neuron_factors_of_zero_are_finite():
     assert torch.isfinite(factors).all()
 
 
-@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("cautious", [False, True, "strict"])
 @pytest.mark.parametrize("wd", [0.0, 0.3])
 def test_apply_decays_and_steps(cautious, wd):
     weight, update = torch.randn(50, 40), torch.randn(50, 40)
     weight[0], update[1] = 0.0, 0.0
     w, u = weight.double().numpy().copy(), update.double().numpy()
-    mask = (u * w >= 0) if cautious else 1.0
+    mask = oracle.agreement(u, w, cautious)
     expected = w - 0.1 * wd * mask * w - 0.1 * 2.0 * u
     apply_([weight], [None], [update], [2.0], lr=0.1, weight_decay=wd, cautious=cautious)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-6)

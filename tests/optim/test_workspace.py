@@ -234,6 +234,8 @@ OPTIONS = [
     {"master": "fp32", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"master": "mantissa", "cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"cautious": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
+    {"scale_decay": True, "weight_decay": 0.1, "normalize": "neuron"},
+    {"master": "mantissa", "cautious": "strict", "scale_decay": True, "weight_decay": 0.1, "adamw_weight_decay": 0.1},
     {"orthogonalizer": doubled},
     {"state_dtype": "bf16"},
     {"state_dtype": "bf16", "compute_dtype": torch.float32},

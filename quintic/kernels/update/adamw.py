@@ -129,7 +129,7 @@ def _adamw_kernel(
     if GUARDED:
         keep = element < numel * tl.load(go + tensor * go_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
-    value = stepped_weight(value, update, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
+    value = stepped_weight(value, update, 1.0, 1.0, lr, weight_decay, CAUTIOUS, SQUARED)
     tl.store(exp_avgs, exp_avg.to(MOMENTS), mask=keep)
     tl.store(exp_avg_sqs, exp_avg_sq.to(MOMENTS), mask=keep)
     store_weight(weights, masters, value, keep, MASTER)
@@ -147,7 +147,7 @@ def adamw_tensors_(
     moment_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype | None,
     indices: tuple[int, int, int, int, int],
-    cautious: bool,
+    cautious: bool | str,
     squared_lr_decay: bool,
     go: Tensor | None,
     aligned: bool,

@@ -203,6 +203,7 @@ def _apply_kernel(
     update_stride,
     update_row_stride,
     update_column_stride,
+    decay_stride,
     factor_stride,
     factor_row_stride,
     factor_column_stride,
@@ -216,6 +217,7 @@ def _apply_kernel(
     CONTIGUOUS: tl.constexpr,
     UPDATE_CONTIGUOUS: tl.constexpr,
     PER_MATRIX: tl.constexpr,
+    SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
     FILTERS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -251,19 +253,18 @@ def _apply_kernel(
         update_offsets = row.to(tl.int64) * update_row_stride + column.to(tl.int64) * update_column_stride
     update = tl.load(updates + matrix.to(tl.int64) * update_stride + update_offsets, mask=inside, other=0.0)
     update = update.to(tl.float32)
-    factor_offsets = matrix * factor_stride
-    if PER_MATRIX:
-        factor = tl.load(factors + factor_offsets)
-    else:
-        factor_offsets += row * factor_row_stride + column * factor_column_stride
-        factor = tl.load(factors + factor_offsets, mask=inside, other=0.0)
-    lr = tl.load(hyperparameters + LR)
-    weight_decay = tl.load(hyperparameters + WEIGHT_DECAY)
+    places, known = factors + matrix * factor_stride, True
+    if not PER_MATRIX:
+        places, known = places + row * factor_row_stride + column * factor_column_stride, inside
+    factor, decay_factor = tl.load(places, mask=known, other=0.0), 1.0
+    if SCALED:
+        decay_factor = tl.load(places + decay_stride, mask=known, other=0.0)
+    lr, weight_decay = tl.load(hyperparameters + LR), tl.load(hyperparameters + WEIGHT_DECAY)
     keep = inside
     if GUARDED:
         keep = element < numel * tl.load(go + matrix * go_stride)
     value = load_full_precision(tl.load(weights, mask=inside, other=0.0), masters, inside, MASTER)
-    value = stepped_weight(value, update, factor, lr, weight_decay, CAUTIOUS, SQUARED)
+    value = stepped_weight(value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS, SQUARED)
     store_weight(weights, masters, value, keep, MASTER)
 
 
@@ -332,7 +333,7 @@ def apply_updates_(
     master_dtype: torch.dtype | None,
     lr_index: int,
     weight_decay_index: int,
-    cautious: bool,
+    cautious: bool | str,
     squared_lr_decay: bool,
     go: Tensor | None,
     aligned: bool,
@@ -340,17 +341,16 @@ def apply_updates_(
     """Decay a bucket's weights and step against their updates.
 
     Args:
-        addresses: (2, b) int64 on the device, likewise: of each matrix' weight and master (any number without masters),
-            changed.
+        addresses: (2, b) int64 likewise: of each matrix' weight and master (any number without masters), changed.
         updates: (b, m, n) floating, any strides, in the orientation of the view; not modified.
-        factors: (b, m or 1, n or 1) float32; what multiplies each update besides the learning rate.
+        factors: (1 or 2, b, m or 1, n or 1) float32; what multiplies updates besides the learning rate, and decay.
         hyperparameters: (k,) float64 on the device.
         layout: of every matrix, in weight and master alike.
         weight_dtype: of the weights.
         master_dtype: float32, uint16 or None; see `quintic/optim/rules/precision.py`.
         lr_index: where the learning rate stands in `hyperparameters`.
         weight_decay_index: where the weight decay stands there.
-        cautious: decay only entries where update and weight agree in sign.
+        cautious: decay only entries where update and weight agree in sign; see optim/rules/update.py `apply_`.
         squared_lr_decay: decay by lr^2 weight_decay instead of lr weight_decay.
         go: () or (b,) int32 on the device, 1 or 0: at 0 nothing is written. None for always.
         aligned: whether all addresses are multiples of 16.
@@ -358,10 +358,9 @@ def apply_updates_(
     count = addresses.shape[1]
     _, columns, *geometry = layout.physical()
     update = updates.mT if layout.transposed else updates
-    factor = factors.expand(count, *factors.shape[1:])
+    factor = factors.expand(-1, count, -1, -1)
     factor = factor.mT if layout.transposed else factor
     factor_strides = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
-    contiguous = layout.contiguous
     launch(
         _apply_kernel,
         (count * _tiles(layout),),
@@ -383,12 +382,13 @@ def apply_updates_(
         CAUTIOUS=cautious,
         SQUARED=squared_lr_decay,
         GUARDED=go is not None,
-        CONTIGUOUS=contiguous,
+        CONTIGUOUS=layout.contiguous,
         UPDATE_CONTIGUOUS=update.stride()[1:] == (columns, 1),
-        PER_MATRIX=factors.shape[1:] == (1, 1),
+        PER_MATRIX=factors.shape[2:] == (1, 1),
+        SCALED=len(factors) == 2,
         GROUPED=layout.groups > 1,
         FILTERS=layout.kernel > 1,
-        ALIGNED=aligned and contiguous,
+        ALIGNED=aligned and layout.contiguous,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
     )

@@ -69,12 +69,16 @@ def store_weight(weights, masters, value, mask, MASTER: tl.constexpr):
 
 
 @triton.jit
-def stepped_weight(value, update, factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr):
+def stepped_weight(
+    value, update, factor, decay_factor, lr, weight_decay, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr
+):
     """Return the weight after decay and update; see optim/rules/update.py apply_."""
     decay_rate = weight_decay
     if SQUARED:
         decay_rate = weight_decay * lr
-    decay = value * decay_rate.to(tl.float32)
-    if CAUTIOUS:
+    decay = value * (decay_rate.to(tl.float32) * decay_factor)
+    if CAUTIOUS == "strict":
+        decay = tl.where(update * value > 0, decay, 0.0)
+    elif CAUTIOUS:
         decay = tl.where(update * value >= 0, decay, 0.0)
     return value - lr.to(tl.float32) * (update * factor + decay)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
-from quintic.optim.rules.update import DecayCoupling, LrScale
+from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
 
 __all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer"]
 
@@ -45,7 +45,8 @@ class Group:
     # What stays, mostly.
     nesterov: bool
     decay_coupling: DecayCoupling
-    cautious: bool
+    scale_decay: bool
+    cautious: Cautious
     orthogonalizer: Orthogonalizer
     orthogonalizer_steps: int
     coefficients: Polynomials | None

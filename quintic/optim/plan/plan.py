@@ -36,6 +36,7 @@ PLANNED_OPTIONS = (
     "state_dtype",
     "cautious",
     "decay_coupling",
+    "scale_decay",
     "comms",
     "process_group",
     "replicas",

@@ -28,6 +28,7 @@ from quintic.optim.rules.sums import norms, sums
 
 __all__ = [
     "CPU_PIECE",
+    "Cautious",
     "DecayCoupling",
     "LrScale",
     "adamw_",
@@ -41,6 +42,7 @@ __all__ = [
 
 LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
 DecayCoupling = Literal["lr", "lr_squared"]
+Cautious = bool | Literal["strict"]
 
 CPU_PIECE = 2**17
 """Entries of large tensors that go through all operations of a pass together on a CPU: what is computed between stays
@@ -192,7 +194,8 @@ def apply_(
     lr: float,
     weight_decay: float,
     decay_coupling: DecayCoupling = "lr",
-    cautious: bool,
+    decay_factors: Sequence[Tensor | float] | None = None,
+    cautious: Cautious,
 ) -> None:
     """Decay the weights and step against the updates: w <- w - lr wd w - lr f u.
 
@@ -207,17 +210,26 @@ def apply_(
             `decay_coupling="lr_squared"` of 1 / lr^2: w <- w - lr^2 wd w, so that a falling learning rate makes the
             decay fall faster (the modded-nanogpt speedrun's schedule-tied decay).
         decay_coupling: `"lr"` or `"lr_squared"`.
+        decay_factors: what multiplies each decay besides, likewise: with `scale_decay` the learning-rate scale and the
+            matrix' own multiplier, as in the modded-nanogpt speedrun. None for 1.
         cautious: decay only entries where update and weight agree in sign (or one is zero), so that decay never
-            works against the update. Source: cautious weight decay, arXiv 2510.12402.
+            works against the update. Source: cautious weight decay, arXiv 2510.12402. `"strict"` leaves entries alone
+            where the update is zero, too, as the speedrun's AdamW does.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
     entries = CPU_PIECE if weights and weights[0].device.type == "cpu" else None
-    for weight, master, update, factor in in_pieces(weights, masters, updates, factors, entries=entries):
+    scales = [1.0] * len(weights) if decay_factors is None else decay_factors
+    for weight, master, update, factor, scale in in_pieces(weights, masters, updates, factors, scales, entries=entries):
         current = weight if master is None else full_precision(weight, master)
         wide = torch.promote_types(torch.float32, weight.dtype)
         step = update * factor if update.dtype == wide else update.to(wide).mul_(factor)
         if decay_rate != 0.0 and cautious:
-            step += current.to(wide) * decay_rate * (update.to(wide) * current >= 0)
+            agreement = update.to(wide) * current
+            mask = agreement > 0 if cautious == "strict" else agreement >= 0
+            del agreement
+            step += current.to(wide) * (decay_rate * scale) * mask
+        elif decay_rate != 0.0 and decay_factors is not None:
+            step += current.to(wide) * (decay_rate * scale)
         elif decay_rate != 0.0:
             step.add_(current, alpha=decay_rate)
         if master is None:
@@ -239,7 +251,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
     decay_coupling: DecayCoupling = "lr",
-    cautious: bool,
+    cautious: Cautious,
 ) -> None:
     """Advance one AdamW parameter with bias correction; arithmetic in the dtype of `exp_avg`, at least float32.
 

@@ -310,6 +310,7 @@ _COLLECTIVE_OPTIONS = (
     "state_dtype",
     "cautious",
     "decay_coupling",
+    "scale_decay",
     "step_every",
     "qk_clip",
     "on_nonfinite",

@@ -243,6 +243,8 @@ class LocalStep(BucketStep):
         if self.observer is not None:
             self.observer(active.members, directions, update, factors, go)
         del directions
+        if group.scale_decay:
+            factors = torch.cat([factors, scales.expand_as(factors)])
         passes.apply(update, factors)
 
 

@@ -99,11 +99,12 @@ class DevicePasses:
         """Step the weights."""
         from quintic.kernels.update.matrix_update import apply_updates_
 
+        factors = factors.view(len(factors) // len(update), len(update), *factors.shape[1:])
         for layout, part in self._parts():
             apply_updates_(
                 self._table[2:, part],
                 update[part],
-                factors[part],
+                factors[:, part],
                 self._hyperparameters,
                 layout,
                 weight_dtype=self._bucket.dtype,

@@ -12,7 +12,7 @@ from quintic.optim.step.averages.divided_memory import DividedMemory
 from quintic.optim.step.bucket_step import BucketStep, PlanWide
 from quintic.optim.step.operands import Operands
 from quintic.optim.step.sparse_rows import start_mean_of_rows
-from quintic.optim.step.units import UnitsMemory, as_rows, factors_over, orthogonalized_units
+from quintic.optim.step.units import UnitsMemory, as_rows, beside_decay, factors_over, orthogonalized_units
 
 __all__ = ["DividedMatricesStep", "DividedStep"]
 
@@ -101,6 +101,8 @@ class DividedMatricesStep(DividedStep):
         updates, factors = orthogonalized_units(
             bucket, group, units, self._common.state, directions, scales, stepped, self.observer
         )
+        if group.scale_decay:
+            factors = beside_decay(factors, scales[bucket.units.owned])
         passes.apply(as_rows(updates), factors_over(factors, bucket.units, None))
 
 

@@ -18,7 +18,14 @@ from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Gathered
 from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.operands import Operands, State
-from quintic.optim.step.units import UnitsMemory, as_rows, factors_of_units, factors_over, orthogonalized_units
+from quintic.optim.step.units import (
+    UnitsMemory,
+    as_rows,
+    beside_decay,
+    factors_of_units,
+    factors_over,
+    orthogonalized_units,
+)
 
 __all__ = ["GatheredMemory", "GatheredStep", "Neurons"]
 
@@ -69,6 +76,8 @@ class GatheredStep(BucketStep):
         else:
             factors = neurons.wait()
         if passes is not None:
+            if group.scale_decay:
+                factors = beside_decay(factors, scales)
             passes.apply(as_rows(received), factors_over(factors, units, exchange.piece))
         scattered.release()
         if neurons is not None:

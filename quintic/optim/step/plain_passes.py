@@ -74,9 +74,12 @@ class PlainPasses:
         # 1 where factors do not vary.
         rows = shape[:2] if factors.shape[1] > 1 else (1, 1)
         columns = shape[2:] if factors.shape[2] > 1 else (1,) * len(shape[2:])
-        scales: Sequence[Tensor] = factors.view(len(factors), *rows, *columns).split(counts)
+        everything = factors.view(len(factors), *rows, *columns)
+        scales: Sequence[Tensor] = everything[: len(update)].split(counts)
+        decays: Sequence[Tensor] = everything[-len(update) :].split(counts)
         if self._present is not None:
-            weights, updates, scales, masters = self._those_stepped(weights, updates, scales, masters)
+            stepped = self._those_stepped(weights, updates, scales, decays, masters)
+            weights, updates, scales, decays, masters = stepped
         apply_(
             weights,
             [None] * len(weights) if whole is None else masters,
@@ -85,6 +88,7 @@ class PlainPasses:
             lr=float(group.lr),
             weight_decay=float(group.weight_decay),
             decay_coupling=group.decay_coupling,
+            decay_factors=decays if group.scale_decay else None,
             cautious=group.cautious,
         )
 

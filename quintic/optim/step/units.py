@@ -20,7 +20,7 @@ from quintic.optim.state.state import second_moments
 from quintic.optim.step.operands import BucketMemory, State
 from quintic.optim.step.updates import Moments, Observer, make_updates
 
-__all__ = ["UnitsMemory", "as_rows", "factors_of_units", "factors_over", "orthogonalized_units"]
+__all__ = ["UnitsMemory", "as_rows", "beside_decay", "factors_of_units", "factors_over", "orthogonalized_units"]
 
 
 class UnitsMemory(BucketMemory):
@@ -173,6 +173,17 @@ def factors_of_units(vectors: Tensor, units: Units) -> list[Tensor]:
     shapes = [_factor_shape(kind) for kind in units.kinds]
     parts = vectors.split([m * n for m, n in shapes], dim=1)
     return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def beside_decay(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+    """Return for each kind the factors of updates, then those of decay: (2 units, m or 1, n or 1).
+
+    Args:
+        factors: for each kind (units, m or 1, n or 1).
+        scales: (units, kinds), of decay.
+    """
+    columns = scales.view(*scales.shape, 1, 1).unbind(1)
+    return [torch.cat([found, scale.expand_as(found)]) for found, scale in zip(factors, columns, strict=True)]
 
 
 def factors_over(factors: Sequence[Tensor], units: Units, piece: Box | None) -> Tensor:

@@ -32,7 +32,12 @@ class Passes(Protocol):
         ...
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
-        """Step the weights against updates (b, m, n), times factors (b, m or 1, n or 1) and the learning rate."""
+        """Step the weights against updates (b, m, n), times factors and the learning rate.
+
+        Args:
+            update: (b, m, n).
+            factors: (b, m or 1, n or 1), of updates; with `scale_decay` twice as many, the others of decay.
+        """
         ...
 
 

@@ -302,6 +302,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
         lr=float(group.lr),
         weight_decay=float(group.weight_decay),
         decay_coupling=group.decay_coupling,
+        decay_factors=[scale] if group.scale_decay else None,
         cautious=group.cautious,
     )
     if not measure:

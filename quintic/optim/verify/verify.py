@@ -25,6 +25,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
+from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify.parameters import Parameter, parameters_of
@@ -198,7 +199,7 @@ def _compare_adamw(
         if right.numel() == 0:
             continue
         if key == "weight":
-            allowed = _allowed_change(found.group, expected, old, right, _ADAMW * found.group.learning_rate)
+            allowed = _allowed_change(found.group, old, right, _ADAMW * found.group.learning_rate)
             scale = _largest(right - old)
         else:
             allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
@@ -240,7 +241,10 @@ def _compare_matrices(
                 # A parameter that was not stepped has not changed.
                 rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * change
-                allowed = _allowed_change(found.group, expected, old, right, slack)
+                multipliers = found.group.lr_multipliers
+                own = lr_scale_factor(found.group.lr_scale, *right.shape) * (multipliers[number] if multipliers else 1)
+                scale = abs(own) if found.group.scale_decay else 1.0
+                allowed = _allowed_change(found.group, old, right, slack, scale)
             else:
                 allowed = _allowed_state(right, old)
             absolute, ratio = _distance(right, mine, allowed)
@@ -317,8 +321,8 @@ def _whole_value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Te
     return found.whole(value) if key == "weight" else found.whole_of(key, value)
 
 
-def _allowed_change(group: Group, state: Mapping[str, Tensor], old: Tensor, right: Tensor, slack: float) -> Tensor:
-    """Return for each weight the difference that rounding explains, given that of updates."""
+def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
+    """Return for each weight the difference that rounding explains, given that of updates and the factor on decay."""
     relative = _EPS * torch.finfo(torch.float64 if right.dtype == torch.float64 else torch.float32).eps
     if right.itemsize < 4:  # both are rounded to one of few numbers
         relative += torch.finfo(right.dtype).eps
@@ -326,7 +330,7 @@ def _allowed_change(group: Group, state: Mapping[str, Tensor], old: Tensor, righ
     old, right = old.to(wide), right.to(wide)
     allowed = right.abs().mul(relative).add(slack)
     lr = group.learning_rate
-    rate = lr * float(group.weight_decay)
+    rate = lr * float(group.weight_decay) * scale
     if group.cautious and rate:
         # Where the update is so small that its sign may go either way, decay may come or not.
         decay = old.abs() * (rate * lr if group.decay_coupling == "lr_squared" else rate)

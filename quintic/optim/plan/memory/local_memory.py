@@ -70,6 +70,7 @@ def matrices_bytes(
     factors = factor_bytes(count, m, n, of)
     held = count * m * n * direction.itemsize
     computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
-    applying = work.kept + factors + applied_bytes(min(count, largest) * m * n, of)
+    # Those of decay are put beside them.
+    applying = work.kept + factors * (3 if of.scales_decay else 1) + applied_bytes(min(count, largest) * m * n, of)
     starting = directions_bytes(count * m * n, direction, of)
     return max(starting, held + max(computing, applying))

@@ -72,6 +72,7 @@ class Matrices(NamedTuple):
     """Whether averages are in bfloat16, of which plain PyTorch makes copies in float32."""
     has_masters: bool = False
     cautious: bool = False
+    scales_decay: bool = False
 
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "Matrices":
@@ -83,7 +84,8 @@ class Matrices(NamedTuple):
             group.normalize is not None,
             narrow=group.state_dtype is not None,
             has_masters=group.master is not None and dtype.itemsize < 4,
-            cautious=group.cautious,
+            cautious=bool(group.cautious),
+            scales_decay=group.scale_decay and group.algorithm == "muon",
         )
 
 
@@ -257,6 +259,10 @@ def factors_of_pieces_bytes(
     of: Matrices,
 ) -> int:
     """Return what `units.factors_over` allocates of so many units."""
+    if of.scales_decay:  # the vectors side by side, and of each entry two factors
+        vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
+        plain = of._replace(scales_decay=False)
+        return vectors + factors_of_pieces_bytes(kinds, view, unit_shape, piece_shape, 2 * count, plain)
     pieces = count * math.prod(piece_shape) * width_of(of.dtype)
     if len(kinds) > 1 or (of.normalizes and not is_plain(view, unit_shape)):
         # Factors of whole units, each as often as it is used.
@@ -316,10 +322,10 @@ def applied_bytes(numel: int, of: Matrices) -> int:
         return 0
     if of.has_masters:
         # The step, and what completes weights to float32 (`precision.py`), or the mask and what it is made of.
-        tensors = 5
-    elif of.cautious:
+        tensors = 5 + of.scales_decay
+    elif of.cautious or of.scales_decay:
         # The step and what the mask is made of; weights of less than float32 are widened.
-        tensors = 4 + (of.dtype.itemsize < 4)
+        tensors = 4 + (of.dtype.itemsize < 4) + of.scales_decay
     else:
         # The step; the weight widened, as it was and as it will be.
         tensors = 1 + 2 * (of.dtype.itemsize < 4)
