@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "report": set(),
     "train": {"data", "eval", "kernels", "model", "optim", "launch", "report", "streams"},
     "integrations": {"optim"},
+    "speedrun": {"data", "eval", "kernels", "model", "optim", "report", "train"},
 }
 
 PARTS = {*MAY_IMPORT, "cli", "commands"}
@@ -70,7 +71,7 @@ FILES_OF_A_FOLDER = 14
 HEAVY = ["triton", "pyarrow", "matplotlib", "tokenizers", "tyro", "rich", "huggingface_hub"]
 HARNESS = [
     f"quintic.{part}"
-    for part in ("model", "data", "train", "report", "eval", "cli", "commands", "integrations", "rehearsal")
+    for part in ("model", "data", "train", "report", "eval", "speedrun", "cli", "commands", "integrations", "rehearsal")
 ]
 
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
@@ -331,6 +332,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (wrong_directions, "train.loop", "from quintic import cli\n"),
         (wrong_directions, "eval.score", "from quintic.train.loop import train\n"),
         (wrong_directions, "optim.muon", "from quintic.integrations import muon_for\n"),
+        (wrong_directions, "train.loop", "from quintic.speedrun.stages import Track\n"),
         (wrong_directions, "integrations.titan", "from quintic.kernels import dispatch\n"),
         (wrong_doors, "optim.rules.update", "from quintic.optim.plan.bucket import Bucket\n"),
         (wrong_doors, "optim.state.state", "def f():\n    from quintic.optim.muon import Muon\n"),

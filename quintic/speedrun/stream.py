@@ -1,0 +1,317 @@
+"""The race's text as flat batches: documents end to end, each from its beginning, cut at the stage's length.
+
+Order. Documents come in the order of the shards, and the shards again from the first when they end. A batch consists of
+`chunks` chunks of equally many tokens. A chunk begins with a document and takes documents, each cut, until it is full;
+the last one is shortened, and its rest is dropped, so that the next chunk begins with a document too. What does not
+fill a chunk at the end of a shard is dropped.
+
+Ranks. All ranks walk through the same chunks, and each reads the tokens of its own: of every `size` chunks, rank r has
+the r-th. So a step's text does not depend on the number of ranks, which must divide the number of chunks.
+
+Validation text is not aligned: it is cut into chunks wherever they end.
+
+Source: the order of documents is that of the modded-nanogpt speedrun's loader.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quintic.data.prefetch import Prefetcher
+from quintic.errors import DataError
+from quintic.speedrun.shards import Tokens, read_shard
+from quintic.speedrun.stages import StepSettings
+
+__all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
+
+_STATE_VERSION = 1
+_BATCHES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """One chunk of documents.
+
+    Attributes:
+        inputs: (tokens,) int64.
+        targets: (tokens,) int64; the token after each input.
+        document_starts: (documents + 1,) int32 on the CPU; where each document begins, and `tokens` at the end.
+        epoch: how often the shards have ended before.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    document_starts: Tensor
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Position:
+    """What comes next."""
+
+    step: int = 0
+    chunk: int = 0
+    epoch: int = 0
+    shard: int = 0
+    document: int = 0
+
+
+class _Shard:
+    """Tokens, and where their documents begin and how long they are."""
+
+    def __init__(self, path: Path, vocab_size: int, bos_id: int) -> None:
+        self.tokens: Tokens = read_shard(path, vocab_size=vocab_size)
+        self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == bos_id)
+        self.lengths = np.diff(self.starts, append=len(self.tokens))
+
+    def chunk(self, document: int, tokens: int, cut: int) -> npt.NDArray[np.int64] | None:
+        """Return how many tokens each document of a chunk gives, targets included; None where the shard ends first.
+
+        Args:
+            document: the first one.
+            tokens: inputs of the chunk.
+            cut: most tokens of a document.
+        """
+        lengths: npt.NDArray[np.int64] = np.minimum(self.lengths[document : document + tokens + 1], cut)
+        totals = np.cumsum(lengths)
+        last = int(np.searchsorted(totals, tokens + 1))
+        if last == len(totals):
+            return None
+        lengths = lengths[: last + 1]
+        lengths[-1] -= totals[last] - (tokens + 1)
+        return lengths
+
+
+class _Walker:
+    """Makes one rank's chunks in order; shards are loaded ahead in a thread of their own."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        settings: Callable[[int], StepSettings],
+        *,
+        chunks: int,
+        rank: int,
+        size: int,
+        load: Callable[[Path], _Shard],
+        device: torch.device,
+    ) -> None:
+        self._paths, self._settings, self._load = tuple(paths), settings, load
+        self._chunks, self._rank, self._size = chunks, rank, size
+        self._device = device
+        self._ahead: Prefetcher[_Shard] | None = None
+        self.go_to(_Position())
+
+    def go_to(self, position: _Position) -> None:
+        """Continue from a position."""
+        self.close()
+        self.position = position
+        self._shard: _Shard | None = None
+
+    def close(self) -> None:
+        """Stop loading shards."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def __call__(self) -> tuple[FlatBatch, _Position]:
+        """Return this rank's next chunk, and the position after it and those of the other ranks."""
+        settings = self._settings(self.position.step)
+        tokens = settings.batch_tokens // self._chunks
+        for number in range(self._size):
+            shard, first, lengths = self._next_lengths(tokens, settings.document_tokens)
+            if number == self._rank:
+                batch = _flat(shard, first, lengths, self.position.epoch)
+        chunk = self.position.chunk + self._size
+        step = self.position.step
+        if chunk == self._chunks:
+            step, chunk = step + 1, 0
+        self.position = replace(self.position, step=step, chunk=chunk)
+        if self._device.type == "cuda":
+            # In this thread the current device is the first one; pinning there would open a context on it.
+            with torch.cuda.device(self._device):
+                batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
+        return batch, self.position
+
+    def _next_lengths(self, tokens: int, cut: int) -> tuple[_Shard, int, npt.NDArray[np.int64]]:
+        """Return (shard, first document, lengths) of the next chunk of any rank, and go past it."""
+        for _ in range(len(self._paths) + 1):
+            shard = self._loaded()
+            first = self.position.document
+            lengths = shard.chunk(first, tokens, cut)
+            if lengths is not None:
+                self.position = replace(self.position, document=first + len(lengths))
+                return shard, first, lengths
+            number = self.position.shard + 1
+            epoch, number = self.position.epoch + number // len(self._paths), number % len(self._paths)
+            self.position = replace(self.position, epoch=epoch, shard=number, document=0)
+            self._shard = None
+        raise DataError(
+            f"{self._paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut at "
+            f"{cut}; give more text (--data)"
+        )
+
+    def _loaded(self) -> _Shard:
+        if self._shard is None:
+            if self._ahead is None:
+                numbers = itertools.count(self.position.shard)
+                paths, load = self._paths, self._load
+                self._ahead = Prefetcher(lambda: load(paths[next(numbers) % len(paths)]), depth=1)
+            self._shard = self._ahead.get()
+        return self._shard
+
+
+class ChunkStream(Iterator[FlatBatch]):
+    """Endless chunks of one rank, made ahead in a background thread, with a state that resumes exactly.
+
+    Use it in a `with` block, or `close` it.
+
+    Args:
+        paths: training shards, at least one.
+        settings: step from 0 -> its settings; the tokens of batches and documents count here.
+        chunks: of a batch.
+        rank: this process among those that share the text.
+        size: number of those processes; must divide `chunks`.
+        vocab_size: tokens must be smaller.
+        bos_id: the token that begins a document.
+        device: where inputs and targets go; without waiting when it is a CUDA device.
+
+    Raises:
+        DataError: the ranks cannot share the chunks.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        settings: Callable[[int], StepSettings],
+        *,
+        chunks: int,
+        rank: int = 0,
+        size: int = 1,
+        vocab_size: int = 2**16,
+        bos_id: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if chunks % size:
+            raise DataError(f"{size} ranks cannot share the {chunks} chunks of a batch; start as many as divide them")
+        self._device = torch.device(device)
+        if str(self._device) == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._identity = {"version": _STATE_VERSION, "chunks": chunks, "shards": [path.name for path in paths]}
+        self._size = size
+        load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
+        self._walker = _Walker(paths, settings, chunks=chunks, rank=rank, size=size, load=load, device=self._device)
+        self._position = self._walker.position
+        self._prefetcher: Prefetcher[tuple[FlatBatch, _Position]] | None = None
+
+    def __next__(self) -> FlatBatch:
+        """Return the next chunk.
+
+        Raises:
+            DataError: a shard cannot be used, or the shards do not fill a chunk.
+        """
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._walker, _BATCHES_AHEAD)
+        batch, self._position = self._prefetcher.get()
+        return _on_device(batch, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, fit for JSON, what comes after the last chunk that was returned; the same on all ranks."""
+        return {**self._identity, "position": asdict(self._position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place: the next chunk is the one that followed when the state was taken.
+
+        The number of ranks may have changed, if the place is one that they can share.
+
+        Raises:
+            DataError: the state is of other shards or chunks.
+        """
+        for name, value in self._identity.items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"the saved data state has {name} {state.get(name)!r}, this run {value!r}; use the same"
+                )
+        position = _Position(**state["position"])
+        if position.chunk % self._size:
+            raise DataError(
+                f"the saved data state stands at chunk {position.chunk}, which {self._size} ranks do not share"
+            )
+        self.close()
+        self._walker.go_to(position)
+        self._position = position
+
+    def close(self) -> None:
+        """Stop the threads. A later chunk starts them again."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+        self._walker.go_to(self._position)
+
+    def __enter__(self) -> "ChunkStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def validation_batches(
+    path: Path,
+    *,
+    tokens: int,
+    chunk_tokens: int,
+    rank: int = 0,
+    size: int = 1,
+    vocab_size: int = 2**16,
+    bos_id: int,
+) -> list[FlatBatch]:
+    """Return a rank's chunks of the validation text: of every `size` chunks, rank r has the r-th. On the CPU.
+
+    Raises:
+        DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
+    """
+    if tokens % (chunk_tokens * size):
+        raise DataError(
+            f"{tokens:,} validation tokens are no whole number of chunks of {chunk_tokens:,} for each of {size} ranks; "
+            "give another --val-tokens"
+        )
+    text = read_shard(path, vocab_size=vocab_size)
+    if len(text) <= tokens:
+        raise DataError(f"{path}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens")
+    batches = []
+    for begin in range(rank * chunk_tokens, tokens, size * chunk_tokens):
+        piece = torch.from_numpy(text[begin : begin + chunk_tokens + 1].astype(np.int64))
+        starts = np.flatnonzero(text[begin + 1 : begin + chunk_tokens] == bos_id) + 1
+        batches.append(FlatBatch(piece[:-1], piece[1:], _starts([0, *starts.tolist(), chunk_tokens])))
+    return batches
+
+
+def _flat(shard: _Shard, first: int, lengths: npt.NDArray[np.int64], epoch: int) -> FlatBatch:
+    begins = shard.starts[first : first + len(lengths)]
+    pieces = [shard.tokens[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
+    tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
+    ends = np.cumsum(lengths)
+    ends[-1] -= 1  # the last token is a target only; its document may have been nothing else
+    return FlatBatch(tokens[:-1], tokens[1:], _starts(np.unique([0, *ends])), epoch)
+
+
+def _starts(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _on_device(batch: FlatBatch, device: torch.device) -> FlatBatch:
+    if device.type == "cpu":
+        return batch
+    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)

@@ -1,0 +1,189 @@
+"""The stream of chunks against a reference in plain Python, that walks token by token."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintic.errors import DataError
+from quintic.speedrun.shards import write_shard
+from quintic.speedrun.stream import ChunkStream, validation_batches
+
+BOS = 9
+
+
+@dataclass
+class Settings:
+    batch_tokens: int
+    document_tokens: int
+
+
+def documents_of(shard: list[int]) -> list[list[int]]:
+    documents: list[list[int]] = []
+    for token in shard:
+        if token == BOS:
+            documents.append([])
+        if documents:
+            documents[-1].append(token)
+    return documents
+
+
+def reference(shards: list[list[int]], shape_of_chunk, count: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """The first `count` chunks: (inputs, targets, document starts)."""
+    chunks: list[tuple[list[int], list[int], list[int]]] = []
+    shard = 0
+    while True:
+        documents = documents_of(shards[shard % len(shards)])
+        shard += 1
+        while True:
+            tokens, cut = shape_of_chunk(len(chunks))
+            row: list[int] = []
+            starts: list[int] = []
+            used = 0
+            for document in documents:
+                used += 1
+                starts.append(len(row))
+                row += document[:cut]
+                if len(row) > tokens:
+                    break
+            if len(row) <= tokens:
+                break
+            documents = documents[used:]
+            starts = [*(start for start in starts if start < tokens), tokens]
+            chunks.append((row[:tokens], row[1 : tokens + 1], starts))
+            if len(chunks) == count:
+                return chunks
+
+
+TEXTS = st.lists(
+    st.lists(st.integers(0, BOS), min_size=40, max_size=120).map(lambda tokens: [*tokens, *[BOS, 1, 2] * 14]),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stream")
+
+
+def write(folder: Path, shards: list[list[int]]) -> list[Path]:
+    paths = [folder / f"train_{number}.bin" for number in range(len(shards))]
+    for path, shard in zip(paths, shards, strict=True):
+        write_shard(path, shard)
+    return paths
+
+
+def settings_of(first: Settings, second: Settings):
+    return lambda step: first if step < 2 else second
+
+
+def lists(batch) -> tuple[list[int], list[int], list[int]]:
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.document_starts.dtype == torch.int32
+    return batch.inputs.tolist(), batch.targets.tolist(), batch.document_starts.tolist()
+
+
+@given(
+    shards=TEXTS,
+    tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    cuts=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    size=st.sampled_from([1, 2, 4]),
+)
+def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size, folder: Path):
+    stages = [Settings(4 * count, cut) for count, cut in zip(tokens, cuts, strict=True)]
+    expected = reference(
+        shards, lambda chunk: (tokens[chunk >= 8], cuts[chunk >= 8]), 20
+    )  # five steps of four chunks, the first two of the first stage
+    paths = write(folder, shards)
+    for rank in range(size):
+        with ChunkStream(paths, settings_of(*stages), chunks=4, rank=rank, size=size, bos_id=BOS) as stream:
+            found = [lists(next(stream)) for _ in range(20 // size)]
+        assert found == expected[rank::size]
+
+
+@given(shards=TEXTS, stop=st.integers(0, 11), size=st.sampled_from([1, 2]), resumed=st.sampled_from([1, 2]))
+def test_a_saved_stream_goes_on_where_it_was(shards, stop, size, resumed, folder: Path):
+    settings = settings_of(Settings(16, 5), Settings(24, 7))
+    paths = write(folder, shards)
+    with ChunkStream(paths, settings, chunks=4, bos_id=BOS) as stream:
+        expected = [lists(next(stream)) for _ in range(24)]
+    with ChunkStream(paths, settings, chunks=4, size=size, bos_id=BOS) as stream:
+        for _ in range(stop if size == resumed else stop // 2 * 2):
+            next(stream)
+        state = stream.state_dict()
+    given_out = (stop if size == resumed else stop // 2 * 2) * size
+    with ChunkStream(paths, settings, chunks=4, rank=resumed - 1, size=resumed, bos_id=BOS) as stream:
+        next(stream)  # what came before does not count
+        stream.load_state_dict(state)
+        assert stream.state_dict() == state
+        found = [lists(next(stream)) for _ in range(2)]
+    assert found == expected[given_out + resumed - 1 :: resumed][:2]
+
+
+def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
+    paths = write(tmp_path, [[BOS, 1, 2, BOS, 3, BOS, 4, 5, BOS, 6, 7]])
+    with ChunkStream(paths, lambda step: Settings(5, 8), chunks=1, bos_id=BOS) as stream:
+        assert lists(next(stream)) == ([BOS, 1, 2, BOS, 3], [1, 2, BOS, 3, BOS], [0, 3, 5])
+        batch = next(stream)
+        assert batch.epoch == 1  # what was left did not fill a chunk
+
+
+def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
+    paths = write(tmp_path, [[BOS, 1, 2], [BOS, 1, 2, 3]])
+    with (
+        ChunkStream(paths, lambda step: Settings(8, 8), chunks=2, bos_id=BOS) as stream,
+        pytest.raises(DataError, match="no training shard fills a chunk of 4 tokens with documents cut at 8"),
+    ):
+        next(stream)
+
+
+def test_ranks_that_do_not_divide_the_chunks_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="3 ranks cannot share the 8 chunks"):
+        ChunkStream([tmp_path], lambda step: Settings(8, 8), chunks=8, size=3, bos_id=BOS)
+
+
+def test_a_state_of_other_shards_is_refused(tmp_path: Path):
+    paths = write(tmp_path, [[BOS, 1] * 20])
+    with ChunkStream(paths, lambda step: Settings(4, 4), chunks=1, bos_id=BOS) as stream:
+        state = stream.state_dict()
+        with pytest.raises(DataError, match="has shards"):
+            stream.load_state_dict({**state, "shards": ["other.bin"]})
+        with pytest.raises(DataError, match="has chunks"):
+            stream.load_state_dict({**state, "chunks": 2})
+
+
+def test_a_damaged_shard_is_reported_where_it_is_read(tmp_path: Path):
+    paths = write(tmp_path, [[BOS, 1] * 20, [BOS, 1] * 20])
+    paths[1].write_bytes(paths[1].read_bytes()[:-1])
+    with ChunkStream(paths, lambda step: Settings(8, 4), chunks=1, bos_id=BOS) as stream:
+        for _ in range(4):
+            next(stream)
+        with pytest.raises(DataError, match=r"train_1\.bin: its header says 40 tokens"):
+            next(stream)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
+    text = np.random.default_rng(0).integers(0, BOS + 1, 33).tolist()
+    text[8] = BOS  # a chunk that begins with a document
+    write_shard(tmp_path / "val.bin", text)
+    for rank in range(size):
+        batches = validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=8, rank=rank, size=size, bos_id=BOS)
+        assert len(batches) == 4 // size
+        for number, batch in enumerate(batches):
+            begin = 8 * (rank + number * size)
+            starts = [0, *(at for at in range(1, 8) if text[begin + at] == BOS), 8]
+            assert lists(batch) == (text[begin : begin + 8], text[begin + 1 : begin + 9], starts)
+
+
+def test_validation_that_does_not_fit_is_refused(tmp_path: Path):
+    write_shard(tmp_path / "val.bin", [BOS] * 32)
+    with pytest.raises(DataError, match="32 validation tokens are no whole number of chunks of 24"):
+        validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=24, bos_id=BOS)
+    with pytest.raises(DataError, match=r"val\.bin: has 32 tokens, 33 are to be scored; give fewer --val-tokens"):
+        validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=8, bos_id=BOS)

@@ -1,0 +1,111 @@
+"""Token files written, read, and refused where they are damaged."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintic.errors import DataError
+from quintic.speedrun.shards import BYTES_BOS, open_data, prefixes, read_shard, write_shard
+
+
+@given(tokens=st.lists(st.integers(0, 2**16 - 1), max_size=300))
+def test_what_is_written_is_read(tokens, tmp_path_factory):
+    path = tmp_path_factory.mktemp("shard") / "train.bin"
+    write_shard(path, tokens)
+    assert read_shard(path).tolist() == tokens
+
+
+def test_the_bytes_are_those_of_the_format(tmp_path: Path):
+    write_shard(tmp_path / "a.bin", [50256, 1, 65535])
+    expected = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 50256, 1, 65535)
+    assert (tmp_path / "a.bin").read_bytes() == expected
+
+
+def damaged(path: Path, offset: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 4] = struct.pack("<i", value)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: damaged(path, 0, 7), r"a\.bin: not a token shard \(its first number is not 20240520\); give"),
+        (lambda path: damaged(path, 4, 2), r"a\.bin: a token shard of version 2, not 1; give"),
+        (lambda path: damaged(path, 8, 9), r"says 9 tokens, the file has 4\.0: it is cut off or damaged; delete it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), r"says 4 tokens, the file has 2\.5: it is cut off"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), r"a\.bin: not a token shard"),
+        (lambda path: path.write_bytes(b""), r"a\.bin: not a token shard"),
+        (lambda path: path.unlink(), r"a\.bin: cannot be read \(No such file"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(harm, message, tmp_path: Path):
+    path = tmp_path / "a.bin"
+    write_shard(path, [1, 2, 3, 4])
+    harm(path)
+    with pytest.raises(DataError, match=message):
+        read_shard(path)
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path):
+    write_shard(tmp_path / "a.bin", [1, 300])
+    assert read_shard(tmp_path / "a.bin", vocab_size=301).tolist() == [1, 300]
+    with pytest.raises(DataError, match=r"a\.bin: token 300 is outside the vocabulary of 300"):
+        read_shard(tmp_path / "a.bin", vocab_size=300)
+
+
+def test_tokens_that_do_not_fit_are_not_written(tmp_path: Path):
+    with pytest.raises(DataError, match="0 to 65535"):
+        write_shard(tmp_path / "a.bin", [65536])
+    assert not list(tmp_path.iterdir())
+
+
+def options(folder: Path, **changes):
+    return {
+        "data_dir": folder / "data",
+        "num_shards": 2,
+        "vocab_size": 320,
+        "bos_id": BYTES_BOS,
+        "tokenizer": None,
+        **changes,
+    }
+
+
+def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path: Path):
+    for name in ("x_train_2", "x_train_1", "x_train_3", "x_val_0"):
+        write_shard(tmp_path / f"{name}.bin", [256])
+    data = open_data(str(tmp_path), **options(tmp_path))
+    assert [path.name for path in data.train] == ["x_train_1.bin", "x_train_2.bin"]
+    assert data.validation.name == "x_val_0.bin"
+    (tmp_path / "x_val_0.bin").unlink()
+    with pytest.raises(DataError, match=r"no \*val\*\.bin in this folder; give a folder"):
+        open_data(str(tmp_path), **options(tmp_path))
+
+
+def test_a_malformed_name_on_the_hub_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="--data hf:one: not the name of shards"):
+        open_data("hf:one", **options(tmp_path))
+
+
+def test_the_text_that_comes_with_python_becomes_bytes(tmp_path: Path):
+    data = open_data("python", **options(tmp_path))
+    train = read_shard(data.train[0], vocab_size=257)
+    validation = read_shard(data.validation, vocab_size=257)
+    assert train[0] == validation[0] == BYTES_BOS
+    assert 1_000_000 < len(train) < 3_000_000
+    document = train[1 : np.flatnonzero(train == BYTES_BOS)[1]]
+    assert document.astype(np.uint8).tobytes().decode("utf-8").isprintable() is False  # whole text, with line ends
+    assert data.vocabulary == tuple(bytes([value]) for value in range(256))
+    before = data.validation.stat().st_mtime_ns
+    assert open_data("python", **options(tmp_path)).validation.stat().st_mtime_ns == before
+
+
+@given(st.lists(st.binary(max_size=4), unique=True, max_size=40))
+def test_a_prefix_is_the_longest_other_token_that_a_token_begins_with(vocabulary):
+    for token, prefix in zip(vocabulary, prefixes(vocabulary), strict=True):
+        shorter = [other for other in vocabulary if other and other != token and token.startswith(other)]
+        assert (vocabulary[prefix] if prefix >= 0 else None) == max(shorter, key=len, default=None)
