@@ -140,6 +140,9 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
+    for tie in current.ties:
+        if pending_steps[tie.head_group] == 0:
+            tie.add_gradient()  # and with it the norm
     current.early.fresh()  # forgets what was touched, before what remains is touched here
     if has_process_group():
         current.agreements.sum_early(numbers)

@@ -14,6 +14,7 @@ from quintic.optim.comms.communicators import Communicators, check_transport
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
+from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.plan import PLANNED_OPTIONS
 from quintic.optim.qk_clip.clip import QKClip
@@ -114,6 +115,11 @@ class Current:
     def agreements(self) -> Agreements:
         """What ranks agree on, given a plan."""
         return self._runner.agreements
+
+    @property
+    def ties(self) -> Sequence[Tie]:
+        """The parameters that are copies of others; given a plan."""
+        return self._runner.ties
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """See `Runner.average_early`; given a plan."""

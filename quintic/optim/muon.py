@@ -51,8 +51,8 @@ class Muon(OptimizerBase):
 
     and for `algorithm="adamw"` AdamW with bias correction, with `lr=adamw_lr` and `weight_decay=adamw_weight_decay`.
     `quintic.param_groups(model)` makes the groups; every option below can also be set on a group. Momentum and moments
-    are float32 for low-precision weights, too, unless `state_dtype` says otherwise. Gradients are never modified; a
-    parameter whose gradient is None keeps its weights and state.
+    are float32 for low-precision weights, too, unless `state_dtype` says otherwise. Gradients are not modified,
+    but for those of tied parameters (`tie`); a parameter whose gradient is None keeps its weights and state.
 
     Args:
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
@@ -184,7 +184,7 @@ class Muon(OptimizerBase):
         defaults = {name: value for name, value in locals().items() if name not in _NOT_OF_GROUPS}
         if adamw_lr_ratio is not None and adamw_lr != ADAMW_LR:
             raise ValueError(f"adamw_lr={adamw_lr!r} and adamw_lr_ratio={adamw_lr_ratio!r}: give one of them")
-        defaults |= {"algorithm": "muon", "view": Matrix(), "pending_steps": 0}
+        defaults |= {"algorithm": "muon", "view": Matrix(), "pending_steps": 0, "tied_to": None}
         super().__init__(params, defaults, orders_of(launch_order, work_order))
 
     def offload(self, on: bool = True) -> None:
@@ -343,7 +343,7 @@ class Muon(OptimizerBase):
         """Note for each group how many steps it waits for, and for `last_step` what became of this one."""
         waiting = 0
         for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
-            dictionary["pending_steps"] = pending
+            dictionary["pending_steps"] = pending % dictionary["step_every"]
             if pending:
                 waiting += len(dictionary["params"])
         self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers)

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quintic.optim.carrying import carry
 from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States
 from quintic.optim.groups.names import without_wrappers
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.plan.order import Orders
+from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import CycledMomentum, fill_adamw_rates
 from quintic.optim.state.sharded_state import divided_parameters, whole_states
 from quintic.optim.state.state import as_saved, complete_second_moments
@@ -173,6 +176,83 @@ class OptimizerBase(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @opaque
+    @torch.no_grad()
+    def carry_state(self, source: Tensor | str, target: Tensor | str, *, transposed: bool = False) -> None:
+        """Give a parameter the state of another: moments, counts of steps, masters; in place, to the last bit.
+
+        For a copy of a weight that goes its own way, such as an embedding that was tied to the output head. Both may be
+        divided among ranks in different ways (`comms`, `DTensor`s), or have their state in host memory; the source
+        keeps what it has. Weights are not copied: a mantissa completes weights whose values are the source's. All ranks
+        that share the parameters must call it. Temporary memory: one state of the parameter, whole, on every rank,
+        twice.
+
+        Args:
+            source: the parameter, or its name.
+            target: another one, or its name, of the same shape.
+            transposed: whether the target is stored as the transpose, (n, m) for a source of (m, n).
+
+        Raises:
+            ValueError: the shapes, algorithms, dtypes of state or ranks of the two do not fit; nothing was changed.
+        """
+        states = self._needed_state()
+        carry(self.connected(), states, source, target, transposed=transposed)
+        self._current.use_state(states)
+
+    @opaque
+    @torch.no_grad()
+    def tie(self, head: Tensor | str, embedding: Tensor | str, *, transposed: bool = False) -> None:
+        """Let one parameter be the copy of another, from now on and until `untie`.
+
+        The embedding takes the head's weights at once. From then on each step in which the head is due moves the
+        embedding's gradient to the head's (`p.grad` of both changes), steps the head alone, and writes its new weights
+        to the embedding as soon as they are there. The embedding is not averaged, counted or stepped, and keeps its
+        state. The tie is an option of its group, `tied_to`, and saved with it. All ranks that share the parameters must
+        call it.
+
+        Args:
+            head: the parameter that is stepped, or its name.
+            embedding: its copy, alone in its group, with the head's `comms`, `process_group` and `step_every`; or its
+                name.
+            transposed: whether the copy is stored as the transpose, (n, m) for a head of (m, n).
+
+        Raises:
+            ValueError: they cannot be tied, as `DTensor`s cannot; the message says why, and nothing was changed.
+        """
+        self._planned()
+        (head_group, index), (group, _) = (
+            found_parameter(self._current.groups, param, "tie was given") for param in (head, embedding)
+        )
+        dictionary, before = self.param_groups[group.number], group.tied_to
+        dictionary["tied_to"] = (head_group.param_names[index], transposed)
+        try:
+            self._planned()
+        except ValueError:
+            dictionary["tied_to"] = before
+            raise
+        for tie in self._current.ties:
+            if tie.copy is group.params[0]:
+                tie.write()
+
+    def untie(self, embedding: Tensor | str) -> None:
+        """Let a tied parameter go its own way, with the state of the one that it was a copy of (`carry_state`).
+
+        All ranks that share the parameters must call it.
+
+        Args:
+            embedding: the copy, or its name.
+
+        Raises:
+            ValueError: it is not tied, or cannot have the state; nothing was changed.
+        """
+        self._planned()
+        group, index = found_parameter(self._current.groups, embedding, "untie was given")
+        if group.tied_to is None:
+            raise ValueError(f"{group.param_names[index]} is not tied to another parameter")
+        head, transposed = group.tied_to
+        self.carry_state(head, embedding, transposed=transposed)
+        self.param_groups[group.number]["tied_to"] = None
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep."""
         state = self.__dict__["state"]
@@ -200,7 +280,8 @@ class OptimizerBase(Optimizer):
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
-            (dictionary["pending_steps"] + 1) % group.step_every
+            # What is tied waits for ever, whatever its place in the cadence.
+            (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
             for dictionary, group in zip(self.__dict__["param_groups"], self._current.groups, strict=True)
         ]
 

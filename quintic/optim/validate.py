@@ -245,6 +245,9 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     multipliers = group["lr_multipliers"]
     if multipliers is not None:
         check("lr_multipliers", all(_is_number(value) for value in multipliers), "finite numbers")
+    tied = group["tied_to"]
+    is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
+    check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
     try:
         if not callable(group["lr_scale"]):

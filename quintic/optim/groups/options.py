@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption
+from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
 
-__all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer"]
+__all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer", "found_parameter"]
 
 Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
@@ -71,6 +72,8 @@ class Group:
     max_workspace_bytes: int | None
     kernels: KernelsOption
     telemetry_every: int | None
+    tied_to: tuple[str, bool] | None
+    """Name of the parameter that this group's is a copy of, and whether it is stored transposed; see `Muon.tie`."""
 
     values: tuple[Any, ...]
     """All options, as the dictionary had them."""
@@ -110,6 +113,29 @@ class Group:
     def learning_rate(self) -> float:
         """Return the learning rate of the group's steps; waits for the device if `lr` is a tensor there."""
         return float(self.lr) * self.lr_ratio
+
+
+def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
+    """Return the group of a parameter, and its position in it.
+
+    Args:
+        groups: of the optimizer.
+        param: the parameter, or its name; prefixes of wrappers do not count.
+        what: begins the message.
+
+    Raises:
+        ValueError: there is no such parameter.
+    """
+    places = [(group, index) for group in groups for index in range(len(group.params))]
+    if isinstance(param, str):
+        meant = known_as(param, {group.param_names[index] for group, index in places})
+        found = next((place for place in places if place[0].param_names[place[1]] == meant), None)
+    else:
+        found = next((place for place in places if place[0].params[place[1]] is param), None)
+    if found is None:
+        which = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
+        raise ValueError(f"{what} {which}, which is no parameter of the optimizer")
+    return found
 
 
 _OPTIONS = tuple(

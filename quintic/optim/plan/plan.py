@@ -43,6 +43,7 @@ PLANNED_OPTIONS = (
     "transport",
     "offload",
     "on_nonfinite",
+    "tied_to",
 )
 """Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
 

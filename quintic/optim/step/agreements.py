@@ -314,6 +314,7 @@ _COLLECTIVE_OPTIONS = (
     "step_every",
     "qk_clip",
     "on_nonfinite",
+    "tied_to",
 )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from quintic.optim.comms.channels import Channel
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
+from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.members import Member
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
@@ -93,6 +94,8 @@ class BucketStep:
         """The members that have a gradient, within a step."""
         self.counts = Counts(bucket, 0, 0, ())
         """What the step does."""
+        self.written: list[Tie] = []
+        """Copies of its parameters, which are written when they have been stepped."""
         self.observer: Observer | None = None
         """What is to be shown the updates of this step, if anybody is."""
 

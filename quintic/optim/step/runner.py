@@ -18,6 +18,7 @@ from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.groups.options import Group
+from quintic.optim.groups.ties import Tie, ties_of
 from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
@@ -94,6 +95,13 @@ class Runner:
             self.plan = self._common.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
         parts = [(step.bucket, step.memory) for step in self._steps if isinstance(step, DividedStep)]
+        self.ties = ties_of(groups)
+        """Parameters that are copies of others."""
+        self.written: list[Tie] = []
+        """Those that are written when all buckets have been stepped: more than one steps the original."""
+        for tie in self.ties:
+            of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
+            (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
         self._averages = GradientAverages(parts, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
 
@@ -152,6 +160,9 @@ class Runner:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
         self._common.num_steps = num_steps
+        for tie in self.ties:
+            if pending_steps[tie.head_group] == 0:
+                tie.add_gradient()
         if self._common.is_alone:
             return self._step(pending_steps)
         messages = self._communicators.messages
@@ -191,6 +202,9 @@ class Runner:
             if go is not None and any(step.bucket.kernels == "torch" for step in steps):
                 host_go = bool(go)
             self._run([step for step in steps if step.runs_alone(host_go)], go, steps)
+            for tie in self.written:
+                if pending_steps[tie.head_group] == 0:
+                    tie.write()
         finally:
             for step in steps:
                 step.active = NO_OPERANDS
@@ -210,7 +224,8 @@ class Runner:
         if not travelling:
             _run_alone(alone, go)
             return
-        run_overlapping([step.run(go) for step in travelling], schedule, partial(_run_alone, alone, go))
+        runs = [_written(step, go) if step.written else step.run(go) for step in travelling]
+        run_overlapping(runs, schedule, partial(_run_alone, alone, go))
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
         if isinstance(bucket, Divided):
@@ -269,8 +284,15 @@ class Runner:
 
 def _run_alone(steps: Iterable[BucketStep], go: Tensor | None) -> None:
     for step in steps:
-        for _ in step.run(go):
+        for _ in _written(step, go) if step.written else step.run(go):
             pass  # nothing travels in this one
+
+
+def _written(step: BucketStep, go: Tensor | None) -> Iterator[None]:
+    """Step a bucket, then write the copies of what it has stepped, while others are under way."""
+    yield from step.run(go)
+    for tie in step.written:
+        tie.write()
 
 
 def _visits(alone: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> list[Visit]:

@@ -28,8 +28,7 @@ from quintic.optim.comms.collectives import (
     start_all_to_all,
 )
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.groups.names import known_as
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.plan.bucket import Bucket, DividedTable
 from quintic.optim.plan.row_division import RowDivision, mean_of_rows, places_of, rows_to_send, touched_rows
 from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
@@ -374,22 +373,13 @@ def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
     Raises:
         ValueError: there is none, or it is in a group with another `comms`.
     """
-    for group in groups:
-        candidate: Tensor
-        for name, candidate in zip(group.param_names, group.params, strict=True):
-            is_meant = name == param if isinstance(param, str) else candidate is param
-            if is_meant and group.comms == "sharded_sparse":
-                return candidate
-            if is_meant:
-                raise ValueError(
-                    f"{name}: rows are announced for comms='sharded_sparse', its group has comms={group.comms!r}"
-                )
-    if isinstance(param, str):
-        meant = known_as(param, {name for group in groups for name in group.param_names})
-        if meant != param:
-            return _found(groups, meant)
-    what = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
-    raise ValueError(f"rows were announced for {what}, which is no parameter of the optimizer")
+    group, index = found_parameter(groups, param, "rows were announced for")
+    if group.comms != "sharded_sparse":
+        raise ValueError(
+            f"{group.param_names[index]}: rows are announced for comms='sharded_sparse', its group has "
+            f"comms={group.comms!r}"
+        )
+    return group.params[index]
 
 
 def _no_capture(name: str) -> str:

@@ -28,13 +28,13 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_gradient, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
+from quintic.optim.parameters import Parameter, parameters_of
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
-from quintic.optim.verify.parameters import Parameter, parameters_of
 
 __all__ = ["Observer", "Rounding", "reference_step", "run_reference"]
 
@@ -76,7 +76,7 @@ def reference_step(optimizer: Muon) -> None:
     device and for each other.
 
     Args:
-        optimizer: with gradients in `p.grad`, which are not modified.
+        optimizer: with gradients in `p.grad`, which are not modified, but for those of tied parameters.
 
     Raises:
         TypeError: it is not a `quintic.Muon`.
@@ -94,8 +94,11 @@ def reference_step(optimizer: Muon) -> None:
 def run_reference(optimizer: Muon, observer: Observer | None) -> None:
     """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
     pending_steps = optimizer.next_pending_steps()
+    ties = [tie for tie in optimizer.current.ties if pending_steps[tie.head_group] == 0]
+    for tie in ties:
+        tie.add_gradient()
     optimizer.current.agreements.check_sums(pending_steps)
-    everything = list(parameters_of(optimizer))
+    everything = list(parameters_of(optimizer.current))
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if pending_steps[found.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
@@ -108,7 +111,9 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
             with state_on_device(found.param, states[found.param]) as state:
                 _step_parameter(found, cut, state, observer)
     for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
-        group["pending_steps"] = pending
+        group["pending_steps"] = pending % group["step_every"]
+    for tie in ties:
+        tie.write()
 
 
 def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:

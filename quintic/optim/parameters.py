@@ -1,7 +1,7 @@
 """Parameters whole, whatever their layout: what several ranks hold of weights, gradients and state, brought together.
 
-For the reference of a step, which has no messages of its own. Whole tensors are gathered one at a time, and every rank
-gets all of them.
+For the reference of a step, which has no messages of its own, and for state that goes from one parameter to another.
+Whole tensors are gathered one at a time, and every rank gets all of them.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, this_rank
 from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.current import Current
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
-from quintic.optim.muon import Muon
 from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import second_moments
@@ -144,9 +144,8 @@ class Parameter:
         return found
 
 
-def parameters_of(optimizer: Muon) -> Iterator[Parameter]:
+def parameters_of(current: Current) -> Iterator[Parameter]:
     """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
-    current = optimizer.current
     divided, early = divided_parameters(current.groups), current.early.fresh()
     layouts = list(map(layouts_of, current.groups))
     current.communicators.connect(current.groups, layouts)

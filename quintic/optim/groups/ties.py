@@ -1,0 +1,123 @@
+"""Tied parameters: one that is the copy of another, in the same or in the transposed order of memory.
+
+An embedding (vocabulary, width) and an output head stored as (width, vocabulary) are two tensors with one value. While
+they are tied the embedding's gradient is added to the head's, the head alone is averaged over ranks and stepped, and
+its new weights are written to the embedding. The idea, and untying the two later, are the modded-nanogpt speedrun's.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.layout.layouts import is_dtensor
+from quintic.optim.rules.device_memory import is_capturing
+
+__all__ = ["Tie", "ties_of"]
+
+
+class Tie:
+    """A parameter that is alone in its group, and the one that it is a copy of.
+
+    Args:
+        group: of the copy.
+        head_group: of the other parameter.
+        index: of the other parameter in its group.
+        transposed: whether one is stored as the transpose of the other.
+    """
+
+    def __init__(self, group: Group, head_group: Group, index: int, *, transposed: bool) -> None:
+        self.copy, self.copy_name = group.params[0], group.param_names[0]
+        self.head, self.head_name = head_group.params[index], head_group.param_names[index]
+        self.head_group, self._transposed = head_group.number, transposed
+        self._moved: tuple[weakref.ref[Tensor], int] | None = None
+        """The copy's gradient that was added last, and its version then."""
+
+    def add_gradient(self) -> None:
+        """Move the copy's gradient to the head's, unless it was moved before and nobody has touched it since.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        gradient, total = self.copy.grad, self.head.grad
+        if gradient is None:
+            return
+        if self._moved is not None and not is_capturing(gradient.device):
+            moved, version = self._moved
+            if moved() is gradient and gradient._version == version:
+                return
+        for name, one in ((self.copy_name, gradient), (self.head_name, total)):
+            if one is not None and one.layout is not torch.strided:
+                raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+        if total is None:
+            self.head.grad = torch.empty_like(self.head)
+            self._write(self.head.grad, gradient)
+        elif self._transposed:
+            from quintic.kernels.linear.transpose import transpose_add_
+
+            transpose_add_(total, gradient)
+        else:
+            total.add_(gradient)
+        gradient.zero_()
+        self._moved = weakref.ref(gradient), gradient._version
+
+    def write(self) -> None:
+        """Write the head's weights to the copy."""
+        self._write(self.copy.detach(), self.head.detach())
+
+    def _write(self, target: Tensor, source: Tensor) -> None:
+        if self._transposed:
+            from quintic.kernels.linear.transpose import transpose_copy_
+
+            transpose_copy_(target, source)
+        else:
+            target.copy_(source)
+
+
+def ties_of(groups: Sequence[Group]) -> list[Tie]:
+    """Return the ties of parameter groups (`Muon.tie`).
+
+    Raises:
+        ValueError: two parameters cannot be tied; the message names them.
+    """
+    return [_tie_of(group, groups) for group in groups if group.tied_to is not None]
+
+
+def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
+    assert group.tied_to is not None
+    wanted, transposed = group.tied_to
+    name = group.param_names[0] if group.params else f"parameter group {group.number}"
+    if len(group.params) != 1:
+        raise ValueError(
+            f"{name}: its group has {len(group.params)} parameters, and one that is tied to another waits with its "
+            f"whole group; give it a group of its own"
+        )
+    head_group, index = found_parameter(groups, wanted, f"{name} is tied to")
+    param, head = group.params[0], head_group.params[index]
+    what = f"{name} cannot be tied to {head_group.param_names[index]}"
+    if head_group.tied_to is not None or head_group is group:
+        raise ValueError(f"{what}, which is tied itself: tie both to the parameter that is stepped")
+    if is_dtensor(param) or is_dtensor(head):
+        raise ValueError(
+            f"{what}: a DTensor has its pieces, and those of its transpose are on other ranks; leave both plain "
+            f"tensors, with comms='sharded' to divide their state"
+        )
+    if tuple(param.shape) != (tuple(head.shape)[::-1] if transposed else tuple(head.shape)):
+        how = " transposed" if transposed else ""
+        raise ValueError(f"{what}{how}: the shapes are {tuple(param.shape)} and {tuple(head.shape)}")
+    if transposed and param.ndim != 2:
+        raise ValueError(f"{what} transposed: it has {param.ndim} dimensions, and must have two")
+    if (param.dtype, param.device) != (head.dtype, head.device):
+        raise ValueError(
+            f"{what}: one is {param.dtype} on {param.device}, the other {head.dtype} on {head.device}; they must be "
+            f"alike"
+        )
+    if "sharded_sparse" in (group.comms, head_group.comms):
+        raise ValueError(f"{what}: all rows of their sum are touched; use comms='sharded', not 'sharded_sparse'")
+    for option in ("comms", "process_group", "step_every"):
+        mine, theirs = getattr(group, option), getattr(head_group, option)
+        if mine != theirs:
+            raise ValueError(f"{what}: their groups have {option}={mine!r} and {theirs!r}, and must have the same")
+    return Tie(group, head_group, index, transposed=transposed)
