@@ -112,6 +112,8 @@ class DocumentMask:
     """varlen, fa3, fa4: (num_documents + 1,) int32 cumulative offsets into the flattened B*T positions."""
     documents: Tensor | None = None
     """(B, T) number of each position's document within its row."""
+    longest: int | None = None
+    """varlen, fa3, fa4: positions that no document exceeds; None for T."""
 
 
 def document_mask(
@@ -122,6 +124,7 @@ def document_mask(
     implementation: AttentionName,
     dtype: torch.dtype,
     document_starts: Tensor | None = None,
+    longest: int | None = None,
 ) -> DocumentMask:
     """Prepare the mask of a batch once for all layers.
 
@@ -134,6 +137,7 @@ def document_mask(
         document_starts: (num_documents + 1,) int32 cumulative offsets on the device of `inputs`, for implementations
             that need it (`needs_document_starts`); may be padded at the end with B*T, so that its size stays the same
             from batch to batch.
+        longest: positions that no document exceeds, which saves these implementations work on long rows; None for T.
 
     Raises:
         ValueError: `document_starts` is needed and missing.
@@ -144,7 +148,7 @@ def document_mask(
             raise ValueError(
                 f"attention={implementation!r} needs document_starts; the data loader's batches carry them"
             )
-        return DocumentMask(implementation, document_starts=document_starts, documents=document_BT)
+        return DocumentMask(implementation, {}, document_starts, document_BT, longest)
     length = inputs.shape[1]
     if implementation == "flex":
         per_window = {window: block_mask_of(document_BT, window) for window in set(windows)}
@@ -177,7 +181,8 @@ def attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask: DocumentMask
         assert mask.document_starts is not None
         q_NHD, k_NGD, v_NGD = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
         rows, length = q_BTHD.shape[:2]
-        out_NHD = attend(mask.implementation, q_NHD, k_NGD, v_NGD, mask.document_starts, longest=length, window=window)
+        longest = length if mask.longest is None else min(length, mask.longest)
+        out_NHD = attend(mask.implementation, q_NHD, k_NGD, v_NGD, mask.document_starts, longest=longest, window=window)
         flash_BTHD: Tensor = out_NHD.unflatten(0, (rows, length))
         return flash_BTHD
     groups = q_BTHD.shape[2] // k_BTGD.shape[2]

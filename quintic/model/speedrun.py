@@ -1,0 +1,431 @@
+"""`SpeedrunGPT`: the model of the modded-nanogpt speedrun, each of its features behind one switch.
+
+The race (https://github.com/KellerJordan/modded-nanogpt, at commit f411b3d3) trains a 124M-class GPT to a loss of 3.28
+on FineWeb in the least time. Its contributors found the features; speedrun_sizes.py has them, with the papers that they
+build on, speedrun_layers.py the layers. One row of tokens goes in, documents one after the other, without a batch
+dimension. Where this model departs from the race's:
+
+- nothing crosses a document's start: there smear, key offset and bigrams look one document back, later targets ahead;
+- paired heads are h and h + H/2, also for their rotary positions (there, positions alternate between neighbours);
+- the channels that rotate together are D/4 apart, and not neighbours: a permutation;
+- banks have no padding, coefficients no unused entries;
+- the last layer's attention is not composed across heads (DCMHA, arXiv 2405.08553), products of MLPs are in 16 bits.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quintic.kernels.attention.attention import AttentionName, DocumentMask, choose_attention, document_mask
+from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
+from quintic.model.layers import rms_norm
+from quintic.model.speedrun_inputs import SpeedrunInputs, document_begins
+from quintic.model.speedrun_layers import (
+    COEFFICIENT_SCALE,
+    BlockWeights,
+    FlatRow,
+    Mix,
+    Rotary,
+    SpeedrunBlock,
+    TokenCoefficients,
+)
+from quintic.model.speedrun_sizes import RESIDUAL_SCALE, SpeedrunConfig
+
+__all__ = ["SpeedrunConfig", "SpeedrunGPT"]
+
+_VALUE_CHANNELS = 6  # leading channels of a value embedding, and as many of the stream, that its gate reads
+_SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
+_TANH_CAP = 15.0
+# The scales of 8-bit products in the head: hidden states up to 100, weights up to 1.6, gradients of logits.
+_FP8_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)
+_IGNORED = -100
+
+
+@functools.cache
+def _implementation(name: str, device: torch.device, dtype: torch.dtype) -> AttentionName:
+    return choose_attention(cast(AttentionName, name), device=device, dtype=dtype)
+
+
+class SpeedrunGPT(nn.Module):
+    """The model. Build it on any device, or on the meta device and move it with `to_empty`; then `init_weights`.
+
+    Matrices lie in banks of rows of C, one below the other, stored (out, in), the MLP's second (in, out):
+
+    - `qk_bank`: per layer with attention the queries' and then the keys' pairs of heads, `Rows(2 * head_dim)`;
+    - `vo_bank`: per layer with attention the matrices of values and of outputs, `Rows(width)`;
+    - `mlp_bank`: per layer its two matrices, `Rows(4 * width)`.
+
+    Args:
+        config: sizes and features.
+        attention: implementation, as for `GPT`; `"auto"` takes the fastest that the device allows.
+        dtype: of matrices, tables and activations; scalars are float32.
+    """
+
+    def __init__(self, config: SpeedrunConfig, *, attention: str = "auto", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.attention_name = config, attention
+        self.tied = config.tied
+        """Whether the embedding holds the head's transpose."""
+        width, heads = config.width, config.num_heads
+        attending = sum(plan.attends for plan in config.layers)
+
+        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype))
+
+        self.inputs = SpeedrunInputs(config, dtype)
+        self.head = parameter(width, config.vocab_size)
+        self.qk_bank = parameter(attending * 2 * width, width)
+        self.vo_bank = parameter(attending * 2 * width, width)
+        self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
+        if config.value_embeddings:
+            # Dense connections compute the gate of the last layer.
+            channels = min(_VALUE_CHANNELS, width)
+            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * channels)
+        if config.skip:
+            self.skip_scale = parameter(1, dtype=torch.float32)
+        if config.residual_scalars:
+            sublayers = attending + config.num_layers - 2 * config.dense_connections
+            self.projection_scales = parameter(attending, 2, dtype=torch.float32)
+            self.residual_scales = parameter(sublayers, dtype=torch.float32)
+            self.output_scales = parameter(sublayers, dtype=torch.float32)
+        early, late = (config.gate_starts(late=late) for late in (False, True))
+        self.early_gates = TokenCoefficients(width, config.gate_channels, early).to(dtype) if early else None
+        self.late_gates = TokenCoefficients(width, config.gate_channels, late).to(dtype) if late else None
+        if early or late:
+            self.gate_scale = parameter(dtype=torch.float32)
+        if config.dense_connections:
+            last, top = config.dense_starts()
+            self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
+            self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
+        self.blocks = nn.ModuleList(SpeedrunBlock(plan, heads) for plan in config.layers)
+        self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
+        if config.prefix_tokens:
+            self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
+
+    prefixes: Tensor
+    """(vocab_size,) int64: the longest token that each begins with, or -100."""
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Initialise every parameter and buffer in place, the same on every device (drawn on the CPU from `seed`)."""
+        config, width = self.config, self.config.width
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(param: Tensor, std: float) -> None:
+            param.copy_(torch.randn(param.shape, generator=generator, device="cpu") * std)
+
+        def uniform(param: Tensor, std: float) -> None:
+            param.copy_((torch.rand(param.shape, generator=generator, device="cpu") * 2 - 1) * (3**0.5 * std))
+
+        # Whatever writes to the stream or gates it starts at zero, other than below.
+        for param in self.parameters():
+            param.zero_()
+        normal(self.head, 0.005)
+        self.inputs.embedding.copy_(self.head.mT)
+        ups = self.mlp_bank.view(config.num_layers, 2, 4 * width, width)[:, 0]
+        for bank in (self.qk_bank, self.vo_bank, ups):
+            uniform(bank, 0.5 * width**-0.5)
+        if config.value_embeddings:
+            normal(self.inputs.value_embeddings, 0.01)
+        if config.bigram_hash:
+            signs = self.inputs.bigram_signs
+            signs.copy_(torch.randint(0, 2, signs.shape, generator=generator, device="cpu") * 2 - 1)
+        if config.skip:
+            self.skip_scale.fill_(-1.5)
+        if config.residual_scalars:
+            self.projection_scales.copy_(torch.tensor([0.5, 1.0]))
+            self.residual_scales.fill_(RESIDUAL_SCALE)
+            self.output_scales.fill_(1.0)
+        for module in self._coefficients():
+            module.bias.copy_(module.initial_bias())
+            if module.up is not None:
+                uniform(module.up, (3 * width) ** -0.5)
+        if self.early_gates is not None or self.late_gates is not None:
+            self.gate_scale.fill_(COEFFICIENT_SCALE)
+        if config.prefix_tokens:
+            self.prefixes.fill_(_IGNORED)
+        self.reset_rotary()
+
+    def reset_rotary(self) -> None:
+        """Go back to the rotary frequencies of the start; the next `set_windows` is a first one."""
+        self.rotary.reset()
+
+    def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
+        """Set how many tokens before its own a query sees, in layers with short and with long windows.
+
+        From the second call on, rotary frequencies follow a changed long window by YaRN, and the products of queries
+        and keys grow by 1 + 0.2 ln(new / old).
+
+        Args:
+            short: tokens, at least 1.
+            long: tokens, at least 1.
+            stretch: False leaves the frequencies as they are, as the race does for its last validation.
+
+        Raises:
+            ValueError: a window below 1.
+        """
+        self.rotary.set_windows(short, long, stretch=stretch)
+
+    def untie(self) -> None:
+        """Say that head and embedding have become two matrices."""
+        self.tied = False
+
+    @torch.no_grad()
+    def set_prefixes(self, prefixes: Tensor) -> None:
+        """Say which token each token begins with: (vocab_size,) int64, the longest one, negative for none."""
+        self.prefixes.copy_(torch.where(prefixes < 0, _IGNORED, prefixes))
+
+    def get_extra_state(self) -> Tensor:
+        """Return for a state dict whether the model is tied."""
+        return torch.tensor(self.tied)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore what `get_extra_state` returned."""
+        self.tied = bool(state)
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        document_starts: Tensor | None = None,
+        prediction_weights: Tensor | Sequence[float] = (1.0,),
+        prefix_weight: Tensor | float = 0.0,
+        longest_document: int | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+    ) -> Tensor:
+        """Return the loss in nats: per token, the weighted sum of the cross entropies of its targets.
+
+        Args:
+            inputs: (T,) int64 tokens; a document starts at the first of them and at each `bos_id`.
+            targets: (T,) int64 next tokens.
+            document_starts: (num_documents + 1,) int32 offsets, for attention "varlen", "fa3" and "fa4"; may be padded
+                at the end with T.
+            prediction_weights: (K,) of the next token, of the one after it, and so on: those after the first count
+                within a document and with `multi_token` only. Floats, or float32 on the device.
+            prefix_weight: of the longest token that the next token begins with, where there is one.
+            longest_document: tokens that no document exceeds; None for T.
+            reduction: as for `softcap_cross_entropy`.
+
+        Returns:
+            float32 scalar, or (T,) for "none".
+
+        Raises:
+            ValueError: there are no windows yet, or the attention needs `document_starts`.
+        """
+        config = self.config
+        x_TC = self._trunk(inputs, document_starts, longest_document)
+        weights = self._weights(prediction_weights)[: None if config.multi_token else 1]
+        targets_TK = self._all_targets(inputs, targets, len(weights))
+        if config.prefix_tokens:
+            weights = torch.cat([weights, self._weights(prefix_weight)])
+        fp8 = None
+        if config.fp8_head and self.training and torch.is_grad_enabled():
+            fp8 = Fp8Scales(*(x_TC.new_full((), scale, dtype=torch.float32) for scale in _FP8_SCALES))
+        return softcap_cross_entropy(
+            x_TC,
+            self.head,
+            targets_TK,
+            softcap=_SIGMOID_CAP if config.sigmoid_logits else _TANH_CAP,
+            target_weights=weights,
+            ignore_index=_IGNORED,
+            transposed=True,
+            fp8=fp8,
+            reduction=reduction,
+        )
+
+    def logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> Tensor:
+        """Return the logits after their cap, (T, vocab_size) float32 or wider; arguments as for `forward`."""
+        x_TC = self._trunk(inputs, document_starts, None)
+        raw = (x_TC @ self.head).to(torch.promote_types(x_TC.dtype, torch.float32))
+        if not self.config.sigmoid_logits:
+            return _TANH_CAP * torch.tanh(raw / _TANH_CAP)
+        return _SIGMOID_CAP.height * torch.sigmoid((raw + _SIGMOID_CAP.shift) / _SIGMOID_CAP.width)
+
+    def _weights(self, weights: Tensor | Sequence[float] | float) -> Tensor:
+        """Return weights of targets on the device, (K,), without waiting for it."""
+        if isinstance(weights, Tensor):
+            return weights.reshape(-1)
+        numbers = [weights] if isinstance(weights, int | float) else weights
+        return torch.stack([self.head.new_full((), number, dtype=torch.float32) for number in numbers])
+
+    def _all_targets(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Return what tokens predict, (T, K): the next `count`, those of other documents ignored, and the prefix."""
+        starts = document_begins(inputs, self.config.bos_id)
+        columns, outside = [targets], torch.zeros_like(starts)
+        for ahead in range(1, count):
+            outside = outside | F.pad(starts[ahead:], (0, ahead), value=True)
+            columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, _IGNORED))
+        if self.config.prefix_tokens:
+            columns.append(self.prefixes[targets])
+        return torch.stack(columns, dim=-1)
+
+    def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
+        """Return what the layers share about these tokens."""
+        if self.rotary.windows is None:
+            raise ValueError("the model has no windows yet; call set_windows(short, long)")
+        short, long = (window + 1 for window in self.rotary.windows)
+        dtype, begins = self.qk_bank.dtype, document_begins(inputs, self.config.bos_id)
+        name = _implementation(self.attention_name, inputs.device, dtype)
+
+        def mask(copies: int) -> DocumentMask:
+            return document_mask(
+                # A token's second position starts no document.
+                F.pad(inputs.unsqueeze(1), (0, copies - 1), value=-1).view(1, -1),
+                bos_id=self.config.bos_id,
+                windows=(short, long),
+                implementation=name,
+                dtype=dtype,
+                document_starts=None if document_starts is None else copies * document_starts,
+                longest=None if longest is None else copies * longest,
+            )
+
+        cos, sin = self.rotary.tables(2 * len(inputs), dtype)
+        return FlatRow(begins.unsqueeze(1), cos, sin, self.rotary.query_scale, mask(1), mask(2), (short, long))
+
+    def _trunk(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> Tensor:
+        """Return what the head reads, (T, C)."""
+        config, row = self.config, self._row(inputs, document_starts, longest)
+        x0_TC, bigram_TC, values = self.inputs(inputs)
+        x_TC, gates = self._enter(x0_TC, bigram_TC)
+        injected = {"embedding": x0_TC} | ({} if bigram_TC is None else {"bigram": bigram_TC})
+        streams = {"entry": x_TC}
+        for plan, block, weights in zip(config.layers, self.blocks, self._block_weights(), strict=True):
+            index, dense_value_TC = plan.index, None
+            if index == config.skip_source + 1 and self.late_gates is not None:
+                gates |= self.late_gates(x_TC, self.gate_scale)
+            own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
+            if config.dense_connections and index == config.num_layers - 1:
+                streams["last"], injected["embedding"] = x_TC, streams["entry"]
+                x_TC, dense_value_TC, found = self._connect(x_TC, streams["entry"], streams["shared"])
+                attention, mlp = (
+                    Mix(found.get(f"{name}_residual"), found.get(f"{name}_output")) for name in ("attention", "mlp")
+                )
+                own, weights = own | found, weights._replace(mixes=(attention, mlp))
+            x_TC = block(
+                x_TC,
+                row,
+                weights,
+                row.windows[plan.long],
+                own,
+                {name: added for name, added in injected.items() if name in own},
+                read_TC=streams["shared"] if config.shared_attention_input and "shared" in streams else None,
+                value_TC=None if plan.value_table is None else values[plan.value_table],
+                skipped_TC=streams["early"] if plan.skips else None,
+                dense_value_TC=dense_value_TC,
+            )
+            streams |= {"early": x_TC} if index == config.skip_source else {}
+            streams |= {"shared": x_TC} if index == config.shared_source else {}
+        return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
+
+    def _enter(self, x0_TC: Tensor, bigram_TC: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what enters the first layer, and the gates of early layers."""
+        gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
+        return (x0_TC if bigram_TC is None else x0_TC + gates.pop("bigram.0") * bigram_TC), gates
+
+    def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the last layer's stream, what is added to its values, and its coefficients."""
+        found: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
+        sources = entry_TC, shared_TC, x_TC
+        value_TC, mixed_TC = (
+            sum(
+                (part * source for part, source in zip(found[name].split(1, dim=-1), sources, strict=True)), start=start
+            )
+            for name, start in (("values", torch.zeros_like(x_TC)), ("streams", x_TC))
+        )
+        if "value_gates" in found:
+            found["value"] = found["value_gates"].repeat_interleave(self.config.num_heads // 2, dim=-1)
+        return mixed_TC, value_TC, found
+
+    def _top(self, x_TC: Tensor, streams: dict[str, Tensor]) -> Tensor:
+        """Return what the head reads: the stream and, with dense connections, a mixture of earlier ones."""
+        mixed_TC = x_TC
+        if self.config.dense_connections:
+            for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
+                mixed_TC = mixed_TC + factor * streams[name]
+        return rms_norm(mixed_TC)
+
+    def _block_weights(self) -> list[BlockWeights]:
+        """Return each layer's slices. Each bank is taken apart once, so that its gradient is put together once."""
+        config, width = self.config, self.config.width
+        mlps = self.mlp_bank.view(-1, 2, 4 * width, width).unbind()
+        query_keys = self.qk_bank.view(-1, 2 * width, width).unbind()
+        value_outs = self.vo_bank.view(-1, 2, width, width).unbind()
+        gates = self.value_gates.unbind() if config.value_embeddings else ()
+        scales: list[Mix] = []
+        projections: tuple[Tensor, ...] = ()
+        if config.residual_scalars:
+            projections = self.projection_scales.unbind()
+            scales += map(Mix, self.residual_scales.unbind(), self.output_scales.unbind())
+        mixes, found = iter(scales), list[BlockWeights]()
+        for plan, mlp in zip(config.layers, mlps, strict=True):
+            up, down = mlp.unbind()
+            number = sum(weights.attention is not None for weights in found)
+            attention_mix = next(mixes, Mix()) if plan.attends else Mix()
+            weights = BlockWeights(up, down, (attention_mix, next(mixes, Mix())))
+            if plan.attends:
+                value, out = value_outs[number].unbind()
+                weights = weights._replace(attention=(query_keys[number], value, out))
+                weights = weights._replace(projection_scales=projections[number] if projections else None)
+            if plan.value_table is not None and plan.value_table < len(gates):
+                weights = weights._replace(value_gate=gates[plan.value_table])
+            found.append(weights._replace(skip_scale=self.skip_scale if plan.skips else None))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- around it
+
+    def compile_parts(self) -> None:
+        """Compile each layer, and what comes before and after, for one shape of inputs and one pair of windows each.
+
+        Layers of a kind share their compiled code.
+        """
+        # Kinds of layers times stages times training and evaluation.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for module in (self.inputs, self.late_gates, *self.blocks):
+            if module is not None:
+                module.compile(dynamic=False)
+        for name in ("_enter", "_connect", "_top", "_all_targets"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
+
+    def parameter_roles(self) -> dict[str, str]:
+        """Return each parameter's role by its name, for what chooses rates, decay and how gradients travel.
+
+        The roles are "qk_bank", "vo_bank", "mlp_bank", "head", "embedding", "value_embedding", "bigram"; "value_gates",
+        "smear_gate"; "scalars", "residual_scales", "output_scales"; and, where numbers per token are computed,
+        "gate_weights", "gate_bias", "connection_weights", "connection_bias".
+        """
+        renamed = dict.fromkeys(("projection_scales", "smear_scale", "skip_scale"), "scalars")
+        renamed |= {"value_embeddings": "value_embedding", "bigram_embedding": "bigram", "gate_scale": "gate_bias"}
+        roles = {}
+        for name, _ in self.named_parameters():
+            owner, _, part = name.rpartition(".")
+            roles[name] = renamed.get(part, part)
+            if owner.endswith(("_gates", "_connections")):
+                kind = "gate" if owner.endswith("_gates") else "connection"
+                roles[name] = f"{kind}_bias" if part == "bias" else f"{kind}_weights"
+        return roles
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of forward and backward per token, with the windows of the moment.
+
+        6 for each weight of a matrix product and 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
+        appendix B), as for `GPT`.
+        """
+        weights = [self.head, self.qk_bank, self.vo_bank, self.mlp_bank]
+        weights += [
+            weight for module in self._coefficients() for weight in (module.up, module.down) if weight is not None
+        ]
+        windows = self.rotary.windows or (0, 0)
+        visible = sum(windows[plan.long] for plan in self.config.layers if plan.attends)
+        return 6 * sum(weight.numel() for weight in weights) + 12 * self.config.width * visible
+
+    def _coefficients(self) -> list[TokenCoefficients]:
+        return [module for module in self.modules() if isinstance(module, TokenCoefficients)]
