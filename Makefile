@@ -30,13 +30,14 @@ help:
 	@echo 'make format   rewrite the source in the house style'
 	@echo 'make clean    remove .venv and caches; data/ and runs/ stay'
 
+# QUINTIC_STARTED_BY tells the program that whoever reads its hints types make: make train ARGS="--resume".
 train:
 	$(call SETUP,train)
-	@.venv/bin/quintic train $(ARGS)
+	@QUINTIC_STARTED_BY=make .venv/bin/quintic train $(ARGS)
 
 compare:
 	$(call SETUP,train)
-	@.venv/bin/quintic compare $(ARGS)
+	@QUINTIC_STARTED_BY=make .venv/bin/quintic compare $(ARGS)
 
 # Two workers of one thread each (tests/conftest.py); the first that is done takes over half of what the other has left.
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal

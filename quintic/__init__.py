@@ -3,21 +3,28 @@
 >>> import torch, quintic
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
 >>> optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02)
+
+Each name is imported when it is first used (PEP 562), so that the command line, which shares this package, answers
+`--help` without waiting for PyTorch.
 """
 
-from quintic.optim.captured_step import CapturedStep
-from quintic.optim.clip import clip_grad_norm_
-from quintic.optim.explain import Explanation, explain
-from quintic.optim.groups.groups import Rule, param_groups
-from quintic.optim.layout.views import Experts, Flatten, Heads, Matrix, Rows, Split
-from quintic.optim.muon import Muon
-from quintic.optim.plan.plan import Plan
-from quintic.optim.polar.orthogonalize import orthogonalize
-from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.step.telemetry import StepReport
-from quintic.optim.verify.reference import reference_step
-from quintic.optim.verify.report import Verification
-from quintic.optim.verify.verify import verify
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `_MODULES` says the same to Python; a test compares the two
+    from quintic.optim.captured_step import CapturedStep
+    from quintic.optim.clip import clip_grad_norm_
+    from quintic.optim.explain import Explanation, explain
+    from quintic.optim.groups.groups import Rule, param_groups
+    from quintic.optim.layout.views import Experts, Flatten, Heads, Matrix, Rows, Split
+    from quintic.optim.muon import Muon
+    from quintic.optim.plan.plan import Plan
+    from quintic.optim.polar.orthogonalize import orthogonalize
+    from quintic.optim.qk_clip.clip import QKClip
+    from quintic.optim.step.telemetry import StepReport
+    from quintic.optim.verify.reference import reference_step
+    from quintic.optim.verify.report import Verification
+    from quintic.optim.verify.verify import verify
 
 __all__ = [
     "CapturedStep",
@@ -44,3 +51,46 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "CapturedStep": "captured_step",
+    "Experts": "layout.views",
+    "Explanation": "explain",
+    "Flatten": "layout.views",
+    "Heads": "layout.views",
+    "Matrix": "layout.views",
+    "Muon": "muon",
+    "Plan": "plan.plan",
+    "QKClip": "qk_clip.clip",
+    "Rows": "layout.views",
+    "Rule": "groups.groups",
+    "Split": "layout.views",
+    "StepReport": "step.telemetry",
+    "Verification": "verify.report",
+    "clip_grad_norm_": "clip",
+    "explain": "explain",
+    "orthogonalize": "polar.orthogonalize",
+    "param_groups": "groups.groups",
+    "reference_step": "verify.reference",
+    "verify": "verify.verify",
+}
+# Parts that `import quintic` made attributes when it imported all of the library.
+_PARTS = frozenset({"errors", "kernels", "optim"})
+
+
+if not TYPE_CHECKING:  # type checkers would take any name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used, and keep it."""
+        if name in _PARTS:
+            return import_module(f"quintic.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'quintic' has no attribute {name!r}")
+        value = getattr(import_module(f"quintic.optim.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """Name what there is, imported or not."""
+    return sorted({*globals(), *__all__, *_PARTS})

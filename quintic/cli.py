@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from quintic.errors import ConfigError, OtherRankError, QuinticError
-from quintic.launch import environment_number
+from quintic.launch import environment_number, install_command, with_program
 from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
@@ -34,9 +34,9 @@ commands:
   plan       show what the optimizer does to each kind of weight, without training
   export     write a trained model as a folder for other libraries
 
+Begin with `quintic train`.
 `quintic COMMAND --help` lists the options of a command with their defaults.
 """
-
 
 # The module of each command. It is imported when the command is run, so that `quintic --help` answers at once.
 _COMMANDS = {
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuinticError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
-        return _fail(f"the package {error.name!r} is missing: install the harness with pip install 'quintic[train]'")
+        return _fail(f"the package {error.name!r} is missing: run {install_command('train')}")
     except KeyboardInterrupt:
         print("\nquintic: stopped", file=sys.stderr)
         return 130
@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        usage, _, rest = _USAGE.partition("\n")
+        print(f"{usage}\n{with_program(rest)}", end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
         import quintic
@@ -112,13 +113,18 @@ def _run(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
+    options = [_unaliased(text) for text in arguments[1:]]
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)
     if name in _COMMANDS_THAT_TRAIN and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Before PyTorch is imported. Memory that was freed in one size serves another: batches, evaluations, samples.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
-        return int(importlib.import_module(_COMMANDS[name]).run([_unaliased(text) for text in arguments[1:]]))
+        if environment_number("WORLD_SIZE", 1) <= 1:  # several ranks agree on who of them answers
+            from quintic.commands.options import answer_early
+
+            answer_early(name, options)
+        return int(importlib.import_module(_COMMANDS[name]).run(options))
     except SystemExit as stop:  # after --help
         return int(stop.code or 0)
 
@@ -134,5 +140,5 @@ def _check_single_process(name: str) -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"quintic: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"quintic: error: {with_program(' '.join(message.split()))}", file=sys.stderr)
     return 2

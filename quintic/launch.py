@@ -1,12 +1,34 @@
-"""What torchrun says about this process, in environment variables; without PyTorch, so that it can be asked at once."""
+"""How this process was started: by torchrun, by make, as a script or as a module.
 
+What torchrun says is in its environment variables. Hints name commands that exist for whoever started this process.
+Nothing here imports PyTorch, so that it can be asked at once.
+"""
+
+import importlib.metadata
 import os
 import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quintic.errors import ConfigError
 
-__all__ = ["Launch", "environment_number", "launched"]
+__all__ = ["Launch", "environment_number", "hint", "install_command", "launched", "program", "with_program"]
+
+# The Makefile says `make` here; nothing else is known.
+_STARTED_BY = "QUINTIC_STARTED_BY"
+_MADE = frozenset({"train", "compare"})
+
+# What neither a shell nor make reads in a way of its own.
+_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+
+# `quintic train` in a message, but not the end of a path or of `-m quintic train`.
+_COMMAND_IN_TEXT = re.compile(
+    r"(?<![\w./-])(?<!-m )quintic(?= (?:train|compare|prepare|sample|eval|report|plan|export|COMMAND)\b)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +95,68 @@ def environment_number(name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise ConfigError(f"{name} {text!r} is not a number: unset it, or start with torchrun") from None
+
+
+def program() -> str:
+    """Return what the person at the keyboard types to run this program: `quintic`, `.venv/bin/quintic`, ..."""
+    started = Path(sys.argv[0] or "-")
+    if started.stem in ("quintic", "quintic-script"):
+        return _shortest("quintic", started)
+    if started.name == "__main__.py" and started.parent.name == "quintic":
+        return f"{_python()} -m quintic"
+    return "quintic"
+
+
+def hint(command: str, options: Sequence[str] = ()) -> str:
+    """Return the command line that runs a command with these options, as it was started this time."""
+    by_make = os.environ.get(_STARTED_BY) == "make" and command in _MADE
+    if by_make and all(_PLAIN.fullmatch(option) for option in options):
+        return f'make {command} ARGS="{" ".join(options)}"' if options else f"make {command}"
+    return " ".join([program(), command, *map(shlex.quote, options)])
+
+
+def with_program(text: str) -> str:
+    """Return a message in which `quintic train` and other commands are written as they can be typed here."""
+    name = program()
+    return _COMMAND_IN_TEXT.sub(lambda match: name, text)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of pyproject.toml asks for into the running Python."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        folder = "." if checkout == Path.cwd() else str(checkout)
+        wanted = ["--editable", f"{folder}[{extra}]"]
+    else:  # the packages themselves: an index has no Quintic
+        asked = importlib.metadata.requires("quintic") or []
+        marker = re.compile(rf"""extra *== *['"]{re.escape(extra)}['"]""")
+        wanted = [need.partition(";")[0].strip() for need in asked if marker.search(need)]
+    return f"{_python()} -m pip install {shlex.join(wanted)}"
+
+
+def _python() -> str:
+    """Return what to type for the running Python."""
+    running = Path(sys.executable)
+    for name in ("python", "python3"):
+        found = shutil.which(name)
+        # Not resolved: the Python of a virtual environment is a link to another one.
+        if found is not None and os.path.abspath(found) == os.path.abspath(running):
+            return name
+    return _shown(running)
+
+
+def _shortest(name: str, path: Path) -> str:
+    """Return a program's name if the shell finds this one by it, else its path."""
+    found = shutil.which(name)
+    return name if found is not None and os.path.realpath(found) == os.path.realpath(path) else _shown(path)
+
+
+def _shown(path: Path) -> str:
+    """Return a path for the shell, from the working folder if it lies in there."""
+    full = os.path.abspath(path)
+    try:
+        short = os.path.relpath(full)
+    except ValueError:  # another drive
+        short = full
+    inside = not short.startswith(os.pardir)
+    return shlex.quote((short if os.sep in short else os.path.join(os.curdir, short)) if inside else full)

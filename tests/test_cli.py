@@ -17,10 +17,7 @@ import torch
 from tiny_runs import ROOT, error_of, final_weights, start, tiny_config, tiny_options
 
 from quintic.cli import main
-from quintic.commands.evaluate import EvalOptions
-from quintic.commands.export import ExportOptions
-from quintic.commands.report import ReportOptions
-from quintic.commands.sample import SampleOptions
+from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
 from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.eval.reference import reference_scores
@@ -103,7 +100,7 @@ def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, 
 
 
 def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, tiny_dataset: Dataset) -> None:
-    from quintic.commands.training_options import training_options
+    from quintic.commands.options import training_options
 
     wanted = tiny_config(
         tiny_dataset, Path("r"), run="x", tokenizer="t.json", max_bytes=10**9, verify=True, kv_ratio=2,
@@ -137,7 +134,7 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
-    from quintic.commands.training_options import training_options
+    from quintic.commands.options import training_options
 
     (elsewhere / "notes.txt").write_text("text")
     (elsewhere / "t.json").write_text("{}")
@@ -152,8 +149,8 @@ def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
 
 
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintic.commands.options import training_options
     from quintic.commands.presets import gpu_preset
-    from quintic.commands.training_options import training_options
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     here = dataclasses.replace(Config().data, data_dir=Path.cwd() / "data")

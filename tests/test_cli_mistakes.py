@@ -14,6 +14,7 @@ from tiny_runs import error_of, tiny_options
 from quintic import cli
 from quintic.cli import main
 from quintic.data.dataset import Dataset
+from quintic.launch import install_command
 from quintic.report.history import RunHistory
 from quintic.train.checkpoint import checkpoints
 from quintic.train.metrics import MetricsLog
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --depht 3", "unknown option --depht: did you mean --depth?"),
         ("train --depht=3", "unknown option --depht: did you mean --depth?"),
         ("train --zzz", "unknown option --zzz: quintic train --help lists the options"),
+        ("train --nonsense", "unknown option --nonsense: quintic train --help lists the options"),
         ("train --depth", "--depth needs a value: a whole number"),
         ("train --depth --steps 3", "--depth needs a value: a whole number"),
         ("train --depth three", "--depth three: give a whole number"),
@@ -192,7 +194,7 @@ def test_a_missing_tracker_leaves_no_run(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "runs", wandb="project"))
-    assert message == "--wandb needs the package wandb, which is not installed; run: pip install 'quintic[wandb]'"
+    assert message == f"--wandb needs the package wandb, which is not installed; run {install_command('wandb')}"
     assert list(elsewhere.iterdir()) == []
 
 
@@ -285,7 +287,7 @@ def test_one_process_however_it_is_said(
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    assert "'tyro' is missing: install the harness with pip install 'quintic[train]'" in error_of(capsys, "report")
+    assert f"'tyro' is missing: run {install_command('train')}" in error_of(capsys, "report")
 
 
 def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import Literal
 
 from quintic.commands.inputs import check_options, check_text
+from quintic.commands.options import training_options
 from quintic.commands.text import prepared
-from quintic.commands.training_options import training_options
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison

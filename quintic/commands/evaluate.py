@@ -1,18 +1,15 @@
 """`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Literal
 
 from quintic.commands.inputs import trained_model
-from quintic.commands.parsing import parse
+from quintic.commands.options import eval_options
 from quintic.commands.text import verify
 from quintic.data.loader import Batch, validation_rows
 from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import ConfigError, DataError
+from quintic.errors import DataError
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.reference import reference_scores
@@ -25,35 +22,9 @@ __all__ = ["run"]
 _DOCUMENTS_AT_ONCE = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """Score a trained model in bits per byte, and on the tasks of CORE."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    data: str | None = None
-    """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
-    tokens: int | None = None
-    """Tokens to score, at most; by default all there are."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; 'auto' takes a GPU if there is one."""
-    core: Path | None = None
-    """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
-    core_items: int = 500
-    """Items per task, at most."""
-    verify: bool = False
-    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
-
-
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte, and on the tasks of CORE.")
-    if options.tokens is not None and options.tokens < 1:
-        raise ConfigError(f"--tokens {options.tokens}: must be at least 1")
-    if options.core_items < 1:
-        raise ConfigError(f"--core-items {options.core_items}: must be at least 1")
+    options = eval_options(arguments)
     suite = None if options.core is None else load_core(options.core)
     model, trained_on, config = trained_model(options.runs_dir, options.run, options.device)
     verify(trained_on, again=options.verify)  # its training text makes the bigram model

@@ -9,11 +9,14 @@ import dataclasses
 import difflib
 import io
 import re
+import shutil
+import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from quintic.errors import ConfigError, QuinticError
 
@@ -33,9 +36,10 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str, d
     if not any(argument in ("-h", "--help") for argument in arguments):
         _check(arguments, dict(options_of(kind)), command)
     errors = io.StringIO()
+    answer = _Answer(sys.stdout)
     given: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(answer):
             parsed: T = tyro.cli(
                 kind,
                 prog=f"quintic {command}",
@@ -47,13 +51,39 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str, d
             return parsed
     except SystemExit as stop:
         if stop.code in (0, None):
-            raise  # --help
+            print(_fitted(answer.getvalue()), end="")  # --help
+            raise
         refused: BaseException | None = stop
         while refused is not None and not isinstance(refused, QuinticError):
             refused = refused.__context__
         # Ours, from a dataclass that refused its values; else what tyro says, without its box.
         message = str(refused) if refused is not None else _unboxed(errors.getvalue())
         raise ConfigError(message) from None
+
+
+class _Answer(io.StringIO):
+    """What tyro prints, coloured and framed as it is for the stream that it will be written to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        """Whether colours make sense."""
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of a stream in memory it is None
+        """In which frames can be drawn or not."""
+        return self._stream.encoding
+
+
+def _fitted(text: str) -> str:
+    """Wrap the lines above the boxes of a help text, which tyro leaves as they are."""
+    above, box, rest = text.partition("╭")
+    width = shutil.get_terminal_size().columns
+    lines = [textwrap.fill(line, width) for line in above.split("\n")]
+    return "\n".join(lines) + box + rest
 
 
 def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
@@ -77,8 +107,9 @@ def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
         if not option.startswith("--"):
             raise ConfigError(f"{typed!r} is not an option; options begin with -- (see quintic {command} --help)")
         if option not in hints:
-            nearest = difflib.get_close_matches(option, hints, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
+            # Without the dashes, which all options share.
+            nearest = difflib.get_close_matches(option[2:], [name[2:] for name in hints], n=1)
+            hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
             raise ConfigError(f"unknown option {typed}: {hint}")
         values = [value] if has_value else []
         while not has_value and position < len(arguments) and not arguments[position].startswith("--"):

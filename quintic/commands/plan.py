@@ -5,14 +5,12 @@ from pathlib import Path
 
 import torch
 
-from quintic.commands.parsing import options_of, parse
-from quintic.commands.training_options import training_options
+from quintic.commands.options import rehearsal_options, training_options
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
 from quintic.optim.muon import Muon
-from quintic.rehearsal.table import RehearsalOptions, rehearsal_text
+from quintic.rehearsal.table import rehearsal_text
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, model_config, scale_lines
@@ -30,11 +28,10 @@ _LOSS_CHUNK_BYTES = 2**28
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    if _asks_for_rehearsal(arguments):
-        description = "Show what the optimizer of any model does on any number of GPUs, without them."
-        print(rehearsal_text(parse(RehearsalOptions, arguments, "plan", description)))
+    rehearsal = rehearsal_options(arguments)
+    if rehearsal is not None:
+        print(rehearsal_text(rehearsal))
         return 0
-
     start = training_options(arguments, "plan")
     config = start.config
     on_gpu = start.preset == "gpu" or (torch.cuda.is_available() and config.run.device != "cpu")
@@ -134,16 +131,3 @@ def _dtype(config: Config, on_gpu: bool) -> tuple[torch.dtype, str]:
     if on_gpu and not torch.cuda.is_available():
         return torch.bfloat16, " (what GPUs since 2020 have)"
     return choose_hardware(config.run).dtype, " (fastest here)"
-
-
-def _asks_for_rehearsal(arguments: list[str]) -> bool:
-    """Return whether the arguments of `quintic plan` speak of another model than the harness' own.
-
-    Raises:
-        ConfigError: they do, but do not say of which.
-    """
-    own = {name for name, _ in options_of(RehearsalOptions)} - {name for name, _ in options_of(Config)}
-    given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
-    if given and "--model" not in given:
-        raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    return bool(given)

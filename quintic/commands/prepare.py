@@ -1,15 +1,14 @@
 """`quintic prepare`: turn text into tokens."""
 
-from quintic.commands.parsing import parse
+from quintic.commands.options import prepare_options
 from quintic.commands.text import prepared
-from quintic.train.config import DataConfig
 
 __all__ = ["run"]
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse(DataConfig, arguments, "prepare", "Turn text into tokens.")
+    options = prepare_options(arguments)
     # Asked whether the data is whole, the answer is no good when it was made anew first.
     dataset = prepared(options, repair=not options.verify)
     summary = dataset.summary()

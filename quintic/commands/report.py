@@ -1,9 +1,6 @@
 """`quintic report`: write the page of a run again, or several runs side by side on one page."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
-from quintic.commands.parsing import parse
+from quintic.commands.options import report_options
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
 from quintic.report.report import write_report
@@ -12,24 +9,9 @@ from quintic.train.runs import find_run
 __all__ = ["run"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Write report.html of a run again, or a page that compares several."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs: tuple[str, ...] = ()
-    """Names of runs, two at least, to compare on one page; the first is what the others are measured against."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    out: Path | None = None
-    """The page that compares; by default comparison.html in the folder of all runs."""
-
-
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    description = "Write report.html of a run again, or a page that compares several (--runs)."
-    options = parse(ReportOptions, arguments, "report", description)
+    options = report_options(arguments)
     if not options.runs:
         if options.out is not None:
             raise ConfigError("--out: the page of one run is written to its folder; give --runs to compare several")

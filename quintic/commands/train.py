@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 from quintic.commands.inputs import check_options, check_text
+from quintic.commands.options import Start, training_options
 from quintic.commands.text import prepared
-from quintic.commands.training_options import Start, training_options
 from quintic.errors import ConfigError, DivergedError
-from quintic.launch import Launch, launched
+from quintic.launch import Launch, hint, launched
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
@@ -47,9 +47,10 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             ranks=ranks,
         )
     except Interrupted as stop:
-        runs_dir = "" if config.run.runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(config.run.runs_dir))}"
-        begin = "quintic train --resume --run" if ranks.size == 1 else "torchrun ... -m quintic train --resume --name"
-        print(f"\n{stop}; continue with: {begin} {run_dir.name}{runs_dir}")
+        runs_dir = [] if config.run.runs_dir == Path("runs") else ["--runs-dir", str(config.run.runs_dir)]
+        options = ["--resume", "--run" if ranks.size == 1 else "--name", run_dir.name, *runs_dir]
+        begin = f"torchrun ... -m quintic train {shlex.join(options)}" if ranks.size > 1 else hint("train", options)
+        print(f"\n{stop}; continue with:\n    {begin}")
         return 130
     except BaseException as error:
         if start.resumed is None and ranks.is_first:

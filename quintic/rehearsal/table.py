@@ -2,44 +2,18 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.rehearsal.options import RehearsalOptions
 from quintic.rehearsal.planned_models import planned_model
 from quintic.rehearsal.rehearse import Load, Rehearsal, rehearse
 
-__all__ = ["RehearsalOptions", "rehearsal_text", "table"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
-    """Show what the optimizer of any model does on any number of GPUs, without them."""
-
-    model: str
-    """A well-known model such as llama-3-70b, the path of a config.json, or owner/name on the Hugging Face Hub."""
-    mesh: str = "8"
-    """Ranks along each dimension of the mesh, as in 8x4."""
-    layout: str = "fsdp"
-    """What each dimension does: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
-    node_size: int = 8
-    """Consecutive ranks that are on one node."""
-    replicas: Literal["auto", "divide", "repeat"] = "auto"
-    """Whether all ranks divide the work on several copies, or those of each copy do all of it."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the parameters."""
-    orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
-    """How matrices are orthogonalised."""
-    normalize: Literal["neuron"] | None = None
-    """'neuron' for NorMuon."""
-    master: Literal["fp32", "mantissa"] | None = None
-    """What stands behind bfloat16 parameters."""
-    state_dtype: Literal["bf16"] | None = None
-    """'bf16' for momentum and moments in bfloat16."""
+__all__ = ["rehearsal_text", "table"]
 
 
 def rehearsal_text(options: RehearsalOptions) -> str:

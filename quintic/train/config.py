@@ -276,9 +276,9 @@ class RunConfig:
     rms_every: int = 10
     """Steps between measurements of gradient and update sizes (0: never)."""
     tensorboard: bool = False
-    """Also write TensorBoard files (needs quintic[tensorboard])."""
+    """Also write TensorBoard files (needs the package tensorboard)."""
     wandb: str | None = None
-    """Also log to this Weights & Biases project (needs quintic[wandb])."""
+    """Also log to this Weights & Biases project (needs the package wandb)."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range, and a name that is no folder's."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, Self, TextIO
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
+from quintic.launch import install_command
 from quintic.report.history import read_metrics
 
 __all__ = [
@@ -242,4 +243,4 @@ def _as_code(text: str) -> str:
 
 def missing_package(name: str) -> ConfigError:
     """Return the error for a tracker whose package is not installed; the option has the package's name."""
-    return ConfigError(f"--{name} needs the package {name}, which is not installed; run: pip install 'quintic[{name}]'")
+    return ConfigError(f"--{name} needs the package {name}, which is not installed; run {install_command(name)}")

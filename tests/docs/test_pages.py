@@ -20,11 +20,8 @@ from torch import nn
 
 import quintic
 from quintic.cli import OPTION_ALIASES
-from quintic.commands.evaluate import EvalOptions
-from quintic.commands.export import ExportOptions
-from quintic.commands.report import ReportOptions
-from quintic.commands.sample import SampleOptions
-from quintic.rehearsal.table import RehearsalOptions
+from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
+from quintic.rehearsal.options import RehearsalOptions
 from quintic.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from harness import run
 
 import quintic
+from quintic.commands.options import _TrainOptions
 from quintic.commands.parsing import options_of
-from quintic.commands.training_options import _TrainOptions
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched

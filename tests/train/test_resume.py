@@ -5,6 +5,8 @@ import os
 import random
 import re
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,7 +322,10 @@ def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Da
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
-    assert f"continue with: quintic train --resume --run run --runs-dir {tmp_path}" in output
+    [line] = re.findall(r"continue with:\n    (.+)\n", output)
+    python, *words = shlex.split(line)
+    assert Path(shutil.which(python)) == Path(sys.executable)
+    assert words == ["-m", "quintic", "train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]
     saved = checkpoints(tmp_path / "run")[0].name
     assert int(saved.removeprefix("step-")) == course(tmp_path / "run")[-1]["step"]
     # Resumed in this process, on the one thread that the run was started with: more would add in another order.
@@ -389,7 +394,7 @@ def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
-    from quintic.commands.training_options import training_options
+    from quintic.commands.options import training_options
 
     with pytest.raises(ConfigError, match="holds no run yet; start one with: quintic train"):
         training_options(["--resume", "--runs-dir", str(tmp_path)], command="train")

@@ -1,0 +1,363 @@
+"""The options of all commands.
+
+Nothing here imports PyTorch unless the defaults depend on whether there is a GPU: `--help` and mistaken options are
+answered before anything slow is imported. Those of commands that train are the fields of `quintic.train.config.Config`
+and what they start from.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quintic.commands.parsing import options_of, parse, taken
+from quintic.commands.presets import preset, with_recipe
+from quintic.errors import ConfigError
+from quintic.rehearsal.options import RehearsalOptions
+from quintic.train.config import Config, DataConfig, check_prompts
+from quintic.train.runs import CONFIG_FILE, find_run
+from quintic.train.saved_config import changed_fields, load_config
+
+__all__ = [
+    "EvalOptions",
+    "ExportOptions",
+    "ReportOptions",
+    "SampleOptions",
+    "Start",
+    "answer_early",
+    "eval_options",
+    "export_options",
+    "prepare_options",
+    "rehearsal_options",
+    "report_options",
+    "sample_options",
+    "training_options",
+]
+
+# How a run is watched and stored may change when it is resumed; what it computes may not.
+_FREE_WHEN_RESUMED = frozenset(
+    {
+        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel", "run.shard_ranks",
+        "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every", "run.sample_tokens",
+        "run.prompts", "run.save_every", "run.keep",
+        "run.rms_every", "run.tensorboard", "run.wandb",
+    }
+)  # fmt: skip
+
+# Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
+
+_DESCRIPTIONS = {
+    "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
+    "compare": "Train the same GPT with AdamW and with Muon and compare their curves.",
+    "plan": "Show what a run would be, without training: sizes, length, rates, memory, and what the optimizer does to "
+    "each kind of weight. For another model, on any number of GPUs: quintic plan --model NAME --help.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Source of the default options."""
+
+    config: Path | None = None
+    """Take the defaults of all other options from this file, the config.json of a run."""
+    preset: str | None = None
+    """Take them from what suits a kind of machine, 'cpu' or 'gpu'; by default the one of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions(FileOptions):
+    """Source of the default options, or the run to continue."""
+
+    resume: bool = False
+    """Continue the run named by --run, or the one started last, with its own options."""
+    resume_step: int | None = None
+    """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
+
+
+# What `--help` lists besides the configuration; these options are read before the others.
+@dataclass(frozen=True, kw_only=True)
+class _TrainOptions(Config):
+    start: StartOptions = dataclasses.field(default_factory=StartOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OtherOptions(Config):
+    start: FileOptions = dataclasses.field(default_factory=FileOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Configuration of a training command, and the run that it continues, if any."""
+
+    config: Config
+    resumed: Path | None
+    """Folder of the run to continue; None for a new one."""
+    resume_step: int | None = None
+    """Step to continue from; None for the newest checkpoint."""
+    preset: str | None = None
+    """Name of the preset that the options started from, if they did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Score a trained model in bits per byte, and on the tasks of CORE."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    data: str | None = None
+    """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
+    tokens: int | None = None
+    """Tokens to score, at most; by default all there are."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; 'auto' takes a GPU if there is one."""
+    core: Path | None = None
+    """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
+    core_items: int = 500
+    """Items per task, at most."""
+    verify: bool = False
+    """Compare all prepared data with its checksums; by default once on each machine, and what changed since."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"--tokens {self.tokens}: must be at least 1")
+        if self.core_items < 1:
+            raise ConfigError(f"--core-items {self.core_items}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a trained model as a folder for other libraries."""
+
+    run: str | None = None
+    """Name of the run, which may also come first without `--run`; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    to: Literal["hf"] = "hf"
+    """Format: 'hf' is a folder that transformers loads with trust_remote_code=True."""
+    out: Path | None = None
+    """Folder to write; by default `hf` in the folder of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write report.html of a run again, or a page that compares several."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs: tuple[str, ...] = ()
+    """Names of runs, two at least, to compare on one page; the first is what the others are measured against."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    out: Path | None = None
+    """The page that compares; by default comparison.html in the folder of all runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Let a trained model write."""
+
+    run: str | None = None
+    """Name of the run; by default the one started last."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    prompts: tuple[str, ...] = ("",)
+    """Beginnings to continue; the empty one starts a new document."""
+    tokens: int = 200
+    """Tokens to write per prompt."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token; higher is more varied."""
+    top_k: int | None = 50
+    """Draw only from this many likeliest tokens; 'None' for no limit."""
+    top_p: float | None = None
+    """Draw only from the smallest set of likeliest tokens with this total probability; 'None' for no limit."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        """Reject a number out of range, and prompts that are no text."""
+        if self.tokens < 1:
+            raise ConfigError(f"--tokens {self.tokens}: must be at least 1")
+        check_prompts(self.prompts)
+
+
+def answer_early(command: str, arguments: list[str]) -> None:
+    """Print the `--help` of a command, or refuse options that cannot be read, before PyTorch is imported.
+
+    Raises:
+        ConfigError: as the command would later.
+        SystemExit: after `--help`.
+    """
+    readers = {
+        "prepare": prepare_options,
+        "sample": sample_options,
+        "eval": eval_options,
+        "report": report_options,
+        "export": export_options,
+    }
+    if command in readers:
+        readers[command](arguments)
+    elif command != "plan" or rehearsal_options(arguments) is None:
+        training_options(arguments, command)
+
+
+def prepare_options(arguments: list[str]) -> DataConfig:
+    """Read the options of `quintic prepare`."""
+    return parse(DataConfig, arguments, "prepare", "Turn text into tokens.")
+
+
+def sample_options(arguments: list[str]) -> SampleOptions:
+    """Read the options of `quintic sample`."""
+    return parse(SampleOptions, arguments, "sample", "Let a trained model write.")
+
+
+def eval_options(arguments: list[str]) -> EvalOptions:
+    """Read the options of `quintic eval`."""
+    return parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte, and on the tasks of CORE.")
+
+
+def report_options(arguments: list[str]) -> ReportOptions:
+    """Read the options of `quintic report`."""
+    description = "Write report.html of a run again, or a page that compares several (--runs)."
+    return parse(ReportOptions, arguments, "report", description)
+
+
+def export_options(arguments: list[str]) -> ExportOptions:
+    """Read the options of `quintic export`; the name of the run may come first."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--run", *arguments]
+    return parse(ExportOptions, arguments, "export", "Write a trained model as a folder for other libraries.")
+
+
+def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
+    """Read the options of `quintic plan --model`; None where they speak of the harness' own model.
+
+    Raises:
+        ConfigError: they speak of another model, but do not say which, or they cannot be read.
+    """
+    own = {name for name, _ in options_of(RehearsalOptions)} - {name for name, _ in options_of(Config)}
+    given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
+    if given and "--model" not in given:
+        raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
+    description = "Show what the optimizer of any model does on any number of GPUs, without them."
+    return parse(RehearsalOptions, arguments, "plan", description) if given else None
+
+
+def training_options(arguments: list[str], command: str) -> Start:
+    """Read the options of a training command.
+
+    The defaults come from `--config`, with `--resume` from the run that is continued, else from `--preset`, by default
+    that of the device; `--recipe` changes some of them.
+
+    Raises:
+        ConfigError: an option cannot be read, does not fit the others, or cannot change when a run is resumed.
+    """
+    resume, rest = "--resume" in arguments, [argument for argument in arguments if argument != "--resume"]
+    step, rest = taken(rest, "--resume-step")
+    resume = resume or step is not None
+    asks_help = any(argument in ("-h", "--help") for argument in rest)
+    path, rest = taken(rest, "--config")
+    name, rest = taken(rest, "--preset")
+    if path is not None and name is not None:
+        raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
+    if resume and not asks_help:
+        if path is not None:
+            raise ConfigError("--config: a resumed run keeps its own configuration; leave it out")
+        if name is not None:
+            raise ConfigError("--preset: a resumed run keeps its own configuration; leave it out")
+        name, _ = taken(rest, "--run")
+        runs_dir, _ = taken(rest, "--runs-dir")
+        run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)
+        if step is not None and not step.isdecimal():
+            raise ConfigError(f"--resume-step {step}: needs a whole number of steps")
+        return Start(
+            config=_resumed(load_config(run_dir / CONFIG_FILE), rest, command),
+            resumed=run_dir,
+            resume_step=None if step is None else int(step),
+        )
+    if path is not None:
+        default = load_config(Path(path))
+    else:
+        device, _ = taken(rest, "--device")
+        name = name if name is not None else _preset_of_machine(device, guess=asks_help)
+        default = preset(name)
+    recipe, _ = taken(rest, "--recipe")
+    if recipe is not None:
+        default = with_recipe(default, recipe)
+    kind: type[Config] = Config
+    if asks_help:
+        kind = _TrainOptions if command == "train" else _OtherOptions
+    sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
+    origin = f"of {path}" if path is not None else f"of --preset {name}"
+    description = (
+        f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit the machine: "
+        "'cpu' is a small model, 'gpu' one of depth 12."
+    )
+    config = parse(kind, rest, command, description, default=kind(**sections))
+    return Start(config=_absolute(config), resumed=None, preset=name)
+
+
+def _preset_of_machine(device: str | None, *, guess: bool) -> str:
+    """Name the preset that suits this machine.
+
+    Args:
+        device: value of `--device`, if given.
+        guess: do without PyTorch, which takes seconds to import: what a help text shows as defaults may be wrong.
+    """
+    if device == "cpu":
+        return "cpu"
+    if "torch" not in sys.modules:
+        if not _is_torch_for_gpus():
+            return "cpu"
+        if guess:
+            return "gpu" if sys.platform == "win32" or any(map(os.path.exists, _GPU_DEVICES)) else "cpu"
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def _is_torch_for_gpus() -> bool:
+    """Whether the PyTorch that would be imported was built with CUDA or ROCm; True where that cannot be told."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
+    return not built_with or any(value.strip() != "None" for value in built_with)
+
+
+def _absolute(config: Config) -> Config:
+    """Return the configuration with paths of text that are good in any working folder."""
+    data = config.data
+    source, tokenizer = data.data, data.tokenizer
+    if source != "python" and not source.startswith("hf:") and Path(source).expanduser().exists():
+        source = os.path.abspath(Path(source).expanduser())
+    if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
+        tokenizer = os.path.abspath(tokenizer)
+    data_dir = Path(os.path.abspath(data.data_dir))
+    data = dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=data_dir)
+    return dataclasses.replace(config, data=data)
+
+
+def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
+    saved, asked = (_absolute(config) for config in (saved, parse(Config, arguments, command, "", default=saved)))
+    # Where a run that goes back to checkpoints goes back to depends on when they were due.
+    free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
+    for name, (old, _) in changed_fields(saved, asked).items():
+        if name not in free:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
+    return asked
