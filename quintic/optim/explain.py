@@ -7,6 +7,7 @@ size of the model.
 
 import dataclasses
 import math
+import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quintic.optim.explain_text import Cells, bytes_text, column_lines, table_lines
 from quintic.optim.groups.classify import PERHAPS_FUSED, Convolutions
 from quintic.optim.groups.groups import Rule, decide, grouped
 from quintic.optim.groups.names import model_parameters, numberless
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.rules.update import lr_scale_factor
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
-# Reasons are wrapped, to no less than this: names, shapes and views are never cut.
-_NARROWEST_WHY = 12
+# Columns of text where the output is no terminal, whose width would be known.
+_WIDTH_ELSEWHERE = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,8 @@ class Row:
     dtype: torch.dtype
     algorithm: str
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
+    optimizer: str
+    """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
     view: View | None
     """Which matrices it holds; None unless the algorithm is Muon."""
     matrices: tuple[tuple[int, int, int], ...]
@@ -46,6 +51,8 @@ class Row:
     """The learning rate it is stepped with, before `lr_scale`; 0 if frozen."""
     lr_scale: tuple[float, ...]
     """The factor on `lr` that the shape of each kind of matrix gives; empty unless the algorithm is Muon."""
+    weight_decay: float
+    """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int
     """Bytes of the optimizer state of the whole parameter, before any sharding."""
 
@@ -87,21 +94,26 @@ class Explanation:
         algorithms = [name for name in ("muon", "adamw", "frozen") if any(row.algorithm == name for row in self.rows)]
         return tuple(_total(name, self.rows) for name in (*algorithms, "all"))
 
-    def to_table(self, *, fold: bool = True, width: int = 160) -> str:
+    def to_table(self, *, fold: bool = True, width: int | None = None) -> str:
         """Return the rows and totals as aligned text.
 
         Args:
             fold: show parameters that differ only in the numbers of their names as one line, `layers.*.weight`.
-            width: columns of text, in which reasons are wrapped; names, shapes and views are never cut.
+            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
+                longer than there is room for are shortened in the middle, views and reasons continue on the next line.
+                Where a parameter does not fit a line, what is done with it stands on a second one.
         """
+        if width is None:
+            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
         folded: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             pattern = numberless(row.name) if fold else row.name
             why = numberless(row.why) if fold else row.why
-            key = (pattern, row.shape, row.dtype, row.algorithm, row.view, why, row.lr, row.lr_scale, row.state_bytes)
+            rates = (row.lr, row.lr_scale, row.weight_decay)
+            key = (pattern, row.shape, row.dtype, row.optimizer, row.view, why, rates, row.state_bytes)
             folded.setdefault(key, []).append(row)
-        lines = [_cells(rows) for rows in folded.values()]
-        return "\n".join([*_aligned(lines, width), "", *self._totals_lines(), *self._notes()])
+        cells = [_cells(rows) for rows in folded.values()]
+        return "\n".join([*table_lines(cells, width), "", *self._totals_lines(width), *self._notes(width)])
 
     def __str__(self) -> str:
         """Return the table with repeated layers folded."""
@@ -109,24 +121,24 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _totals_lines(self) -> list[str]:
-        first = max(24, len(self.model))
-        lines = [
-            f"{self.model:{first}}  {'tensors':>9} {'parameters':>19} {'matrices':>11} {'weights':>11} {'state':>11}"
-        ]
+    def _totals_lines(self, width: int) -> list[str]:
+        names = {"muon": "Muon", "adamw": "AdamW"}
+        if any(row.optimizer == "NorMuon" for row in self.rows):
+            names["muon"] = "NorMuon" if all(row.optimizer != "Muon" for row in self.rows) else "Muon, NorMuon"
+        lines = [(self.model, "tensors", "parameters", "matrices", "weights", "state")]
         for total in self.totals:
-            lines.append(
-                f"{total.algorithm:{first}}  {total.tensors:>9,} {total.parameters:>19,} {total.matrices:>11,} "
-                f"{_bytes(total.weight_bytes):>11} {_bytes(total.state_bytes):>11}"
-            )
-        return lines
+            counts = (f"{total.tensors:,}", f"{total.parameters:,}", f"{total.matrices:,}")
+            sizes = (bytes_text(total.weight_bytes), bytes_text(total.state_bytes))
+            lines.append((names.get(total.algorithm, total.algorithm), *counts, *sizes))
+        return column_lines(lines, width)
 
-    def _notes(self) -> list[str]:
+    def _notes(self, width: int) -> list[str]:
         perhaps = sum(PERHAPS_FUSED in row.why for row in self.rows)
         if not perhaps:
             return []
         which = "1 parameter" if perhaps == 1 else f"{perhaps} parameters"
-        return ["", f"{which} may be several matrices: if so, give quintic.Rule(..., view=Split(...))"]
+        text = f"{which} may be several matrices: if so, give quintic.Rule(..., view=Split(...))"
+        return ["", *textwrap.wrap(text, width)]
 
 
 def explain(
@@ -141,7 +153,8 @@ def explain(
     """Return which parameter of `model` gets which treatment and why, without making an optimizer for it.
 
     `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
-    on the meta device. Shapes and bytes are those of whole parameters, before any sharding.
+    on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
+    sharding.
 
     Args:
         model: any module.
@@ -177,11 +190,13 @@ def explain(
                 shape=tuple(twin.shape),
                 dtype=twin.dtype,
                 algorithm=decision.algorithm,
+                optimizer=_optimizer_name(group),
                 view=decision.view if is_muon else None,
                 matrices=matrices,
                 why=decision.why,
                 lr=group.learning_rate,
                 lr_scale=tuple(lr_scale_factor(group.lr_scale, m, n) for _, m, n in matrices),
+                weight_decay=float(group.weight_decay),
                 state_bytes=sum(_tensor_bytes(value) for value in states[twin].values()),
             )
         )
@@ -199,13 +214,21 @@ def _frozen(name: str, param: Tensor) -> Row:
         shape=tuple(param.shape),
         dtype=param.dtype,
         algorithm="frozen",
+        optimizer="frozen",
         view=None,
         matrices=(),
         why="requires_grad=False",
         lr=0.0,
         lr_scale=(),
+        weight_decay=0.0,
         state_bytes=0,
     )
+
+
+def _optimizer_name(group: Group) -> str:
+    if group.algorithm == "adamw":
+        return "AdamW"
+    return "Muon" if group.normalize is None else "NorMuon"
 
 
 def _tensor_bytes(value: object) -> int:
@@ -224,7 +247,7 @@ def _total(algorithm: str, rows: Sequence[Row]) -> Total:
     )
 
 
-def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(rows: Sequence[Row]) -> Cells:
     """Return the line for parameters that differ in numbers of their names only."""
     row = rows[0]
     folded = len(rows) > 1
@@ -232,15 +255,16 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
     if row.algorithm != "frozen":
         scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.lr_scale))
         rate = f"{row.lr:g}" + (f" x {scales}" if scales else "")
-    return (
-        numberless(row.name) if folded else row.name,
-        f"x{len(rows)}" if folded else "",
-        "x".join(map(str, row.shape)) or "-",
-        row.algorithm,
-        "" if row.view is None else _view_text(row.view),
-        rate,
-        _bytes(sum(r.state_bytes for r in rows)),
-        numberless(row.why) if folded else row.why,
+    return Cells(
+        name=numberless(row.name) if folded else row.name,
+        times=f"x{len(rows)}" if folded else "",
+        shape="x".join(map(str, row.shape)) or "-",
+        optimizer=row.optimizer,
+        view="" if row.view is None else _view_text(row.view),
+        rate=rate,
+        decay="" if row.algorithm == "frozen" else f"{row.weight_decay:g}",
+        state=bytes_text(sum(r.state_bytes for r in rows)),
+        why=numberless(row.why) if folded else row.why,
     )
 
 
@@ -257,31 +281,3 @@ def _view_text(view: View) -> str:
         elif value != field.default:
             parts.append(f"{field.name}={value!r}")
     return f"{type(view).__name__}({', '.join(parts)})"
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _aligned(lines: Sequence[tuple[str, ...]], width: int) -> list[str]:
-    """Return lines of equal columns; the last column, the reason, is wrapped into what the others leave of `width`."""
-    heading = ("parameter", "", "shape", "rule", "view", "lr x scale", "state", "why")
-    widths = [max(len(line[column]) for line in (heading, *lines)) for column in range(len(heading) - 1)]
-    right_aligned = {1, 6}
-    remaining = max(_NARROWEST_WHY, width - sum(widths) - 2 * len(widths))
-    text = []
-    for line in (heading, *lines):
-        cells = [
-            cell.rjust(size) if column in right_aligned else cell.ljust(size)
-            for column, (cell, size) in enumerate(zip(line, widths, strict=False))
-        ]
-        first, *rest = textwrap.wrap(line[-1], remaining) or [""]
-        text.append("  ".join([*cells, first]).rstrip())
-        indent = " " * (sum(widths) + 2 * len(widths))
-        text += [indent + continued for continued in rest]
-    return text

@@ -14,6 +14,8 @@ from torch import nn
 import quintic
 from quintic import Flatten, Heads, Matrix, Muon, Rule, Split
 from quintic.optim.explain import explain
+from quintic.optim.explain_text import shortened
+from quintic.optim.groups.names import numberless
 
 
 class Model(nn.Module):
@@ -25,6 +27,11 @@ class Model(nn.Module):
             for _ in range(3)
         )
         self.head = nn.Linear(8, 30, bias=False)
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 def rows_by_name(explanation):
@@ -147,9 +154,9 @@ def test_the_table():
     assert text == repr(explain(model, rules=[Rule("*.in_proj_weight", "muon", Split((4, 4), groups=3))]))
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["tokens.weight"][1:3] == ["30x8", "frozen"]
-    assert lines["layers.*.attention.in_proj_weight"][1:5] == ["x3", "24x8", "muon", "Split((4,"]
-    assert "Split((4, 4), groups=3)  0.02 x 1.22  " in text
-    assert lines["layers.*.norm.bias"][1:5] == ["x3", "8", "adamw", "0.0003"]
+    assert lines["layers.*.attention.in_proj_weight"][1:5] == ["x3", "24x8", "Muon", "Split((4,"]
+    assert "Split((4, 4), groups=3)  0.02 x 1.22      0  " in text
+    assert lines["layers.*.norm.bias"][1:6] == ["x3", "8", "AdamW", "0.0003", "0"]
     assert lines["head.weight"][-3:] == ["(by", "its", "name)"]
     assert lines["frozen"] == ["frozen", "1", "240", "0", "960", "B", "0", "B"]
     assert lines["all"][1:3] == [str(len(list(model.parameters()))), f"{sum(p.numel() for p in model.parameters()):,}"]
@@ -160,7 +167,7 @@ def test_only_what_is_equal_is_folded():
     explanation = explain(layers)
     assert [line.split()[:3] for line in str(explanation).splitlines()[1:3]] == [
         ["*.weight", "x2", "4x4"],
-        ["2.weight", "8x4", "muon"],
+        ["2.weight", "8x4", "Muon"],
     ]
     unfolded = explanation.to_table(fold=False).splitlines()
     assert [line.split()[0] for line in unfolded[1:4]] == ["0.weight", "1.weight", "2.weight"]
@@ -172,22 +179,112 @@ def test_state_of_folded_parameters_is_added_up():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_fits_a_screen(family):
-    lines = str(explain(families.build(family, "full")[1])).splitlines()
-    assert len(lines) < 110
-    assert max(map(len, lines)) <= 160
+def test_every_family_fits_the_terminal(family):
+    explanation = explain(families.build(family, "full")[1], normalize="neuron", weight_decay=0.1)
+    assert len(str(explanation).splitlines()) < 110
+    for width in (80, 100, 120, 160, 250):
+        text = explanation.to_table(width=width)
+        assert max(map(len, text.splitlines())) <= width
+        for row in explanation.rows:  # whatever is wrapped or shortened, nothing is left out
+            words = [*re.findall("[a-z]+", numberless(row.why)), type(row.view).__name__ if row.view else ""]
+            assert [word for word in words if word not in text] == [], (row.name, width)
 
 
-def test_a_narrow_table_wraps_its_reasons():
+def test_a_terminal_decides_how_wide_the_table_is(monkeypatch):
     explanation = explain(families.build("gpt2", "full")[1])
-    wide, narrow = explanation.to_table(width=200), explanation.to_table(width=144)
-    assert len(narrow.splitlines()) > len(wide.splitlines())
-    assert max(map(len, narrow.splitlines())) <= 144 < max(map(len, wide.splitlines()))
-    assert sorted(narrow.split()) == sorted(wide.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(explanation) == explanation.to_table(width=80) != explanation.to_table(width=160)
+    monkeypatch.delenv("COLUMNS")
+    code = "import torch, quintic; print(quintic.explain(torch.nn.Linear(3, 3)).to_table() == "
+    code += "quintic.explain(torch.nn.Linear(3, 3)).to_table(width=160))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"  # no terminal
+
+
+class Long(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.ModuleDict({"encoder_of_the_left_side": nn.ModuleDict({"gate_projection": nn.Linear(8, 8)})})
+
+
+def test_how_it_is_laid_out_in_different_widths():
+    explanation = explain(Long(), weight_decay=0.1)
+    wide = [
+        "parameter                                              shape  optimizer  view      lr x scale  decay  state  "
+        "why",
+        "model.encoder_of_the_left_side.gate_projection.weight  8x8    Muon       Matrix()  0.02 x 1      0.1  256 B  "
+        "linear layer",
+    ]
+    assert explanation.to_table(width=130).splitlines()[:2] == wide
+    assert explanation.to_table(width=100).splitlines()[:2] == [
+        "parameter                         shape  optimizer  view      lr x scale  decay  state  why",
+        "model.encod..._projection.weight  8x8    Muon       Matrix()  0.02 x 1      0.1  256 B  linear layer",
+    ]
+    assert explanation.to_table(width=70).splitlines()[:4] == [
+        "parameter                                              shape",
+        "    optimizer  lr x scale  decay  state  view: why",
+        "model.encoder_of_the_left_side.gate_projection.weight  8x8",
+        "    Muon       0.02 x 1      0.1  256 B  Matrix(): linear layer",
+    ]
+    assert explanation.to_table(width=53).splitlines()[:5] == [
+        "parameter                                       shape",
+        "    optimizer  lr x scale  decay  state",
+        "        view: why",
+        "model.encoder_of_...ide.gate_projection.weight  8x8",
+        "    Muon       0.02 x 1      0.1  256 B",
+    ]
+
+
+@pytest.mark.parametrize("size", [12, 13, 20, 40])
+def test_names_are_shortened_in_the_middle(size):
+    name = "model.layers.*.self_attn.q_proj.weight"
+    short = shortened(name, size)
+    if size >= len(name):
+        assert short == name
+        return
+    assert len(short) == size
+    ends = [(name[:head], name[len(name) - (size - 3 - head) :]) for head in range(1, (size - 3) // 2)]
+    assert short in [f"{head}...{tail}" for head, tail in ends]  # more of the end than of the beginning
+
+
+def test_the_optimizer_and_its_decay_are_named():
+    model = Model()
+    model.head.weight.requires_grad_(False)
+    rules = [Rule("*.up.weight", "muon", options={"normalize": None, "weight_decay": 0.5})]
+    explanation = explain(model, rules=rules, normalize="neuron", weight_decay=0.1, adamw_weight_decay=0.01)
+    rows = rows_by_name(explanation)
+    said = {name: (rows[name].optimizer, rows[name].weight_decay) for name in rows}
+    assert said["layers.0.up.weight"] == ("Muon", 0.5)
+    assert said["layers.0.attention.in_proj_weight"] == ("NorMuon", 0.1)
+    assert said["tokens.weight"] == said["layers.1.norm.bias"] == ("AdamW", 0.01)
+    assert said["head.weight"] == ("frozen", 0.0)
+    optimizer = Muon(
+        quintic.param_groups(model, rules=rules), normalize="neuron", weight_decay=0.1, adamw_weight_decay=0.01
+    )
+    for group in optimizer.param_groups:
+        for name in group["param_names"]:
+            assert said[name][1] == group["weight_decay"]
+    lines = str(explanation).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "optimizer", "view", "lr", "x", "scale", "decay", "state", "why"]
+    cells = {line.split()[0]: line.split() for line in lines if line}
+    assert cells["layers.*.up.weight"][3:9] == ["Muon", "Matrix()", "0.02", "x", "2", "0.5"]
+    assert cells["tokens.weight"][2:5] == ["AdamW", "0.0003", "0.01"]
+    assert cells["head.weight"][2:5] == ["frozen", "0", "B"]
+    assert "Muon, NorMuon" in lines[-4]
+    assert "rule" not in lines[0]
+
+
+def test_layers_that_decay_differently_are_not_folded():
+    rules = [Rule("layers.1.up.weight", "muon", options={"weight_decay": 0.5})]
+    lines = str(explain(Model(), rules=rules)).splitlines()
+    assert [line.split()[:2] for line in lines if ".up.weight" in line] == [
+        ["layers.*.up.weight", "x2"],
+        ["layers.1.up.weight", "32x8"],
+    ]
 
 
 def test_the_table_in_the_documentation(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "explain.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "parameter-groups.md").read_text("utf-8")
     code, rest = page.partition("```python\n")[2].split("```", 1)
     exec(compile(code, "<page>", "exec"), {})
     shown = textwrap.dedent("".join(re.findall(r"^(?:    .*)?\n", rest, flags=re.MULTILINE)[1:])).strip()
@@ -234,7 +331,7 @@ def test_a_model_of_70_billion_parameters_takes_no_time_and_no_memory():
     assert len(table) < 24
     assert "70,553,706,496" in result.stdout
     assert (
-        "model.layers.*.mlp.gate_proj.weight             x80  28672x8192   muon   Matrix()  0.02 x 1.87"
+        "model.layers.*.mlp.gate_proj.weight             x80  28672x8192   NorMuon    Matrix()  0.02 x 1.87      0"
         in result.stdout
     )
 
