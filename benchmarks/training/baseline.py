@@ -43,6 +43,9 @@ _GUESSED_STEP_MS = {"cuda": 75.0, "cpu": 850.0}
 _START_SECONDS = 25.0
 _BEST_OF_ROUND = 8
 
+# Share of the search's time after which no trial of a round begins, so that the later rounds have theirs.
+_START_BY = {"random": 0.35, "variations": 0.5, "whole": 0.75}
+
 
 class Log(NamedTuple):
     """A range in which equal factors are equally likely."""
@@ -111,7 +114,7 @@ class Study:
 
     def __init__(self, options: argparse.Namespace, base: Config, data: Path, pool: Pool, start: float) -> None:
         self.options, self.base, self.data, self.pool = options, base, str(data), pool
-        self.end = start + options.budget_seconds
+        self.begin, self.end = time.time(), start + options.budget_seconds
         self.runs: list[dict[str, Any]] = []
         self.computing: dict[str, Any] = {}
         """Machine and versions, as the workers see them."""
@@ -150,7 +153,10 @@ class Study:
 
         def job() -> dict[str, Any]:
             deadline = self.end if part == "final" else self.search_end()
-            return {"config": to_dict(config), "data": self.data, "deadline": deadline}
+            start_by = (
+                self.begin + _START_BY.get(part, 1.0) * (deadline - self.begin) if math.isfinite(deadline) else deadline
+            )
+            return {"config": to_dict(config), "data": self.data, "deadline": deadline, "start_by": start_by}
 
         self.pool.submit(job).add_done_callback(keep)
         return done

@@ -51,7 +51,8 @@ def test_an_unknown_option_is_named() -> None:
 
 
 def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, Any]:
-    return {"config": to_dict(config), "data": str(dataset.path), "deadline": time.time() + seconds}
+    end = time.time() + seconds
+    return {"config": to_dict(config), "data": str(dataset.path), "deadline": end, "start_by": end}
 
 
 def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) -> None:
@@ -87,6 +88,8 @@ def test_a_worker_that_dies_is_told_and_replaced(
     bad = {**job(config, tiny_dataset), "data": str(tmp_path / "nothing")}
     assert "nothing" in worker.run(bad)["failed"]
     assert math.isfinite(worker.run(job(config, tiny_dataset))["bpb"])  # the same process goes on
+    late = {**bad, "start_by": time.time() - 1}
+    assert "not started" in worker.run(late)["cut"]
     worker.close()
 
 
