@@ -48,7 +48,12 @@ def trained_model(
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
     sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
     model = build_model(
-        sizes, device=hardware.device, dtype=hardware.dtype, attention=hardware.attention, seed=config.run.seed
+        sizes,
+        device=hardware.device,
+        dtype=hardware.dtype,
+        attention=hardware.attention,
+        seed=config.run.seed,
+        weights=config.optim.weights,
     )
     load_model_weights(checkpoint, model)
     return model.eval(), dataset, config

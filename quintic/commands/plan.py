@@ -13,7 +13,7 @@ from quintic.optim.muon import Muon
 from quintic.rehearsal.table import rehearsal_text
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
-from quintic.train.recipe import build_optimizer, model_config, scale_lines
+from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
 
 __all__ = ["run", "training_memory"]
 
@@ -37,13 +37,14 @@ def run(arguments: list[str]) -> int:
     on_gpu = start.preset == "gpu" or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
-    with torch.device("meta"):
-        model = GPT(model_config(config, vocab_size=vocab_size, bos_id=0), compute_dtype=dtype)
+    sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
+    model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
     optimizer = build_optimizer(model, config, on_gpu=on_gpu)
     print(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
         print(line)
-    print(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, float32 weights")
+    weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
+    print(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
     print(
@@ -102,6 +103,7 @@ def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool) -> 
     for group in optimizer.param_groups:
         size = 2 if group["state_dtype"] is not None else 4
         for param in group["params"]:
+            state += 2 * param.numel() if group["master"] == "mantissa" else 0
             if group["algorithm"] == "adamw":
                 state += 2 * size * param.numel() + 4  # and its number of steps
             else:

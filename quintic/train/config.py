@@ -22,10 +22,12 @@ __all__ = [
     "ParallelName",
     "RunConfig",
     "ScheduleConfig",
+    "WeightsName",
     "check_prompts",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
+WeightsName = Literal["float32", "mantissa"]
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
 _MIN_VOCAB = 257
@@ -141,6 +143,8 @@ class OptimConfig:
     """'neuron' is NorMuon: updates evened out per neuron; None is plain Muon."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' keeps momentum and AdamW's moments in bfloat16, half the memory; None keeps them in float32."""
+    weights: WeightsName = "float32"
+    """'mantissa' keeps weights in bfloat16 and 16 more bits of each in the optimizer: float32, in two halves."""
     weight_decay: float = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls to zero over the run."""
     decay_shape: Literal["linear", "cosine"] = "linear"
@@ -238,7 +242,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Weights are float32."""
+    """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Of weights: --weights."""
     fp8: bool = False
     """Multiply in 8 bits in the linear layers whose sizes suit it (a GPU of compute capability 8.9 or more)."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"

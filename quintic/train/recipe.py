@@ -17,7 +17,7 @@ from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
-from quintic.train.config import Config
+from quintic.train.config import Config, WeightsName
 from quintic.train.distributed import Parallelism, rows_at_once
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
@@ -128,18 +128,31 @@ def build_model(
     dtype: torch.dtype,
     attention: AttentionName,
     seed: int,
+    weights: WeightsName = "float32",
     parallelism: Parallelism | None = None,
 ) -> GPT:
     """Return an initialised model: built on the meta device, so that no weight is ever made twice.
 
-    Where ranks have parts of it, no device ever has the whole.
+    Where ranks have parts of it, no device ever has the whole. `dtype` is that of the activations.
     """
-    with torch.device("meta"):
-        model = GPT(sizes, compute_dtype=dtype, attention=attention)
+    model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
     if parallelism is not None:
         parallelism.place(model, device)
     model.to_empty(device=device)
     model.init_weights(seed)
+    return model
+
+
+def empty_model(
+    sizes: GPTConfig, *, dtype: torch.dtype, attention: AttentionName, weights: WeightsName = "float32"
+) -> GPT:
+    """Return a model on the meta device, with weights in the dtype that `--weights` asks for."""
+    with torch.device("meta"):
+        model = GPT(sizes, compute_dtype=dtype, attention=attention)
+    if weights == "mantissa":
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(param.bfloat16()))
     return model
 
 
@@ -213,6 +226,7 @@ def build_optimizer(
         compute_dtype=None if on_gpu or optim.orthogonalizer == "svd" else model.compute_dtype,
         normalize=optim.normalize,
         normalize_beta=constants.neuron_beta,
+        master="mantissa" if optim.weights == "mantissa" else None,
         state_dtype=optim.state_dtype,
         betas=(optim.beta1, optim.beta2),
         eps=1e-10,

@@ -79,6 +79,7 @@ class Trainer:
             dtype=hardware.dtype,
             attention=hardware.attention,
             seed=config.run.seed,
+            weights=config.optim.weights,
             parallelism=self.parallelism,
         )
         if hardware.fp8 is not None:

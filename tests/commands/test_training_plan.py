@@ -13,9 +13,8 @@ from quintic.commands.plan import planned_vocabulary, training_memory
 from quintic.commands.presets import gpu_preset, with_recipe
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
-from quintic.model.gpt import GPT
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
-from quintic.train.recipe import build_model, build_optimizer, model_config
+from quintic.train.recipe import build_model, build_optimizer, empty_model, model_config
 
 CPU = torch.device("cpu")
 
@@ -74,15 +73,16 @@ def small(**optim: Any) -> Config:
         {"normalize": "neuron"},
         {"normalize": "neuron", "state_dtype": "bf16"},
         {"recipe": "nanochat"},
+        {"weights": "mantissa", "normalize": "neuron"},
     ],
 )
 def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, Any]) -> None:
     config = small(**optim)
     sizes = model_config(config, vocab_size=300, bos_id=0)
-    with torch.device("meta"):
-        planned = GPT(sizes)
+    weights = config.optim.weights
+    planned = empty_model(sizes, dtype=torch.float32, attention="sdpa", weights=weights)
     memory = training_memory(planned, build_optimizer(planned, config), rows=4, on_gpu=False)
-    model = build_model(sizes, device=CPU, dtype=torch.float32, attention="sdpa", seed=0)
+    model = build_model(sizes, device=CPU, dtype=torch.float32, attention="sdpa", seed=0, weights=weights)
     optimizer = build_optimizer(model, config)
     tokens = torch.randint(0, 300, (4, 64))
     model(tokens, tokens).backward()
