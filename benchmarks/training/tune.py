@@ -102,6 +102,8 @@ def run_setting(base: str, setting: list[str], deadline: float) -> dict[str, obj
         "bpb": bpb,
         "loss": final["loss"],
         "seconds": final["seconds"],
+        "tokens_per_second": final.get("tokens_per_second"),
+        "peak_memory_bytes": final.get("peak_memory_bytes"),
         "curve": curve,
         "machine": first["machine"],
         "versions": first["versions"],

@@ -10,7 +10,7 @@ __all__ = ["launch_lookup", "launch_lookup_backward"]
 
 # Positions and rows of a tile, entries of a product at a time, and most columns that a program writes: each computes
 # the scores anew. Not tuned yet.
-_POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 8
+_POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 4
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
