@@ -1,15 +1,19 @@
-"""Steps of an optimizer as a CUDA graph: one launch instead of hundreds, where the host is slower than the device."""
+"""Steps of an optimizer as CUDA graphs: one launch instead of hundreds, where the host is slower than the device."""
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
+from quintic.optim.step.runner import Done
 
 __all__ = ["CapturedStep"]
 
@@ -17,6 +21,23 @@ _EAGER_STEPS = 2
 
 # What a replay reads from device memory, and what says nothing about a step.
 _NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
+
+
+_MOST_GRAPHS = 8
+"""Each keeps the temporary memory of a step."""
+
+_Due = tuple[bool, ...]
+"""Which groups a step has."""
+
+
+class _Recorded(NamedTuple):
+    """A CUDA graph, and what it was captured with."""
+
+    graph: Any
+    gradients: list[tuple[str, Tensor, Tensor | None]]
+    """Names and parameters whose gradients it reads, and these."""
+    done: Done
+    """What a replay does."""
 
 
 class CapturedStep:
@@ -28,32 +49,35 @@ class CapturedStep:
     ...     step()                       # in place of optimizer.step()
     ...     optimizer.zero_grad(set_to_none=False)
 
-    The first two calls step as usual; the third captures, and replays as all later ones do. Learning rate, decay,
-    momentum, betas and eps may change between calls; with any other option, with other weights or state in place of
-    those captured, two calls step as usual again. A gradient that is somewhere else than when it was captured is
-    copied there: `zero_grad(set_to_none=False)` leaves them where they are.
+    The first two calls step as usual; the third captures, and replays as all later ones do. Where groups have
+    `step_every`, this holds for each set of groups that are stepped together: there is one graph for odd and one for
+    even steps, or as many as it takes until the sets come again. Tables of which touched rows alone travel
+    (`comms="sharded_sparse"`) are stepped after each replay, as usual. Learning rate, decay, momentum, betas and eps
+    may change between calls; with any other option, with other weights or state in place of those captured, two calls
+    step as usual again. A gradient that is somewhere else than when it was captured is copied there:
+    `zero_grad(set_to_none=False)` leaves them where they are.
 
     With several ranks all of them must call it, as `step`, and make other calls as often as the others do: NCCL runs a
     collective as a graph on all ranks or on none. Close it (or leave its `with` block) before
-    `torch.distributed.destroy_process_group`, which otherwise waits for the graph for ever. Until then it keeps the
-    temporary memory of a step, and the captured gradients.
+    `torch.distributed.destroy_process_group`, which otherwise waits for the graph for ever. Until then each graph keeps
+    the temporary memory of a step, and the captured gradients.
 
     Args:
         optimizer: all of whose parameters are on one CUDA device.
 
     Raises:
-        ValueError: parameters are elsewhere, or an option is one that the host must act on at each step (`step_every`,
-            `telemetry_every`, `on_nonfinite="raise"`, `offload`, `comms="sharded_sparse"`, plain PyTorch kernels), or
-            the optimizer has step hooks; the message names it.
+        ValueError: parameters are elsewhere, or an option is one that the host must act on at each step
+            (`telemetry_every`, `on_nonfinite="raise"`, `offload`, plain PyTorch kernels, `on_nonfinite="skip"` of
+            tables whose touched rows travel), or `step_every` would need more than eight graphs, or the optimizer has
+            step hooks; the message names it.
     """
 
     def __init__(self, optimizer: Muon) -> None:
         self._optimizer = optimizer
         self._check()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._gradients: list[Tensor | None] = []
+        self._graphs: dict[_Due, _Recorded] = {}
+        self._num_eager: Counter[_Due] = Counter()
         self._captured: object = None
-        self._num_eager = 0
         self._kept_bytes = 0
 
     def __enter__(self) -> "CapturedStep":
@@ -67,11 +91,13 @@ class CapturedStep:
         self.close()
 
     def close(self) -> None:
-        """Free the graph and its memory; the next calls begin anew."""
-        if self._graph is not None:
+        """Free the graphs and their memory; the next calls begin anew."""
+        if self._graphs and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            self._graph.reset()
-        self._graph, self._gradients, self._num_eager = None, [], 0
+        for recorded in self._graphs.values():
+            recorded.graph.reset()
+        self._graphs.clear()
+        self._num_eager.clear()
 
     @opaque
     @torch.no_grad()
@@ -82,68 +108,64 @@ class CapturedStep:
             RuntimeError: a parameter has a gradient now that had none when the step was captured, or the other way
                 round, or one with other placements; nothing was changed.
         """
-        found = self._fingerprint()
+        optimizer, found = self._optimizer, self._fingerprint()
         # Other ranks write to memory that is another one where it had to become larger.
-        moved = self._graph is not None and self._kept_bytes != self._optimizer.current.communicators.kept_bytes
+        moved = bool(self._graphs) and self._kept_bytes != optimizer.current.communicators.kept_bytes
         if found != self._captured or moved:
             self.close()
             self._captured = found
-        if self._graph is None and self._num_eager < _EAGER_STEPS:
-            self._optimizer.step()
-            self._num_eager += 1
+        pending_steps = optimizer.next_pending_steps()
+        inside, outside = _divided(pending_steps, self._sparse_groups())
+        due = tuple(pending == 0 for pending in pending_steps)
+        if 0 not in inside or self._num_eager[due] < _EAGER_STEPS:
+            optimizer.step()
+            self._num_eager[due] += 1
             return
-        if self._graph is None:
-            self._capture()
+        if due not in self._graphs:
+            self._graphs[due] = self._capture(inside)
         else:
-            self._bring_gradients()
-            self._optimizer.upload_hyperparameters()
-        assert self._graph is not None
-        self._graph.replay()
-        self._optimizer.current.communicators.mark_end()
+            _bring_gradients(self._graphs[due].gradients)
+            optimizer.upload_hyperparameters()
+        graph, _, done = self._graphs[due]
+        graph.replay()
+        optimizer.current.communicators.mark_end()
+        if 0 in outside:
+            done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
+        optimizer.note_step(done, pending_steps, is_replayed=True)
+        optimizer.current.rows.check(wait=False)
 
-    def _capture(self) -> None:
+    def _capture(self, pending_steps: Sequence[int]) -> _Recorded:
+        """Capture a step of some groups, which is not made yet."""
         self._check()
-        self._gradients = [param.grad for param in self._params()]
-        self._optimizer.upload_hyperparameters()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, as NCCL's watchdog, ask for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._optimizer.step()
-        self._graph, self._kept_bytes = graph, self._optimizer.current.communicators.kept_bytes
+        optimizer = self._optimizer
+        gradients = [(name, param, param.grad) for name, param in self._read(pending_steps)]
+        optimizer.upload_hyperparameters()
 
-    def _bring_gradients(self) -> None:
-        """Copy gradients that are somewhere else than those captured."""
-        moved: list[tuple[Tensor, Tensor]] = []
-        for param, captured in zip(self._params(), self._gradients, strict=True):
-            gradient = param.grad
-            if gradient is captured:
-                continue
-            if gradient is None or captured is None:
-                name = self._name_of(param)
-                raise RuntimeError(
-                    f"{name}: its gradient is {'missing' if gradient is None else 'there'} now and was "
-                    f"{'there' if gradient is None else 'missing'} when the step was captured; step with "
-                    f"optimizer.step() where parameters take turns, or close() the captured step on all ranks"
-                )
-            cuts = [getattr(one, "placements", None) for one in (gradient, captured)]
-            if cuts[0] != cuts[1]:
-                raise RuntimeError(
-                    f"{self._name_of(param)}: its gradient has placements {cuts[0]} now and had {cuts[1]} when the "
-                    f"step was captured, which would take it for that; redistribute it before the step, on all ranks, "
-                    f"or close() the captured step on all ranks"
-                )
-            if _local(gradient).data_ptr() != _local(captured).data_ptr():
-                moved.append((_local(captured), _local(gradient)))
-        if moved:
-            torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
+        def work() -> Done:
+            done = optimizer.step_part(pending_steps)
+            optimizer.steps_made.count_skips(done)
+            return done
+
+        graph, done = _captured(work)
+        self._kept_bytes = optimizer.current.communicators.kept_bytes
+        return _Recorded(graph, gradients, done)
+
+    def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters whose gradients a step reads, with their names."""
+        current = self._optimizer.current
+        for group in current.groups:
+            if pending_steps[group.number] == 0:
+                yield from zip(group.param_names, group.params, strict=True)
+        for tie in current.ties:
+            if pending_steps[tie.head_group] == 0:
+                yield tie.copy_name, tie.copy
+
+    def _sparse_groups(self) -> set[int]:
+        """Return the numbers of groups with a table of which touched rows alone travel."""
+        return {table.group for table in self._optimizer.current.rows.tables.values()}
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-    def _name_of(self, wanted: Tensor) -> str:
-        names = [str(name) for group in self._optimizer.param_groups for name in group["param_names"]]
-        return next(name for name, param in zip(names, self._params(), strict=True) if param is wanted)
 
     def _fingerprint(self) -> object:
         """Return what must not change: options, and where weights and state are."""
@@ -155,7 +177,7 @@ class CapturedStep:
         live = [id(group[key]) for group in self._optimizer.param_groups for key in ("lr",) if _is_tensor(group[key])]
         state = self._optimizer.state
         places = [
-            _local(tensor).data_ptr()
+            local_tensor(tensor).data_ptr()
             for param in self._params()
             for tensor in (param, *state[param].values())
             if _is_tensor(tensor)
@@ -163,45 +185,96 @@ class CapturedStep:
         return options, live, places
 
     def _check(self) -> None:
-        for group in self._optimizer.param_groups:
-            reason = _obstacle(group)
+        groups, sparse = self._optimizer.param_groups, self._sparse_groups()
+        for number, group in enumerate(groups):
+            reason = _obstacle(group, is_sparse=number in sparse)
             if reason is not None:
                 raise ValueError(f"{reason}: step with optimizer.step(), or without this option")
-        devices = {param.device for param in self._params()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            found = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {found or 'none'}")
+        num_graphs = math.lcm(*(int(group["step_every"]) for group in groups))
+        if num_graphs > _MOST_GRAPHS:
+            raise ValueError(
+                f"step_every of the groups comes to the same set of groups after {num_graphs} steps, and each set "
+                f"needs a graph, of which there may be {_MOST_GRAPHS}: choose numbers with more divisors in common"
+            )
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if hooks:
             raise ValueError("a captured step runs no step hooks, and the optimizer has some: remove them")
-        for bucket in self._optimizer.plan():
-            if bucket.kernels == "torch":
-                raise ValueError(
-                    f"{bucket.name}: plain PyTorch kernels read hyperparameters on the host, which a replay does not; "
-                    f"leave kernels='auto' and dtypes that Triton's kernels know"
-                )
+        _check_devices(self._optimizer, self._params())
 
 
-def _obstacle(group: Mapping[str, Any]) -> str | None:
+def _divided(pending_steps: Sequence[int], sparse: Container[int]) -> tuple[list[int], list[int]]:
+    """Return `pending_steps` of what a CUDA graph can hold, and of the rest: in each the other's groups wait.
+
+    Args:
+        pending_steps: for each group 0 if it is stepped.
+        sparse: numbers of the groups that send messages of other sizes at each step.
+    """
+    inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
+    outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
+    return inside, outside
+
+
+def _captured(work: Callable[[], Done]) -> tuple[Any, Done]:
+    """Return what is launched on the device, as a graph that has not run yet, and the result."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, as NCCL's watchdog, ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        done = work()
+    return graph, done
+
+
+def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> None:
+    """Copy gradients that are somewhere else than those captured."""
+    moved: list[tuple[Tensor, Tensor]] = []
+    for name, param, target in captured:
+        gradient = param.grad
+        if gradient is target:
+            continue
+        if gradient is None or target is None:
+            raise RuntimeError(
+                f"{name}: its gradient is {'missing' if gradient is None else 'there'} now and was "
+                f"{'there' if gradient is None else 'missing'} when the step was captured; step with "
+                f"optimizer.step() where parameters take turns, or close() the captured step on all ranks"
+            )
+        cuts = [getattr(one, "placements", None) for one in (gradient, target)]
+        if cuts[0] != cuts[1]:
+            raise RuntimeError(
+                f"{name}: its gradient has placements {cuts[0]} now and had {cuts[1]} when the "
+                f"step was captured, which would take it for that; redistribute it before the step, on all ranks, "
+                f"or close() the captured step on all ranks"
+            )
+        if local_tensor(gradient).data_ptr() != local_tensor(target).data_ptr():
+            moved.append((local_tensor(target), local_tensor(gradient)))
+    if moved:
+        torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
+
+
+def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
+    devices = {param.device for param in params}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {found or 'none'}")
+    for bucket in optimizer.plan():
+        if bucket.kernels == "torch":
+            raise ValueError(
+                f"{bucket.name}: plain PyTorch kernels read hyperparameters on the host, which a replay does not; "
+                f"leave kernels='auto' and dtypes that Triton's kernels know"
+            )
+
+
+def _obstacle(group: Mapping[str, Any], *, is_sparse: bool) -> str | None:
     """Return the option with which the host decides what a step does, or None."""
-    if group["step_every"] > 1:
-        return "step_every counts on the host"
     if group["telemetry_every"] is not None:
         return "telemetry_every counts on the host"
     if group["on_nonfinite"] == "raise":
         return "on_nonfinite='raise' waits for the device"
     if group["offload"]:
         return "offload copies state from the host"
-    if group["comms"] == "sharded_sparse":
-        return "comms='sharded_sparse' sends messages of other sizes at each step"
+    if is_sparse and group["on_nonfinite"] != "propagate":
+        return "comms='sharded_sparse' is stepped after the graph, which on_nonfinite='skip' would have to stop as well"
     return None
 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
-
-
-def _local(tensor: Any) -> Tensor:
-    from quintic.optim.layout.layouts import local_tensor
-
-    return local_tensor(tensor)

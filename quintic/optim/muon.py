@@ -24,6 +24,7 @@ from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
+from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
@@ -240,6 +241,11 @@ class Muon(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         runner, first = self._connected(), self._steps_made.first_gradients
+        for group in self._current.groups:
+            if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
+                raise RuntimeError(
+                    "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
+                )
         pending_steps = self._pending_steps()
         if not runner.is_alone:
             runner.agreements.check_sums(pending_steps)
@@ -253,10 +259,25 @@ class Muon(OptimizerBase):
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        self._note_step(done, pending_steps, clipped_layers=len(qk_logits or {}))
+        self.note_step(done, pending_steps, clipped_layers=len(qk_logits or {}))
         if self._current.rows.tables:
             self._current.rows.check(wait=False)
         return loss
+
+    def step_part(self, pending_steps: Sequence[int]) -> Done:
+        """Step some of the groups that are due, and note nothing of it on the host. For `CapturedStep`.
+
+        Args:
+            pending_steps: for each group 0 if it is stepped.
+        """
+        runner = self._connected()
+        if not runner.is_alone:
+            runner.agreements.check_sums(pending_steps)
+        self._current.use_state(self.__dict__["state"])
+        done = runner.step(pending_steps, self._steps_made.num_steps)
+        for _ in runner.agreements.any_present():
+            pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
+        return done
 
     @opaque
     @torch.no_grad()
@@ -339,11 +360,20 @@ class Muon(OptimizerBase):
         runner.agreements.agree()
         return self._current.start_qk_step(qk_clip, self.__dict__["state"], qk_logits)
 
-    def _note_step(self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int) -> None:
-        """Note for each group how many steps it waits for, and for `last_step` what became of this one."""
+    def note_step(
+        self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int = 0, is_replayed: bool = False
+    ) -> None:
+        """Note for each group how many steps it waits for, and for `last_step` what became of this one.
+
+        Args:
+            done: what became of it.
+            pending_steps: by group.
+            clipped_layers: attention layers that QK-clip had logits of.
+            is_replayed: whether a CUDA graph has counted skipped steps.
+        """
         waiting = 0
         for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
             if pending:
                 waiting += len(dictionary["params"])
-        self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers)
+        self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers, is_replayed=is_replayed)

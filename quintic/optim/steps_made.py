@@ -26,21 +26,28 @@ class StepsMade:
         self._skipped: Tensor | None = None
         """() int64 on a device: steps stopped."""
 
-    def count(self, done: Done, *, waiting: int, clipped_layers: int) -> None:
+    def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
         """Note a step; the host waits for nothing.
 
         Args:
             done: what became of it.
             waiting: parameters that wait for a later step (`step_every`).
             clipped_layers: attention layers that QK-clip had logits of.
+            is_replayed: whether `count_skips` was captured in a CUDA graph.
         """
         self.num_steps += 1
         self._go = done.go if done.asks else None
-        if self._go is not None:
-            if self._skipped is None:
-                self._skipped = torch.zeros((), dtype=torch.int64, device=self._go.device)
-            self._skipped += 1 - self._go
+        if self._go is not None and not is_replayed:
+            self.count_skips(done)
         self._counts, self._waiting, self._clipped_layers = done.counts, waiting, clipped_layers
+
+    def count_skips(self, done: Done) -> None:
+        """Count on the device whether non-finite gradients stopped a step."""
+        if done.go is None or not done.asks:
+            return
+        if self._skipped is None:
+            self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
+        self._skipped += 1 - done.go
 
     def report(self) -> StepReport:
         """Return what the last step did; waits for the device."""

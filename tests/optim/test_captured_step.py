@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_graphs import GRAPHS, capture_on_hosts
 from torch import nn
 
 import quintic
@@ -11,7 +12,7 @@ from quintic import CapturedStep, Muon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step_every": 2}, "step_every counts on the host"),
+        ({"step_every": 9}, "the same set of groups after 9 steps, and each set needs a graph, .* may be 8"),
         ({"telemetry_every": 3}, "telemetry_every"),
         ({"on_nonfinite": "raise"}, "on_nonfinite='raise' waits"),
         ({"offload": True}, "offload copies state"),
@@ -22,6 +23,80 @@ from quintic import CapturedStep, Muon
 def test_what_the_host_must_act_on_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         CapturedStep(Muon([nn.Parameter(torch.randn(4, 5))], **options))
+
+
+# -- which graph, on the host ------------------------------------------------------------------------------------------
+
+
+def cadences(every, tied=False, **options):
+    """A bank, a scalar, a head and an embedding, each in a group of its own, that step every k-th time."""
+    torch.manual_seed(0)
+    shapes = {"bank": (8, 4), "scalar": (), "head": (3, 5), "embed": (5, 3)}
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    groups = [
+        {"params": [pair], "algorithm": "muon" if pair[0] == "bank" else "adamw", "step_every": step_every}
+        for pair, step_every in zip(params.items(), every, strict=True)
+    ]
+    groups[0]["view"] = quintic.Rows(4)
+    optimizer = Muon(groups, lr=0.1, adamw_lr=0.1, weight_decay=0.1, **options)
+    if tied:
+        optimizer.tie("head", "embed", transposed=True)
+    return params, optimizer
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(
+    ("every", "num_graphs"),
+    [((1, 1, 1, 1), 1), ((1, 2, 2, 2), 2), ((1, 2, 3, 3), 4), ((2, 2, 2, 2), 1), ((2, 4, 4, 4), 2)],
+)
+def test_each_set_of_groups_has_a_graph(every, num_graphs, moves, monkeypatch):
+    (params, optimizer), (twins, eager) = (cadences(every, tied=True, on_nonfinite="skip") for _ in range(2))
+    capture_on_hosts(monkeypatch, optimizer)
+    step = CapturedStep(optimizer)
+    for number in range(40):
+        for param, twin in zip(params.values(), twins.values(), strict=True):
+            gradient = torch.full(param.shape, torch.nan) if number == 30 else torch.randn(param.shape)
+            for one in (param, twin):
+                if one.grad is None or moves:
+                    one.grad = gradient.clone() if one.grad is None else one.grad + gradient
+                else:
+                    one.grad += gradient
+        for one in (optimizer, eager):
+            for group in one.param_groups:
+                group["lr"] = 0.1 / (1 + number % 5)
+        if number == 20:
+            for one in (optimizer, eager):
+                one.untie("embed")
+            assert len(GRAPHS) == num_graphs
+        step()
+        eager.step()
+        for name, param in params.items():
+            assert torch.equal(param, twins[name]), (number, name)
+            for key, value in optimizer.state[param].items():
+                assert torch.equal(value, eager.state[twins[name]][key]), (number, name, key)
+        assert [g["pending_steps"] for g in optimizer.param_groups] == [g["pending_steps"] for g in eager.param_groups]
+        assert optimizer.last_step() == eager.last_step()
+        for one in (optimizer, eager):
+            one.zero_grad(set_to_none=moves)
+    assert sum(graph.replays for graph in GRAPHS) >= 20 // max(every) - 2 * num_graphs
+    step.close()
+    assert not GRAPHS
+
+
+def test_a_graph_reads_the_gradients_of_its_groups_alone(monkeypatch):
+    """Between two of its steps a group may lack a gradient, or have it elsewhere."""
+    params, optimizer = cadences((1, 2, 2, 2))
+    capture_on_hosts(monkeypatch, optimizer)
+    step = CapturedStep(optimizer)
+    for number in range(12):
+        for name, param in params.items():
+            param.grad = torch.randn(param.shape) if name == "bank" or number % 2 else None
+        step()
+    assert len(GRAPHS) == 2
+    params["head"].grad = None
+    step()
+    with pytest.raises(RuntimeError, match="head: its gradient is missing now and was there"):
+        step()
 
 
 def params_of():
@@ -103,7 +178,7 @@ class TestOnDevice:
                 momenta.add(optimizer.param_groups[0]["momentum"])
                 for param, twin in zip(params, twins, strict=True):
                     assert torch.equal(param, twin), number
-            assert step._graph is not None
+            assert len(step._graphs) == 1
         assert len(momenta) > 4
 
     def test_changed_options_and_loaded_state_are_followed(self):
@@ -123,6 +198,55 @@ class TestOnDevice:
             eager.step()
             for param, twin in zip(params, twins, strict=True):
                 assert torch.equal(param, twin), number
+
+    @pytest.mark.parametrize("moves", [False, True])
+    @pytest.mark.parametrize("on_nonfinite", ["propagate", "skip"])
+    def test_odd_and_even_steps_and_tied_weights_have_the_bits_of_eager_ones(self, on_nonfinite, moves):
+        def made():
+            torch.manual_seed(0)
+            shapes = {"bank": (256, 64), "scalar": (3,), "head": (96, 320), "embed": (320, 96)}
+            params = {
+                name: nn.Parameter(torch.randn(shape, device="cuda").bfloat16()) for name, shape in shapes.items()
+            }
+            groups = [
+                {"params": [pair], "algorithm": "adamw", "step_every": 2, "master": "mantissa", "cautious": "strict"}
+                for pair in params.items()
+            ]
+            bank = {"algorithm": "muon", "view": quintic.Rows(64), "lr_multipliers": (1, 2, 1, 2), "cautious": True}
+            groups[0] |= {**bank, "step_every": 1, "normalize": "neuron"}
+            decays = {"weight_decay": 1.2, "adamw_weight_decay": 0.5, "decay_coupling": "lr_squared"}
+            optimizer = Muon(groups, lr=0.02, scale_decay=True, on_nonfinite=on_nonfinite, **decays)
+            optimizer.tie("head", "embed", transposed=True)
+            return params, optimizer
+
+        (params, optimizer), (twins, eager) = made(), made()
+        with CapturedStep(optimizer) as step:
+            for number in range(20):
+                if number == 12:
+                    for one in (optimizer, eager):
+                        one.untie("embed")
+                for found in (params, twins):
+                    torch.manual_seed(number)
+                    for param in found.values():
+                        gradient = torch.randn_like(param)
+                        if number == 9 and param.ndim == 1:
+                            gradient[0] = torch.nan if on_nonfinite == "skip" else 1.0
+                        if param.grad is None:
+                            param.grad = gradient
+                        elif moves:
+                            param.grad = param.grad + gradient
+                        else:
+                            param.grad += gradient
+                step()
+                eager.step()
+                for name, param in params.items():
+                    assert torch.equal(param, twins[name]), (number, name)
+                    for key, value in optimizer.state[param].items():
+                        assert torch.equal(value, eager.state[twins[name]][key]), (number, name, key)
+                for one in (optimizer, eager):
+                    one.zero_grad(set_to_none=moves)
+            assert len(step._graphs) == 2
+            assert optimizer.last_step() == eager.last_step()
 
     def test_a_missing_gradient_is_an_error(self):
         params = params_of()

@@ -156,9 +156,6 @@ class Runner:
             RuntimeError: the step before found rows that had not been announced, or the ranks have no memory for
                 `transport="copy_engines"`; nothing was changed.
         """
-        for group in self._common.groups:
-            if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
-                raise RuntimeError("step_every counts on the host: a step with it cannot be captured in a CUDA graph")
         self._common.num_steps = num_steps
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:

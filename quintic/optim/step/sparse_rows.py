@@ -321,12 +321,14 @@ class AnnouncedRows:
             RuntimeError: the step before found rows that had not been announced, or a CUDA graph is being captured.
             ValueError: a gradient is sparse.
         """
-        for table in self.tables.values():
+        due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
+        for table in due:
             if is_capturing(table.param.device):
                 raise RuntimeError(_no_capture(table.name))
-        self.check(wait=True)
-        self._due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
-        for table in self._due:
+        if due:  # a CUDA graph that leaves tables out waits for nothing
+            self.check(wait=True)
+        self._due = due
+        for table in due:
             if not table.is_sent:
                 table.send(self._communicators.of_marks(table.ranks))
 
@@ -385,5 +387,5 @@ def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
 def _no_capture(name: str) -> str:
     return (
         f"{name}: with comms='sharded_sparse' messages have another size in every step, which a CUDA graph cannot "
-        f"have; use comms='sharded' to capture steps"
+        f"have; use quintic.CapturedStep, which leaves them out, or comms='sharded' to capture steps"
     )
