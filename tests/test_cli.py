@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from html import escape
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -315,9 +315,19 @@ def test_report_compares_any_runs(
     wanted = ["--runs", "other", mine.name, "--runs-dir", str(runs_dir), "--out", str(elsewhere / "x.html")]
     assert main(["report", *wanted]) == 0
     assert (elsewhere / "x.html").is_file()
+    capsys.readouterr()
+    assert (
+        main(["train", *options[: options.index("--run")], "--run", "again", *options[options.index("--run") + 2 :]])
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["report", "--runs", mine.name, "slow=other,again", "--runs-dir", str(runs_dir)]) == 0
+    assert capsys.readouterr().out.startswith("slow ")
+    assert "slow (median and range of 2 runs)" in Path(page).read_text(encoding="utf-8")
     for arguments, message in (
         (["--runs", "other"], "--runs other: give two different runs at least"),
         (["--runs", "other", "other"], "--runs other other: give two different runs at least"),
+        (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two different runs at least"),
         (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
         (["--out", "x.html"], "--out: the page of one run is written to its folder"),
     ):
@@ -336,12 +346,20 @@ def test_the_command_on_the_page_repeats_the_run(
     assert repeat[:4] == ["quintic", "train", "--preset", "cpu"]
     assert {"--depth", "--dtype", "--steps", "--batch-tokens", "--threads", "--attention"} <= set(repeat)
     assert not {"--run", "--runs-dir"} & set(repeat)
-    assert escape(record["repeat"]) in (elsewhere / "runs" / "first" / "report.html").read_text(encoding="utf-8")
+    page = (elsewhere / "runs" / "first" / "report.html").read_text(encoding="utf-8")
+    [printed] = [text for text in re.findall("<pre>([^<]*)</pre>", page) if "--preset" in text]
+    assert unescape(printed) == record["repeat"]
     other = elsewhere / "other folder"
     other.mkdir()
     monkeypatch.chdir(other)
     assert main([*repeat[1:], "--run", "second"]) == 0
     assert final_weights(other / "runs" / "second") == final_weights(elsewhere / "runs" / "first")
+    losses = [
+        RunHistory.load(folder / "runs" / name).final["loss"]
+        for folder, name in ((elsewhere, "first"), (other, "second"))
+    ]
+    assert losses[0] == losses[1]
+    assert f"ended with a validation loss of {losses[1]:.6f} nats per token" in page
     again = read_metrics(other / "runs" / "second" / "metrics.jsonl")[0]
     assert shlex.split(again["repeat"]) == repeat
 

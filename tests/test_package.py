@@ -29,7 +29,8 @@ PACKAGE = Path(quintic.__file__).parent
 ROOT = PACKAGE.parent
 
 # What must be in the package besides modules: read with importlib.resources, or by type checkers.
-DATA = {"py.typed", "report/report_template.html"}
+TEMPLATES = ("comparison.html", "macros.html", "page.html", "run.html")
+DATA = {"py.typed", *(f"report/templates/{name}" for name in TEMPLATES)}
 
 pytestmark = [
     pytest.mark.slow,

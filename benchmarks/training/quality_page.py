@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from quintic.report.figures import format_si, nice_ticks
+from quintic.report.words import format_si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,10 +259,10 @@ def figure(results: Sequence[Result]) -> str:
         '<text class="label" x="4" y="18">validation loss (nats per token)</text>',
     ]
     bottom = TOP + plot_height
-    for tick in nice_ticks(low, high):
+    for tick in _nice_ticks(low, high):
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick)}h{plot_width}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(tick)}" dy="4.5" text-anchor="end">{format_si(tick)}</text>')
-    for tick in nice_ticks(0, last):
+    for tick in _nice_ticks(0, last):
         parts.append(f'<path class="grid" d="M{x(tick)} {bottom}v5"/>')
         parts.append(f'<text x="{x(tick)}" y="{bottom + 20}" text-anchor="middle">{format_si(tick)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}h{plot_width}"/>')
@@ -318,3 +318,11 @@ def _style() -> str:
         f"{colours(LIGHT)}@media(prefers-color-scheme:dark){{text{{fill:#a5abb6}}.label{{fill:#e8e8e4}}"
         f".grid{{stroke:#32363e}}.axis,.reference{{stroke:#a5abb6}}{colours(DARK)}}}</style>"
     )
+
+
+def _nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) inside [low, high], about ``count`` of them."""
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= (high - low) / count * 0.999)
+    # Rounding removes the dirt of the multiplication: 0.1 * 3 is 0.30000000000000004.
+    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

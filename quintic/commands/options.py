@@ -153,7 +153,8 @@ class ReportOptions:
     run: str | None = None
     """Name of the run; by default the one started last."""
     runs: tuple[str, ...] = ()
-    """Names of runs, two at least, to compare on one page; the first is what the others are measured against."""
+    """Names of runs, two at least, to compare on one page; the first is what the others are measured against. Runs that
+    differ in their seeds only go together: LABEL=RUN,RUN,... stands for their median and range."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     out: Path | None = None

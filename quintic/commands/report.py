@@ -19,11 +19,14 @@ def run(arguments: list[str]) -> int:
         return 0
     if options.run is not None:
         raise ConfigError(f"--run {options.run}: give it as the first of --runs")
-    if len(options.runs) < 2 or len(set(options.runs)) < len(options.runs):
+    # LABEL=RUN,RUN,...: runs that differ in their seeds only; the label may be left out.
+    arms = {word.rpartition("=")[0] or word: word.rpartition("=")[2].split(",") for word in options.runs}
+    names = [name for runs in arms.values() for name in runs]
+    if len(options.runs) < 2 or len(arms) < len(options.runs) or len(set(names)) < len(names):
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
-    folders = {name: find_run(options.runs_dir, name) for name in options.runs}
+    folders = {label: [find_run(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
-    found = write_comparison(folders, out, title=f"{', '.join(options.runs)} compared")
+    found = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
     for figures in found["candidates"].values():
         print(figures["sentence"])
     print(out)

@@ -1,247 +1,290 @@
 """Several runs side by side on one page, and how much sooner one reaches the result of another.
 
-Here: `write_comparison`. Not here: the page of one run (`report`), drawings (`figures`), tables and styles (`page`).
+Here: `write_comparison`; the words of its page are in ``templates/comparison.html``. Not here: the page of one run
+(`report`), drawings (`charts`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
-from quintic.report.figures import Bar, Curve, Reference, bar_chart, line_chart, upper_edge
+from quintic.report.charts import Chart, Curve, line_chart, upper_edge
 from quintic.report.history import METRICS_FILE, RunHistory
-from quintic.report.page import (
-    axis_tabs,
-    duration,
-    finite,
-    flatten,
-    large_number,
-    number_table,
-    render_page,
-    section,
-    write_text_atomically,
-)
+from quintic.report.page import learning_axes, write_page
+from quintic.report.words import duration, finite, flatten, in_words, large_number
 
 __all__ = ["write_comparison"]
 
 
+_ENDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("steps", "step", "{:,.0f}".format),
+    ("tokens read", "tokens", large_number),
+    ("training time", "seconds", duration),
+    ("loss (nats per token)", "loss", "{:.4f}".format),
+    ("bits per byte", "bpb", "{:.4f}".format),
+    ("standard error over documents (bits per byte)", "bpb_stderr", "{:.4f}".format),
+)
 _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens per second", "tokens_per_second", large_number),
     ("model FLOPs utilisation", "mfu", "{:.1%}".format),
-    ("floating-point operations", "flops", "{:.3g}".format),
+    ("floating-point operations", "flops", large_number),
     ("most memory (GiB)", "peak_memory_bytes", lambda value: f"{value / 2**30:.3g}"),
-    ("least smoothed training loss", "least_loss", "{:.4f}".format),
+    ("least smoothed training loss (nats per token)", "least_loss", "{:.4f}".format),
 )
+# These differ between any two runs.
+_NOT_SETTINGS = frozenset({"config.run.run", "machine.matrix_flops_per_second"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Point:
-    """One evaluation; tokens and seconds are None where the log lacks them."""
-
-    step: float
-    loss: float
-    bpb: float | None
-    tokens: float | None
-    seconds: float | None
+# An evaluation with a finite loss; other fields of `_FIELDS` are None where the log has no finite number.
+_Point = Mapping[str, Any]
+_FIELDS = ("step", "loss", "bpb", "bpb_stderr", "tokens", "seconds")
 
 
-def write_comparison(runs: Mapping[str, str | Path], out: str | Path, *, title: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One run, or several that differ in their seeds, and the finite evaluations of each."""
+
+    name: str
+    histories: Sequence[RunHistory]
+    curves: Sequence[Sequence[_Point]]
+
+    def ends(self, field: str) -> list[float | None]:
+        """A field of the last finite evaluation of each run."""
+        return [points[-1][field] for points in self.curves]
+
+    def shared(self) -> list[list[_Point]]:
+        """For each step at which all runs were evaluated, their points."""
+        by_step = [{point["step"]: point for point in points} for points in self.curves]
+        steps = set(by_step[0]).intersection(*by_step[1:])
+        return [[points[step] for points in by_step] for step in sorted(steps)]
+
+
+def write_comparison(
+    runs: Mapping[str, str | Path | Sequence[str | Path]], out: str | Path, *, title: str
+) -> dict[str, Any]:
     """Draw the validation curves of several runs on one page and measure them against the first.
 
     The figure per candidate is the step at which its validation loss first is at or below the baseline's last one. It
     lies on the straight line between the evaluations before and after; a candidate that is there at its first
     evaluation gets that evaluation's step, since nothing is known before it. Evaluations whose loss was not finite are
-    left out.
+    left out. Of several runs under one name, which should differ in their seeds only, medians count.
 
     Args:
-        runs: name -> run folder, two at least; the first is the baseline, the others are candidates.
+        runs: name -> run folder, or several; two names at least. The first is the baseline, the others are candidates.
         out: the HTML file to write; replaced in one move.
         title: the heading of the page.
 
     Returns:
         ``baseline``: its name. ``runs``: name -> ``steps``, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the last
-        evaluation. ``candidates``: name -> ``steps_to_baseline_loss`` and ``percent_of_steps``, the same for
-        ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None if that loss was never reached (or
-        not timed), and ``sentence``, which says it in words. ``percent_*`` is relative to the baseline's whole run.
+        evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
+        ``percent_of_steps``, the same for ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None
+        if that loss was never reached (or not timed), ``steps_by_run``, and ``sentence``, which says it in words.
+        ``percent_*`` is relative to the baseline's whole run.
 
     Raises:
-        ConfigError: if there are fewer than two runs, or one has no log or no finite validation loss.
+        ConfigError: if there are fewer than two names, a run has no log or no finite validation loss, or the runs of
+            one name were never evaluated at the same step.
         DataError: if a log is damaged.
     """
     if len(runs) < 2:
         raise ConfigError(f"a comparison needs two runs at least, got {len(runs)}: give a baseline and a candidate")
-    histories = {name: RunHistory.load(folder) for name, folder in runs.items()}
-    curves = {name: _points(history) for name, history in histories.items()}
-    for name, points in curves.items():
-        if not points:
-            raise ConfigError(
-                f"{Path(runs[name]) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
-            )
-    baseline, *others = runs
-    candidates = {name: _against(baseline, curves[baseline], name, curves[name]) for name in others}
-    ends = {name: points[-1] for name, points in curves.items()}
-    figures: dict[str, Any] = {
-        "baseline": baseline,
+    arms = [_load(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
+    baseline, *others = arms
+    candidates = {arm.name: _against(baseline, arm) for arm in others}
+    # Beside the range of several runs the standard error of another would be taken for a range, too.
+    errors = all(len(arm.curves) == 1 for arm in arms)
+    logs = {arm.name: [history.run for history in arm.histories] for arm in arms}
+    write_page(
+        Path(out),
+        "comparison.html",
+        title=title,
+        names=list(runs),
+        baseline=baseline.name,
+        candidates=list(candidates.values()),
+        bars=[bar for arm in arms if (bar := _bar(arm, errors=errors)) is not None],
+        rows=_results(arms),
+        lost=[arm.name for arm in arms if any(finite(h.evals[-1].get("loss")) is None for h in arm.histories)],
+        unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
+        num_runs=[len(arm.histories) for arm in arms],
+        has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
+        panels=_learning(arms, errors=errors),
+        differences=_differences(arms),
+        typed=list(dict.fromkeys(str(run["command"]) for log in logs.values() for run in log if run.get("command"))),
+        repeats=[(name, str(run["repeat"])) for name, log in logs.items() for run in log if run.get("repeat")],
+    )
+    return {
+        "baseline": baseline.name,
         "runs": {
-            name: {"steps": int(p.step), "tokens": p.tokens, "seconds": p.seconds, "loss": p.loss, "bpb": p.bpb}
-            for name, p in ends.items()
+            arm.name: {
+                "steps": int(_median(arm.ends("step")) or 0),
+                **{field: _median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
+                "losses": arm.ends("loss"),
+            }
+            for arm in arms
         },
         "candidates": candidates,
     }
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="status">{escape(", ".join(runs))}: the same task, trained in different ways.</p>',
-        _headline(baseline, candidates),
-        _results(histories, ends, [name for name, history in histories.items() if _is_lost(history)]),
-        _learning(histories, ends[baseline].loss, baseline),
-        _differences(histories),
-    ]
-    write_text_atomically(Path(out), render_page(title, "\n".join(body)))
-    return figures
 
 
-def _points(history: RunHistory) -> list[_Point]:
-    """The run's finite evaluations."""
-    return [
-        _Point(
-            step=float(record["step"]),
-            loss=loss,
-            bpb=finite(record.get("bpb")),
-            tokens=finite(record.get("tokens")),
-            seconds=finite(record.get("seconds")),
-        )
-        for record in history.evals
-        if (loss := finite(record.get("loss"))) is not None
+def _load(name: str, folders: Sequence[str | Path]) -> _Arm:
+    histories = [RunHistory.load(folder) for folder in folders]
+    curves = [
+        [{field: finite(r.get(field)) for field in _FIELDS} for r in history.evals if finite(r.get("loss")) is not None]
+        for history in histories
     ]
+    for folder, points in zip(folders, curves, strict=True):
+        if not points:
+            raise ConfigError(
+                f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
+            )
+    arm = _Arm(name, histories, curves)
+    if not arm.shared():
+        raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
+    return arm
+
+
+def _median(values: Iterable[float | None], missing: float | None = None) -> float | None:
+    """The median with ``missing`` in place of None; None where one is missing still, or the median is not finite."""
+    known = [missing if value is None else value for value in values]
+    if None in known:
+        return None
+    median = statistics.median(value for value in known if value is not None)
+    return median if math.isfinite(median) else None
 
 
 def _reached(points: Sequence[_Point], loss: float) -> tuple[float, float | None] | None:
     """The step, and the seconds, at which the curve first is at or below ``loss``; None for never."""
     for index, after in enumerate(points):
-        if after.loss > loss:
+        if after["loss"] > loss:
             continue
         if index == 0:
-            return after.step, after.seconds
+            return after["step"], after["seconds"]
         before = points[index - 1]
-        part = (before.loss - loss) / (before.loss - after.loss)
-        step = before.step + part * (after.step - before.step)
-        if before.seconds is None or after.seconds is None:
+        part = (before["loss"] - loss) / (before["loss"] - after["loss"])
+        step = before["step"] + part * (after["step"] - before["step"])
+        if before["seconds"] is None or after["seconds"] is None:
             return step, None
-        return step, before.seconds + part * (after.seconds - before.seconds)
+        return step, before["seconds"] + part * (after["seconds"] - before["seconds"])
     return None
 
 
-def _against(baseline: str, target: Sequence[_Point], name: str, points: Sequence[_Point]) -> dict[str, Any]:
+def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
     """The figures of one candidate (see `write_comparison`)."""
-    end = target[-1]
-    reached = _reached(points, end.loss)
-    if reached is None:
-        return {
-            "steps_to_baseline_loss": None,
-            "percent_of_steps": None,
-            "seconds_to_baseline_loss": None,
-            "percent_of_seconds": None,
-            "sentence": f"{name} never reached {baseline}'s final validation loss in its {points[-1].step:,.0f} steps",
-        }
-    step, seconds = reached
-    percent = 100 * step / end.step if end.step > 0 else None
-    timed = seconds is not None and end.seconds is not None and end.seconds > 0
-    # Where a run has few steps, a tenth of a step still matters.
-    shown = f"{step:,.0f}" if end.step >= 100 else f"{step:.3g}"
-    words = f" ({percent:.1f} %)" if percent is not None else ""
+    target, last, last_seconds = (_median(baseline.ends(field)) for field in ("loss", "step", "seconds"))
+    assert target is not None
+    assert last is not None
+    reached = [_reached(points, target) for points in arm.curves]
+    steps = [None if at is None else at[0] for at in reached]
+    step = _median(steps, math.inf)
+    seconds = None if step is None else _median([None if at is None else at[1] for at in reached], math.inf)
+    num_runs, num_reached = len(steps), sum(at is not None for at in steps)
+    whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
+    percent = 100 * step / last if step is not None and last > 0 else None
+    if step is None:
+        sentence = f"{arm.name} never reached {whose} in its {_median(arm.ends('step')):,.0f} steps"
+        if num_reached:
+            sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
+    else:
+        words = f" ({percent:.1f} %)" if percent is not None else ""
+        # Where a run has few steps, a tenth of a step still matters.
+        form = "{:,.0f}" if last >= 100 else "{:.3g}"
+        sentence = f"{arm.name} reached {whose} after {form.format(step)} of {last:,.0f} steps{words}"
+        if num_runs > 1:
+            some = [at for at in steps if at is not None]
+            spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
+            never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
+            sentence += f"; median of {num_runs} runs, which took {spread}{never}"
+    timed = seconds is not None and last_seconds is not None and last_seconds > 0
     return {
         "steps_to_baseline_loss": step,
         "percent_of_steps": percent,
         "seconds_to_baseline_loss": seconds,
-        "percent_of_seconds": 100 * seconds / end.seconds if timed and seconds and end.seconds else None,
-        "sentence": f"{name} reached {baseline}'s final validation loss after {shown} of {end.step:,.0f} steps{words}",
+        "percent_of_seconds": 100 * seconds / last_seconds if timed and seconds and last_seconds else None,
+        "steps_by_run": steps,
+        "sentence": sentence,
     }
 
 
-def _headline(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> str:
-    items = []
-    for figures in candidates.values():
-        seconds, percent = figures["seconds_to_baseline_loss"], figures["percent_of_seconds"]
-        time = ""
-        if percent is not None:
-            whose = f"{escape(baseline)}'s time"
-            time = f"<small>and after {duration(seconds)} of training, {percent:.1f} % of {whose}</small>"
-        items.append(f"<li>{escape(figures['sentence'])}.{time}</li>")
-    text = (
-        "<p>Fewer steps to the same loss means that less text has to be read to learn as much. The figure is read off "
-        "the validation curve, on the straight line between two evaluations. Time depends on the machine: compare it "
-        "only between runs on the same one.</p>"
-    )
-    return section("Who gets there sooner", f'<ul class="claims">{"".join(items)}</ul>', text)
+def _spread(points: Sequence[_Point], field: str, *, errors: bool) -> tuple[float, float] | None:
+    """The range of several runs; of one, if asked for, its bits per byte with one standard error more and less."""
+    values = [point[field] for point in points if point[field] is not None]
+    if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
+        return values[0] - error, values[0] + error
+    return (min(values), max(values)) if len(points) > 1 and values else None
 
 
-def _is_lost(history: RunHistory) -> bool:
-    """Whether the run's last evaluation was not finite."""
-    return finite(history.evals[-1].get("loss")) is None
+def _bar(arm: _Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
+    """Name, text, value and range of an arm's bar."""
+    value = _median(arm.ends("bpb"))
+    if value is None:
+        return None
+    spread = _spread([points[-1] for points in arm.curves], "bpb", errors=errors)
+    low, high = spread or (value, value)
+    some = f" ({low:.3f} to {high:.3f})" if len(arm.curves) > 1 else f" ± {high - value:.3f}" if spread else ""
+    return arm.name, f"{value:.3f}{some}", value, low, high
 
 
-def _results(histories: Mapping[str, RunHistory], ends: Mapping[str, _Point], lost: Sequence[str]) -> str:
-    """The last finite evaluation of each run, with a warning for those that ended in a loss that is no number."""
-    bars = [
-        Bar(label=name, value=point.bpb, text=f"{point.bpb:.3f}", color=index)
-        for index, (name, point) in enumerate(ends.items())
-        if point.bpb is not None
+def _results(arms: Sequence[_Arm]) -> list[list[str]]:
+    """The last finite evaluation of each run and what was measured, as rows of a table."""
+
+    def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+        known = [value for value in values if value is not None]
+        if not known:
+            return "–"
+        median, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
+        return median if low == high else f"{median} " + f"({low} to {high})".replace(" ", "\u00a0")
+
+    rows = [(label, [arm.ends(field) for arm in arms], form) for label, field, form in _ENDS]
+    rows += [
+        (label, [[h.newest(field) for h in arm.histories] for arm in arms], form) for label, field, form in _MEASURED
     ]
-    points = ends.values()
-    rows = [
-        ["steps", *(f"{point.step:,.0f}" for point in points)],
-        ["tokens read", *("–" if point.tokens is None else large_number(point.tokens) for point in points)],
-        ["training time", *("–" if point.seconds is None else duration(point.seconds) for point in points)],
-        ["loss (nats per token)", *(f"{point.loss:.4f}" for point in points)],
-        ["bits per byte", *("–" if point.bpb is None else f"{point.bpb:.4f}" for point in points)],
+    machines = [[h.run.get("machine") or {} for h in arm.histories] for arm in arms]
+    rates = [[finite(machine.get("matrix_flops_per_second")) for machine in run] for run in machines]
+    rows.append(("speed of plain matrix products at the start (operations per second)", rates, large_number))
+    return [
+        [label, *(text(values, form) for values in of_arms)]
+        for label, of_arms, form in rows
+        if any(value is not None for values in of_arms for value in values)
     ]
-    for label, field, form in _MEASURED:
-        values = [history.newest(field) for history in histories.values()]
-        if any(value is not None for value in values):
-            rows.append([label, *("–" if value is None else form(value) for value in values)])
-    text = "<p>The last evaluation on the validation text, which no run was trained on. Lower is better.</p>"
-    if lost:
-        names = escape(", ".join(lost))
-        text += f"<p><b>{names}: the loss was not a finite number at the end;</b> shown is the last finite one.</p>"
-    chart = f"<h3>Bits per byte</h3>{bar_chart(bars, title='Bits per byte')}" if bars else ""
-    return section("Where they ended", text, chart, number_table(["", *ends], rows, num_text_columns=1))
 
 
-def _learning(histories: Mapping[str, RunHistory], target: float, baseline: str) -> str:
+def _learning(arms: Sequence[_Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Validation loss and bits per byte of all runs over steps, tokens and time."""
-    records = [record for history in histories.values() for record in history.evals]
-    edges = {
-        field: upper_edge([(r["step"], v) for r in records if (v := finite(r.get(field))) is not None])
-        for field in ("loss", "bpb")
-    }
+    axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
+    target = _median(arms[0].ends("loss"))
+    charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
+    shared = [arm.shared() for arm in arms]
 
-    def draw(x: str, x_label: str, divisor: float) -> str:
-        charts = []
-        for field, title, unit in (
-            ("loss", "Validation loss", "nats per token"),
-            ("bpb", "Validation bits per byte", "bits per byte"),
-        ):
-            curves = [
-                Curve(
-                    label=name,
-                    x=[r[x] / divisor for r in history.evals if finite(r.get(x)) is not None],
-                    y=[finite(r.get(field)) for r in history.evals if finite(r.get(x)) is not None],
-                    style="points",
-                    color=index,
-                )
-                for index, (name, history) in enumerate(histories.items())
-            ]
-            label = f"{baseline}'s final loss: {target:.3f}"
-            lines = [Reference(label=label, y=target, side="left")] if field == "loss" else []
-            limits = (None, edges[field])
-            charts.append(
-                line_chart(curves, title=title, x_label=x_label, y_label=unit, references=lines, y_limits=limits)
+    def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
+        curves = []
+        for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
+            found = [(at, row) for row in rows if (at := _median(point[x] for point in row)) is not None]
+            spread = [_spread(row, field, errors=errors) for _, row in found]
+            curve = Curve(
+                label=arm.name + (f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""),
+                x=[at / divisor for at, _ in found],
+                y=[_median(point[field] for point in row) for _, row in found],
+                spread=spread if any(spread) else (),
+                style="points",
+                look=look,
             )
-        return "".join(charts)
+            curves.append(curve)
+        points = [(p["step"], p[field]) for rows in shared for row in rows for p in row if p[field] is not None]
+        references = {f"{arms[0].name}'s final loss: {target:.3f}": target} if target is not None else {}
+        return line_chart(
+            curves,
+            title=charts[field][0],
+            x_label=x_label,
+            y_label=charts[field][1],
+            references=references if field == "loss" else {},
+            y_limits=(None, upper_edge(points)),
+        )
 
-    return section("How they learnt", axis_tabs(draw, records, name="learning"))
+    return {tab: [draw(field, *axis) for field in charts] for tab, axis in axes.items()}
 
 
 def _peak_rates(history: RunHistory) -> dict[str, str]:
@@ -255,23 +298,19 @@ def _peak_rates(history: RunHistory) -> dict[str, str]:
     return {key: f"{value:.4g}" for key, value in peaks.items()}
 
 
-def _differences(histories: Mapping[str, RunHistory]) -> str:
-    """The settings in which the runs differ."""
-    settings = {
-        name: dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
-        for name, history in histories.items()
-    }
-    # An option may hold one value for each optimizer: what a run really used stands in its training records.
-    for name, history in histories.items():
-        settings[name].update(_peak_rates(history))
-    keys = dict.fromkeys(key for entries in settings.values() for key in entries)
+def _differences(arms: Sequence[_Arm]) -> list[list[str]]:
+    """The settings in which the runs differ, as rows of a table."""
+
+    def settings(history: RunHistory) -> dict[str, Any]:
+        entries = dict(flatten({key: history.run.get(key) or {} for key in ("config", "machine", "versions")}))
+        # An option may hold one value for each optimizer: what a run really used stands in its training records.
+        return {key: value for key, value in entries.items() if key not in _NOT_SETTINGS} | _peak_rates(history)
+
+    of_arms = [[settings(history) for history in arm.histories] for arm in arms]
     rows = []
-    for key in keys:
-        values = [str(entries.get(key, "–")) for entries in settings.values()]
-        if len(set(values)) > 1:
-            rows.append([key.removeprefix("config."), *values])
-    if not rows:
-        return section("Settings", "<p>The logs show no difference in settings.</p>")
-    text = "<p>Everything else in their settings is the same.</p>"
-    table = number_table(["setting", *histories], rows, num_text_columns=len(histories) + 1)
-    return section("Settings in which they differ", text, table)
+    for key in dict.fromkeys(key for runs in of_arms for entries in runs for key in entries):
+        texts = [", ".join(dict.fromkeys(str(entries.get(key, "–")) for entries in runs)) for runs in of_arms]
+        if len(set(texts)) > 1:
+            name = key.removeprefix("config.")
+            rows.append([name if key.startswith("config.") else in_words(key.split(".")[-1]), *texts])
+    return rows

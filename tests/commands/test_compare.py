@@ -33,7 +33,7 @@ def test_both_runs_start_alike_and_see_the_same_text(
     assert "Muon" in page
     # One option per optimizer: the page tells what each run really used.
     rates = [max(record["lr"]["matrices"] for record in history.train) for history in histories]
-    row = re.search(r"peak learning rate, matrices</td>\s*<td[^>]*>([^<]*)</td>\s*<td[^>]*>([^<]*)</td>", page)
+    row = re.search(r"peak learning rate, matrices</th>\s*<td[^>]*>([^<]*)</td>\s*<td[^>]*>([^<]*)</td>", page)
     assert row is not None
     assert [float(row[1]), float(row[2])] == pytest.approx(rates, rel=1e-3)
     printed = capsys.readouterr().out

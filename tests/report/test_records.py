@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import error_of
 
@@ -113,6 +113,7 @@ ANYTHING = st.recursive(
 )
 
 
+@settings(max_examples=30)  # each draws eighteen charts
 @given(data=st.data())
 def test_no_change_of_a_field_is_a_traceback(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "edited-log"

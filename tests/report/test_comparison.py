@@ -1,0 +1,191 @@
+"""Several runs on one page: the figures by hand, medians and ranges of seeds, what differs."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_pages import read, write_run
+
+from quintic.errors import ConfigError
+from quintic.report.comparison import write_comparison
+from quintic.train.metrics import MetricsLog
+
+
+def write_curve(folder: Path, losses: dict[int, float], **config: Any) -> Path:
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name=folder.name, config={"run": config})
+        for step, loss in losses.items():
+            log.write("eval", step=step, tokens=step * 10, seconds=step * 2.0, loss=loss, bpb=loss / 2)
+    return folder
+
+
+def test_comparison_figures_by_hand(tmp_path: Path) -> None:
+    runs = {
+        "AdamW": write_curve(tmp_path / "a", {100: 5.0, 200: 4.0, 400: 3.0}, lr=0.003, seed=1),
+        # 3.0 lies a quarter of the way from 3.25 (step 100) to 2.25 (step 300): step 150.
+        "Muon": write_curve(tmp_path / "b", {50: 4.0, 100: 3.25, 200: math.nan, 300: 2.25}, lr=0.02, seed=1),
+        "slow": write_curve(tmp_path / "c", {100: 6.0, 500: 3.5}, lr=0.02, seed=1),
+        "early": write_curve(tmp_path / "d", {80: 2.0, 90: 3.0}, lr=0.02, seed=1),
+        "exact": write_curve(tmp_path / "e", {10: 7.0, 600: 3.0}, lr=0.02, seed=1),
+    }
+    out = tmp_path / "pages" / "comparison.html"
+    figures = write_comparison(runs, out, title="Race <1>")
+    assert figures["baseline"] == "AdamW"
+    assert figures["runs"]["Muon"] == {
+        "steps": 300,
+        "tokens": 3000.0,
+        "seconds": 600.0,
+        "loss": 2.25,
+        "bpb": 1.125,
+        "losses": [2.25],
+    }
+    candidates = figures["candidates"]
+    assert list(candidates) == ["Muon", "slow", "early", "exact"]
+    assert candidates["Muon"] == {
+        "steps_to_baseline_loss": 150.0,
+        "percent_of_steps": 37.5,
+        "seconds_to_baseline_loss": 300.0,
+        "percent_of_seconds": 37.5,
+        "steps_by_run": [150.0],
+        "sentence": "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %)",
+    }
+    assert candidates["slow"] == {
+        "steps_to_baseline_loss": None,
+        "percent_of_steps": None,
+        "seconds_to_baseline_loss": None,
+        "percent_of_seconds": None,
+        "steps_by_run": [None],
+        "sentence": "slow never reached AdamW's final validation loss in its 500 steps",
+    }
+    assert candidates["early"]["steps_to_baseline_loss"] == 80.0
+    assert (candidates["exact"]["steps_to_baseline_loss"], candidates["exact"]["percent_of_steps"]) == (600.0, 150.0)
+    page = read(out)
+    assert page.text.startswith("Race <1> AdamW, Muon, slow, early, exact")
+    for words in (
+        "Muon reached AdamW's final validation loss after 150 of 400 steps (37.5 %).",
+        "and after 5 min of training, 37.5 % of AdamW's time",
+        "slow never reached",
+        "AdamW's final loss: 3.000",
+        "run.lr 0.003 0.02 0.02 0.02 0.02",
+    ):
+        assert words in page.text, words
+    assert "run.seed" not in page.text
+    assert " seed " not in page.text[page.text.index("Settings in which they differ") :]
+
+
+def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
+    runs = {}
+    for name, losses in (("a", (4.0, 3.0)), ("<b>", (3.5, 2.5))):
+        with MetricsLog(tmp_path / name[-1] / "metrics.jsonl") as log:
+            for step, loss in enumerate(losses, start=1):
+                log.write("eval", step=step, loss=loss)
+        runs[name] = log.path.parent
+    figures = write_comparison(runs, tmp_path / "out.html", title="Two")
+    assert figures["candidates"]["<b>"]["steps_to_baseline_loss"] == 1.5
+    assert figures["candidates"]["<b>"]["percent_of_seconds"] is None
+    assert "not a finite number" not in read(tmp_path / "out.html").text
+    with MetricsLog(tmp_path / "a" / "metrics.jsonl") as log:
+        log.write("eval", step=3, loss=math.nan)
+    write_comparison(runs, tmp_path / "out.html", title="Two")
+    assert "a: the loss was not a finite number at the end;" in read(tmp_path / "out.html").text
+    assert "<b> reached a's final validation loss after 1.5 of 2 steps (75.0 %)" in read(tmp_path / "out.html").text
+
+
+def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
+    run = write_curve(tmp_path / "a", {1: 2.0})
+    lost = write_curve(tmp_path / "lost", {1: math.nan})
+    out = tmp_path / "out.html"
+    with pytest.raises(ConfigError, match="needs two runs at least, got 1"):
+        write_comparison({"a": run}, out, title="")
+    with pytest.raises(ConfigError, match=r"lost.*no finite validation loss"):
+        write_comparison({"a": run, "lost": lost}, out, title="")
+    with pytest.raises(ConfigError, match="absent holds no"):
+        write_comparison({"a": run, "b": tmp_path / "absent"}, out, title="")
+    assert not out.exists()
+
+
+def test_a_comparison_has_what_was_measured(tmp_path: Path) -> None:
+    runs = {}
+    for name, mfu in (("a", 0.25), ("b", None)):
+        runs[name] = write_run(tmp_path / name, final=False)
+        with MetricsLog(runs[name] / "metrics.jsonl") as log:
+            log.write("final", step=40, loss=2.0, bpb=1.0, seconds=9.0, mfu=mfu)
+    write_comparison(runs, tmp_path / "page.html", title="two")
+    words = read(tmp_path / "page.html").words
+    assert "not finished" not in " ".join(words)
+    position = words.index("model FLOPs utilisation")
+    assert words[position : position + 3] == ["model FLOPs utilisation", "25.0%", "–"]
+    assert not [word for word in words if word.startswith("least smoothed training loss")]
+
+
+def test_several_seeds_are_a_median_and_a_range(tmp_path: Path) -> None:
+    ends = {"a": (3.0, 2.9, 3.4), "b": (2.0, 2.6, 3.2)}
+    runs = {
+        name: [
+            write_curve(tmp_path / f"{name}{seed}", {100: 4.0, 200: end}, seed=seed, lr=ends[name][0])
+            for seed, end in enumerate(losses)
+        ]
+        for name, losses in ends.items()
+    }
+    figures = write_comparison(runs, tmp_path / "page.html", title="Seeds")
+    assert figures["runs"]["a"]["loss"] == 3.0  # the median
+    assert figures["runs"]["a"]["losses"] == [3.0, 2.9, 3.4]
+    found = figures["candidates"]["b"]
+    # From 4.0 down to the median 3.0: half of the way to 2.0, 1.0 / 1.4 of that to 2.6, never on that to 3.2.
+    assert found["steps_by_run"] == [150.0, pytest.approx(100 + 100 / 1.4), None]
+    assert found["steps_to_baseline_loss"] == pytest.approx(100 + 100 / 1.4)
+    assert found["sentence"] == (
+        "b reached a's median final validation loss after 171 of 200 steps (85.7 %); median of 3 runs, which took 150 "
+        "to 171, never in 1"
+    )
+    page = read(tmp_path / "page.html")
+    text = page.text.replace("\u00a0", " ")
+    for words in (
+        "loss (nats per token) 3.0000 (2.9000 to 3.4000) 2.6000 (2.0000 to 3.2000)",
+        "a (median and range of 3 runs)",
+        "Of several runs the median is shown",
+        "a 1.500 (1.450 to 1.700)",
+        "run.lr 3.0 2.0",
+    ):
+        assert words in text, words
+    assert "Each is one run" not in text
+    # The longest that a bar stands for is 1.7; a's range goes from 1.45 to that.
+    whiskers = [a["style"] for _, a in page.tags if a.get("class") == "whisker"]
+    assert whiskers == ["left:85.29%;width:14.71%", "left:58.82%;width:35.29%"]
+    # At the last point 1.5, from 1.45 to 1.7.
+    assert page.words.count("1.5 (1.45 to 1.7)") == 3
+
+
+def test_most_seeds_must_reach_the_loss(tmp_path: Path) -> None:
+    runs = {"a": [write_curve(tmp_path / "a", {10: 2.0})]}
+    runs["b"] = [write_curve(tmp_path / f"b{end}", {10: end}) for end in (1.0, 3.0, 4.0)]
+    found = write_comparison(runs, tmp_path / "page.html", title="Seeds")["candidates"]["b"]
+    assert found["sentence"] == "b reached a's final validation loss in 1 of 3 runs only"
+    assert found["steps_to_baseline_loss"] is None
+    runs["b"].append(write_curve(tmp_path / "other", {7: 1.0}))
+    with pytest.raises(ConfigError, match="b: its runs were never evaluated at the same step"):
+        write_comparison(runs, tmp_path / "page.html", title="Seeds")
+
+
+def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    for name in ("a", "b"):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", command=f"quintic train --run {name}", repeat=f"quintic train --depth 1 --run {name}")
+            log.write("eval", step=5, loss=2.0, bpb=1.0, bpb_stderr=0.125)
+        runs[name] = tmp_path / name
+    write_comparison(runs, tmp_path / "page.html", title="Two")
+    text = read(tmp_path / "page.html").text
+    for words in (
+        "a 1.000 ± 0.125 b 1.000 ± 0.125",
+        "standard error over documents (bits per byte) 0.1250 0.1250",
+        "Each is one run.",
+        "a, b: not finished; shown is the last evaluation so far.",
+        "This was typed: quintic train --run a quintic train --run b",
+        "b quintic train --depth 1 --run b",
+    ):
+        assert words in text, words
+    runs["b"] = [runs["b"], runs["b"]]
+    write_comparison(runs, tmp_path / "page.html", title="Two")
+    assert "±" not in read(tmp_path / "page.html").text  # it would be taken for a range of seeds
