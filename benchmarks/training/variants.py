@@ -1,7 +1,7 @@
 r"""Does an option change the loss? Runs of `quintic train` with and without it, some seeds each.
 
-    python -m benchmarks.training.variants --out FOLDER --base "--depth 6" --variant wide "" \
-        --variant narrow "--state-dtype bf16"
+    python -m benchmarks.training.variants --out FOLDER --base "--depth 6" \
+        --variant "float32=" --variant "bfloat16=--state-dtype bf16"
 
 Every run is a `quintic train` of its own (see `tune.py`), and a line in FOLDER/NAME.jsonl; a second call trains only
 what is missing there. FOLDER/NAME.md and FOLDER/NAME.json have the table: runs of one seed see the same batches, so
@@ -119,14 +119,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[21, 22, 23])
     parser.add_argument("--base", default="", help="options of every run")
     parser.add_argument(
-        "--variant",
-        nargs=2,
-        action="append",
-        required=True,
-        metavar=("NAME", "OPTIONS"),
-        help="first: the reference",
+        "--variant", action="append", required=True, metavar="NAME=OPTIONS", help="several; the first is the reference"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.variant = [tuple(text.split("=", 1)) for text in options.variant if "=" in text]
+    if len(options.variant) < 2:
+        parser.error("--variant NAME=OPTIONS: need at least two")
+    return options
 
 
 if __name__ == "__main__":
