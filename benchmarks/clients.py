@@ -84,6 +84,8 @@ ROWS = (
     Row("torch", "plain loop", "plain", is_plain=True, alone=True),
     Row("torch", "DistributedDataParallel", "ddp", "DDP", is_plain=True),
     Row("torch", "fully_shard, DCP", "fsdp2", "FSDP2", SAVED, is_plain=True),
+    Row("torch", "fully_shard, two copies", "hsdp", "HSDP", is_plain=True),
+    Row("torch", "divided state", "sharded", "sharded", is_plain=True),
     Row("torch", "parallelize_module", "tp_fsdp2", "TP x FSDP2", is_plain=True),
     Row("torch", "mixture of experts", "moe_ep", "EP, FSDP2"),
     Row("transformers", "Trainer", "hf_trainer", "DDP", resumed(20), also_needs=("accelerate",)),

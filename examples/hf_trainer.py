@@ -61,7 +61,7 @@ def main(
         lr_scheduler_type="linear",
         save_steps=10,
         logging_steps=1,
-        max_grad_norm=0,  # a common norm would scale what enters the momentum: see docs/how-to/optimizer.md
+        max_grad_norm=0,  # a common norm would scale what enters the momentum: see docs/how-to/clip-gradients.md
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
         disable_tqdm=True,

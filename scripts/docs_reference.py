@@ -1,4 +1,4 @@
-"""Parts of the manual that are generated from the source: options of the command line, and the configuration."""
+"""Parts of the manual that are made from the source: scripts, options of the command line, fields of files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import io
 import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Option", "generated", "options"]
+
+ROOT = Path(__file__).resolve().parent.parent
 
 WIDTH = 100
 """Columns of the help texts."""
@@ -32,17 +35,30 @@ class Option(NamedTuple):
 
 
 def generated(name: str) -> str:
-    """Return the part of a page with a name: `help COMMAND`, or `configuration`.
+    """Return the part of a page with a name: `help COMMAND`, `file PATH`, `configuration`, or `metrics`.
 
     Raises:
         ValueError: there is none of that name.
     """
     if name == "configuration":
         return configuration()
-    kind, _, command = name.partition(" ")
-    if kind != "help":
-        raise ValueError(f"nothing is generated under the name {name!r}")
-    return f"```text\n{help_of(command)}\n```"
+    if name == "metrics":
+        return metrics()
+    kind, _, rest = name.partition(" ")
+    if kind == "file":
+        return f"```python\n{(ROOT / rest).read_text('utf-8').rstrip()}\n```"
+    if kind == "help":
+        return f"```text\n{help_of(rest)}\n```"
+    raise ValueError(f"nothing is generated under the name {name!r}")
+
+
+def metrics() -> str:
+    """Return the table of records and fields of a metrics log, and what the fields mean."""
+    from quintic.report import history
+
+    _, intro, table, *meanings = (inspect.getdoc(history) or "").split("\n\n")
+    parts = [intro, f"```text\n{textwrap.dedent(table)}\n```", *meanings]
+    return "\n\n".join(re.sub("(?<!`)``(?!`)", "`", text) for text in parts)
 
 
 def help_of(command: str) -> str:

@@ -32,7 +32,7 @@ FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 # Pages of the repository that the site has under another name.
 ELSEWHERE = {"README.md": "docs/index.md", "examples": "docs/how-to/layouts/index.md", "docs": "docs/index.md"}
 
-MARKER = re.compile(r"^<!-- generated: ([\w -]+) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- generated: ([\w ./-]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -144,6 +144,7 @@ def test_metadata_says_what_pyproject_says(built):
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Version"] == project["version"] == quintic.__version__
+    assert f"\nversion: {quintic.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
     plain = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
     assert plain == project["dependencies"] == ["torch>=2.11"]
     assert "Typing :: Typed" in metadata.get_all("Classifier")

@@ -250,7 +250,8 @@ class RunConfig:
     attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
     """Attention implementation; 'auto' takes the fastest the device has."""
     parallel: ParallelName = "sharded"
-    """How several devices (torchrun) share the work; see docs/how-to/training.md. One device needs none of it."""
+    """How several devices (torchrun) share the work; see
+    docs/how-to/train/several-gpus.md. One device needs none of it."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under --parallel hsdp; by default those of a host."""
     compile: bool | None = None

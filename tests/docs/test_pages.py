@@ -57,12 +57,6 @@ class Block(NamedTuple):
     """Processes to start it on; 0 for this one."""
     why_not_run: str | None
 
-    @property
-    def snippet(self):
-        """The file that the site shows here; None for a block of its own."""
-        found = re.fullmatch(r'--8<-- "([^"]+)"\n', self.code)
-        return found[1] if found else None
-
 
 FENCE = re.compile(
     r"^(?:<!-- (?:ranks: (?P<ranks>\d+)|not run: (?P<why>.+)) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
@@ -80,7 +74,7 @@ def blocks(page):
 
 
 def runs_here(block):
-    return block.language == "python" and not (block.snippet or block.ranks or block.why_not_run)
+    return block.language == "python" and not (block.ranks or block.why_not_run)
 
 
 @pytest.mark.filterwarnings("ignore:perhaps several matrices")  # qkv of the model above, which pages make rules for
@@ -114,8 +108,9 @@ def test_blocks_are_of_a_known_language_and_exceptions_say_why(page):
         where = f"{name(page)}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: a block of {block.language!r}"
         assert block.why_not_run is None or len(block.why_not_run.split()) > 3, f"{where}: why is it not run?"
-        if block.snippet:
-            assert (ROOT / block.snippet).is_file(), f"{where} shows {block.snippet}"
+    for file in re.findall(r"^<!-- generated: file (.+) -->$", page.read_text("utf-8"), re.MULTILINE):
+        assert (ROOT / file).is_file(), f"{name(page)} shows {file}"
+        assert f"/{file})" in page.read_text("utf-8"), f"{name(page)} shows {file}, and has no link to it"
 
 
 def test_the_docstring_of_the_package_runs():
@@ -188,7 +183,7 @@ def test_scripts_modules_and_targets_exist(page):
     lines = "\n".join(block.code for block in blocks(page) if block.language == "bash")
     for target in [*re.findall(r"`make ([a-z-]+)", text), *re.findall(r"^make ([\w-]+)", lines, re.MULTILINE)]:
         assert target in targets, f"{name(page)}: make {target}"
-    for module in re.findall(r"python -m (benchmarks(?:\.[a-z_]+)*)", text):
+    for module in re.findall(r"python -m (benchmarks(?:\.[a-z_0-9]+)*)", text):
         assert importlib.util.find_spec(module), f"{name(page)}: {module}"
     for script, rest in re.findall(r"\b(examples/[a-z_0-9]+\.py)((?: +[\w./-]+)*)", text):
         source = (ROOT / script).read_text("utf-8")

@@ -66,6 +66,18 @@ def test_help_texts_are_those_of_the_commands(capsys, monkeypatch):
     assert os.environ["COLUMNS"] == "100"
 
 
+def test_the_fields_of_the_metrics_file_are_those_of_its_reader():
+    text = docs_reference.generated("metrics")
+    assert "`kind`; the other fields depend on it:\n\n```text\nrun      time, name, config" in text
+    assert "\n```\n\nThe last samples come after the final record." in text
+    assert "``" not in text.replace("```", "")
+
+
+def test_a_page_shows_a_script_as_it_is():
+    script = (ROOT / "examples" / "plain.py").read_text("utf-8")
+    assert docs_reference.generated("file examples/plain.py") == f"```python\n{script}```"
+
+
 def test_an_unknown_part_is_an_error():
     with pytest.raises(ValueError, match="weather"):
         docs_reference.generated("weather")

@@ -36,6 +36,15 @@ def test_fsdp2_has_the_losses_of_the_plain_loop_and_resumes_to_the_last_bit(plai
     assert begun + resumed == whole
 
 
+def test_divided_state_has_the_losses_of_the_plain_loop(plain):
+    assert run_example("sharded", ranks=2)[0] == pytest.approx(plain, **SAME)
+
+
+@pytest.mark.slow
+def test_hsdp_has_the_losses_of_the_plain_loop(plain):
+    assert run_example("hsdp", ranks=4)[0] == pytest.approx(plain, **SAME)
+
+
 @pytest.mark.slow
 def test_tensor_parallelism_with_fsdp2_has_the_losses_of_the_plain_loop(plain):
     assert run_example("tp_fsdp2", ranks=4)[0] == pytest.approx(plain, **SAME)
@@ -69,10 +78,10 @@ def test_examples_are_short_and_say_how_they_are_started(path):
 
 def test_every_example_has_a_test_and_a_line_in_the_documentation():
     tests = "".join(test.read_text("utf-8") for test in (ROOT / "tests" / "examples").glob("test_*.py"))
-    page = (ROOT / "docs" / "how-to" / "training-loops.md").read_text("utf-8")
+    page = (ROOT / "docs" / "how-to" / "clients" / "index.md").read_text("utf-8")
     for path in FILES:
         assert f'"{path.stem}"' in tests, f"no test runs {path.name}"
-        assert f"../../examples/{path.name})" in page, f"docs/how-to/training-loops.md has no link to {path.name}"
+        assert f"../../../examples/{path.name})" in page, f"docs/how-to/clients/index.md has no link to {path.name}"
 
 
 @pytest.mark.slow
