@@ -9,7 +9,7 @@ import torch
 from tiny_runs import tiny_config
 
 from quintic.cli import main
-from quintic.commands.plan import planned_vocabulary, training_memory
+from quintic.commands.plan import _peak, planned_vocabulary, training_memory
 from quintic.commands.presets import gpu_preset, with_recipe
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
@@ -92,6 +92,18 @@ def test_weights_gradients_and_state_are_predicted_to_the_byte(optim: dict[str, 
     assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in size if p.grad is not None)
     held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     assert memory["optimizer state"] == sum(t.numel() * t.element_size() for t in held)
+
+
+@pytest.mark.parametrize(("depth", "gib"), [(12, 23.0), (6, 6.17)])
+def test_the_peak_of_a_gpu_is_predicted_within_a_tenth(depth: int, gib: float) -> None:
+    # Measured on one NVIDIA H200: benchmarks/results/2026-11-23-h200-train-throughput.md and -variants.md.
+    config = gpu_preset()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=depth))
+    sizes = model_config(config, vocab_size=32_768, bos_id=0)
+    model = empty_model(sizes, dtype=torch.bfloat16, attention="sdpa")
+    optimizer = build_optimizer(model, config, on_gpu=True)
+    memory = training_memory(model, optimizer, rows=32, on_gpu=True, compiled=True)
+    assert _peak(memory) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 @pytest.mark.parametrize(("depth", "seq_len", "rows"), [(2, 128, 4), (4, 64, 8)])
