@@ -57,7 +57,8 @@ clients:
 vision:
 	$(call SETUP,train dev vision)
 
-# Into the same .venv: the reference is generated from the installed package. Pages open from disk; no server is needed.
+# Into the same .venv: the reference is generated from the installed package. Pages open from disk; their search needs a
+# server: .venv/bin/python -m http.server -d site
 docs:
 	$(call SETUP,train docs)
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict

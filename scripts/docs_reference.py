@@ -19,7 +19,7 @@ __all__ = ["Option", "generated", "options"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WIDTH = 100
+WIDTH = 84
 """Columns of the help texts."""
 
 

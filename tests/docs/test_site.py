@@ -42,6 +42,13 @@ def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
         assert place in pages, f"{page} is not in the site"
 
 
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    assert sorted([*pages, "CHANGELOG.md", "CONTRIBUTING.md"]) == sorted(listed)
+
+
 def test_the_configuration_lists_every_option_with_both_defaults():
     options = {option.flag: option for option in docs_reference.options()}
     sections = [field.default_factory for field in dataclasses.fields(Config)]
@@ -57,13 +64,13 @@ def test_the_configuration_lists_every_option_with_both_defaults():
 
 
 def test_help_texts_are_those_of_the_commands(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(docs_reference.WIDTH))
     main(["report", "--help"])
     printed = capsys.readouterr().out
     text = docs_reference.generated("help report")
     assert text.startswith("```text\n")
     assert [line.rstrip() for line in printed.strip("\n").splitlines()] == text.splitlines()[1:-1]
-    assert os.environ["COLUMNS"] == "100"
+    assert os.environ["COLUMNS"] == str(docs_reference.WIDTH)
 
 
 def test_the_fields_of_the_metrics_file_are_those_of_its_reader():
