@@ -9,7 +9,7 @@ dimension. Where this model departs from the race's:
 - paired heads are h and h + H/2, also for their rotary positions (there, positions alternate between neighbours);
 - the channels that rotate together are D/4 apart, and not neighbours: a permutation;
 - banks have no padding, coefficients no unused entries;
-- the last layer's attention is not composed across heads (DCMHA, arXiv 2405.08553), products of MLPs are in 16 bits.
+- products of MLPs are in 16 bits.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from quintic.kernels.attention.attention import AttentionName, DocumentMask, choose_attention, document_mask
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_inputs import SpeedrunInputs, document_begins
+from quintic.model.speedrun_inputs import IGNORED, SpeedrunInputs, all_targets, document_begins, target_weights
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
     BlockWeights,
@@ -42,7 +42,6 @@ _SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
 _TANH_CAP = 15.0
 # The scales of 8-bit products in the head: hidden states up to 100, weights up to 1.6, gradients of logits.
 _FP8_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)
-_IGNORED = -100
 
 
 @functools.cache
@@ -68,8 +67,7 @@ class SpeedrunGPT(nn.Module):
     def __init__(self, config: SpeedrunConfig, *, attention: str = "auto", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.attention_name = config, attention
-        self.tied = config.tied
-        """Whether the embedding holds the head's transpose."""
+        self.tied = config.tied  # whether the embedding holds the head's transpose
         width, heads = config.width, config.num_heads
         attending = sum(plan.attends for plan in config.layers)
 
@@ -83,8 +81,7 @@ class SpeedrunGPT(nn.Module):
         self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
         if config.value_embeddings:
             # Dense connections compute the gate of the last layer.
-            channels = min(_VALUE_CHANNELS, width)
-            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * channels)
+            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * _VALUE_CHANNELS)
         if config.skip:
             self.skip_scale = parameter(1, dtype=torch.float32)
         if config.residual_scalars:
@@ -96,20 +93,18 @@ class SpeedrunGPT(nn.Module):
         self.early_gates = TokenCoefficients(width, config.gate_channels, early).to(dtype) if early else None
         self.late_gates = TokenCoefficients(width, config.gate_channels, late).to(dtype) if late else None
         if early or late:
-            self.gate_scale = parameter(dtype=torch.float32)
+            self.gate_scale = nn.Parameter(torch.empty(()))
         if config.dense_connections:
             last, top = config.dense_starts()
             self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
             self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
         self.blocks = nn.ModuleList(SpeedrunBlock(plan, heads) for plan in config.layers)
+        self._all_targets = all_targets
         self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
-        if config.prefix_tokens:
-            self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
+        self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
     prefixes: Tensor
     """(vocab_size,) int64: the longest token that each begins with, or -100."""
-
-    # ----------------------------------------------------------------------------------------------------------- state
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -124,8 +119,8 @@ class SpeedrunGPT(nn.Module):
             param.copy_((torch.rand(param.shape, generator=generator, device="cpu") * 2 - 1) * (3**0.5 * std))
 
         # Whatever writes to the stream or gates it starts at zero, other than below.
-        for param in self.parameters():
-            param.zero_()
+        for name, param in self.named_parameters():
+            param.fill_(COEFFICIENT_SCALE if name == "gate_scale" else 0.0)
         normal(self.head, 0.005)
         self.inputs.embedding.copy_(self.head.mT)
         ups = self.mlp_bank.view(config.num_layers, 2, 4 * width, width)[:, 0]
@@ -142,14 +137,12 @@ class SpeedrunGPT(nn.Module):
             self.projection_scales.copy_(torch.tensor([0.5, 1.0]))
             self.residual_scales.fill_(RESIDUAL_SCALE)
             self.output_scales.fill_(1.0)
-        for module in self._coefficients():
-            module.bias.copy_(module.initial_bias())
-            if module.up is not None:
-                uniform(module.up, (3 * width) ** -0.5)
-        if self.early_gates is not None or self.late_gates is not None:
-            self.gate_scale.fill_(COEFFICIENT_SCALE)
-        if config.prefix_tokens:
-            self.prefixes.fill_(_IGNORED)
+        for module in self.modules():
+            if isinstance(module, TokenCoefficients):
+                module.bias.copy_(module.initial_bias())
+                if module.up is not None:
+                    uniform(module.up, (3 * width) ** -0.5)
+        self.prefixes.fill_(IGNORED)
         self.reset_rotary()
 
     def reset_rotary(self) -> None:
@@ -179,14 +172,14 @@ class SpeedrunGPT(nn.Module):
     @torch.no_grad()
     def set_prefixes(self, prefixes: Tensor) -> None:
         """Say which token each token begins with: (vocab_size,) int64, the longest one, negative for none."""
-        self.prefixes.copy_(torch.where(prefixes < 0, _IGNORED, prefixes))
+        self.prefixes.copy_(torch.where(prefixes < 0, IGNORED, prefixes))
 
     def get_extra_state(self) -> Tensor:
-        """Return for a state dict whether the model is tied."""
+        """Return whether the model is tied, for its state dict."""
         return torch.tensor(self.tied)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
+        """Restore it."""
         self.tied = bool(state)
 
     # ---------------------------------------------------------------------------------------------------------- passes
@@ -222,11 +215,12 @@ class SpeedrunGPT(nn.Module):
             ValueError: there are no windows yet, or the attention needs `document_starts`.
         """
         config = self.config
-        x_TC = self._trunk(inputs, document_starts, longest_document)
-        weights = self._weights(prediction_weights)[: None if config.multi_token else 1]
-        targets_TK = self._all_targets(inputs, targets, len(weights))
-        if config.prefix_tokens:
-            weights = torch.cat([weights, self._weights(prefix_weight)])
+        x_TC = self._trunk(inputs, self._row(inputs, document_starts, longest_document))
+        weights = target_weights(prediction_weights, inputs.device)[: None if config.multi_token else 1]
+        prefixes = self.prefixes if config.prefix_tokens else None
+        targets_TK = self._all_targets(inputs, targets, len(weights), bos_id=config.bos_id, prefixes=prefixes)
+        if prefixes is not None:
+            weights = torch.cat([weights, target_weights(prefix_weight, inputs.device)])
         fp8 = None
         if config.fp8_head and self.training and torch.is_grad_enabled():
             fp8 = Fp8Scales(*(x_TC.new_full((), scale, dtype=torch.float32) for scale in _FP8_SCALES))
@@ -236,7 +230,7 @@ class SpeedrunGPT(nn.Module):
             targets_TK,
             softcap=_SIGMOID_CAP if config.sigmoid_logits else _TANH_CAP,
             target_weights=weights,
-            ignore_index=_IGNORED,
+            ignore_index=IGNORED,
             transposed=True,
             fp8=fp8,
             reduction=reduction,
@@ -244,29 +238,11 @@ class SpeedrunGPT(nn.Module):
 
     def logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> Tensor:
         """Return the logits after their cap, (T, vocab_size) float32 or wider; arguments as for `forward`."""
-        x_TC = self._trunk(inputs, document_starts, None)
+        x_TC = self._trunk(inputs, self._row(inputs, document_starts, None))
         raw = (x_TC @ self.head).to(torch.promote_types(x_TC.dtype, torch.float32))
         if not self.config.sigmoid_logits:
             return _TANH_CAP * torch.tanh(raw / _TANH_CAP)
         return _SIGMOID_CAP.height * torch.sigmoid((raw + _SIGMOID_CAP.shift) / _SIGMOID_CAP.width)
-
-    def _weights(self, weights: Tensor | Sequence[float] | float) -> Tensor:
-        """Return weights of targets on the device, (K,), without waiting for it."""
-        if isinstance(weights, Tensor):
-            return weights.reshape(-1)
-        numbers = [weights] if isinstance(weights, int | float) else weights
-        return torch.stack([self.head.new_full((), number, dtype=torch.float32) for number in numbers])
-
-    def _all_targets(self, inputs: Tensor, targets: Tensor, count: int) -> Tensor:
-        """Return what tokens predict, (T, K): the next `count`, those of other documents ignored, and the prefix."""
-        starts = document_begins(inputs, self.config.bos_id)
-        columns, outside = [targets], torch.zeros_like(starts)
-        for ahead in range(1, count):
-            outside = outside | F.pad(starts[ahead:], (0, ahead), value=True)
-            columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, _IGNORED))
-        if self.config.prefix_tokens:
-            columns.append(self.prefixes[targets])
-        return torch.stack(columns, dim=-1)
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return what the layers share about these tokens."""
@@ -291,9 +267,9 @@ class SpeedrunGPT(nn.Module):
         cos, sin = self.rotary.tables(2 * len(inputs), dtype)
         return FlatRow(begins.unsqueeze(1), cos, sin, self.rotary.query_scale, mask(1), mask(2), (short, long))
 
-    def _trunk(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> Tensor:
+    def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return what the head reads, (T, C)."""
-        config, row = self.config, self._row(inputs, document_starts, longest)
+        config = self.config
         x0_TC, bigram_TC, values = self.inputs(inputs)
         x_TC, gates = self._enter(x0_TC, bigram_TC)
         injected = {"embedding": x0_TC} | ({} if bigram_TC is None else {"bigram": bigram_TC})
@@ -334,13 +310,10 @@ class SpeedrunGPT(nn.Module):
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, what is added to its values, and its coefficients."""
         found: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
-        sources = entry_TC, shared_TC, x_TC
-        value_TC, mixed_TC = (
-            sum(
-                (part * source for part, source in zip(found[name].split(1, dim=-1), sources, strict=True)), start=start
-            )
-            for name, start in (("values", torch.zeros_like(x_TC)), ("streams", x_TC))
-        )
+        mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
+        for number, source_TC in enumerate((entry_TC, shared_TC, x_TC)):
+            mixed_TC = mixed_TC + found["streams"][:, number : number + 1] * source_TC
+            value_TC = value_TC + found["values"][:, number : number + 1] * source_TC
         if "value_gates" in found:
             found["value"] = found["value_gates"].repeat_interleave(self.config.num_heads // 2, dim=-1)
         return mixed_TC, value_TC, found
@@ -356,43 +329,42 @@ class SpeedrunGPT(nn.Module):
     def _block_weights(self) -> list[BlockWeights]:
         """Return each layer's slices. Each bank is taken apart once, so that its gradient is put together once."""
         config, width = self.config, self.config.width
-        mlps = self.mlp_bank.view(-1, 2, 4 * width, width).unbind()
-        query_keys = self.qk_bank.view(-1, 2 * width, width).unbind()
-        value_outs = self.vo_bank.view(-1, 2, width, width).unbind()
+        query_keys = iter(self.qk_bank.view(-1, 2 * width, width).unbind())
+        value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
+        mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()
         gates = self.value_gates.unbind() if config.value_embeddings else ()
-        scales: list[Mix] = []
-        projections: tuple[Tensor, ...] = ()
+        scales, mixes = list[Tensor](), list[Mix]()
         if config.residual_scalars:
-            projections = self.projection_scales.unbind()
-            scales += map(Mix, self.residual_scales.unbind(), self.output_scales.unbind())
-        mixes, found = iter(scales), list[BlockWeights]()
-        for plan, mlp in zip(config.layers, mlps, strict=True):
-            up, down = mlp.unbind()
-            number = sum(weights.attention is not None for weights in found)
-            attention_mix = next(mixes, Mix()) if plan.attends else Mix()
-            weights = BlockWeights(up, down, (attention_mix, next(mixes, Mix())))
-            if plan.attends:
-                value, out = value_outs[number].unbind()
-                weights = weights._replace(attention=(query_keys[number], value, out))
-                weights = weights._replace(projection_scales=projections[number] if projections else None)
-            if plan.value_table is not None and plan.value_table < len(gates):
-                weights = weights._replace(value_gate=gates[plan.value_table])
-            found.append(weights._replace(skip_scale=self.skip_scale if plan.skips else None))
+            scales += self.projection_scales.unbind()
+            mixes += map(Mix, self.residual_scales.unbind(), self.output_scales.unbind())
+        next_scale, next_mix, found = iter(scales), iter(mixes), []
+        for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
+            table = plan.value_table
+            weights = BlockWeights(
+                up,
+                down,
+                (next(next_mix, Mix()) if plan.attends else Mix(), next(next_mix, Mix())),
+                (next(query_keys), next(value_outs), next(value_outs)) if plan.attends else None,
+                next(next_scale, None) if plan.attends else None,
+                gates[table] if table is not None and table < len(gates) else None,
+                self.skip_scale if plan.skips else None,
+            )
+            found.append(weights)
         return found
 
-    # ------------------------------------------------------------------------------------------------------- around it
-
-    def compile_parts(self) -> None:
+    def compile_parts(self, *, whole: bool = False) -> None:
         """Compile each layer, and what comes before and after, for one shape of inputs and one pair of windows each.
 
-        Layers of a kind share their compiled code.
+        Args:
+            whole: compile all layers as one graph instead. That takes longer, but sums of gradients from several layers
+                are fused with what makes them. Layers that are compiled one by one share their code, by kind.
         """
-        # Kinds of layers times stages times training and evaluation.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        # Ten kinds of layers, in training and validation, with the windows of each stage.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         for module in (self.inputs, self.late_gates, *self.blocks):
-            if module is not None:
+            if module is not None and not whole:
                 module.compile(dynamic=False)
-        for name in ("_enter", "_connect", "_top", "_all_targets"):
+        for name in ("_all_targets", "_trunk") if whole else ("_all_targets", "_enter", "_connect", "_top"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def parameter_roles(self) -> dict[str, str]:
@@ -419,13 +391,9 @@ class SpeedrunGPT(nn.Module):
         6 for each weight of a matrix product and 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
         appendix B), as for `GPT`.
         """
-        weights = [self.head, self.qk_bank, self.vo_bank, self.mlp_bank]
-        weights += [
-            weight for module in self._coefficients() for weight in (module.up, module.down) if weight is not None
-        ]
+        products = ("head", "qk_bank", "vo_bank", "mlp_bank", "gate_weights", "connection_weights")
+        roles = self.parameter_roles()
+        weights = sum(param.numel() for name, param in self.named_parameters() if roles[name] in products)
         windows = self.rotary.windows or (0, 0)
         visible = sum(windows[plan.long] for plan in self.config.layers if plan.attends)
-        return 6 * sum(weight.numel() for weight in weights) + 12 * self.config.width * visible
-
-    def _coefficients(self) -> list[TokenCoefficients]:
-        return [module for module in self.modules() if isinstance(module, TokenCoefficients)]
+        return 6 * weights + 12 * self.config.width * visible

@@ -1,4 +1,6 @@
-"""What tokens become before the first layer of the speedrun's model: embeddings of tokens, of pairs, and for values."""
+"""The two ends of the speedrun's model: embeddings of tokens, of pairs, and for values; targets and their weights."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,10 @@ from quintic.model.layers import rms_norm
 from quintic.model.speedrun_layers import previous
 from quintic.model.speedrun_sizes import SpeedrunConfig
 
-__all__ = ["SpeedrunInputs", "document_begins"]
+__all__ = ["IGNORED", "SpeedrunInputs", "all_targets", "document_begins", "target_weights"]
+
+IGNORED = -100
+"""A target that does not count."""
 
 _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate reads
 
@@ -74,3 +79,29 @@ class SpeedrunInputs(nn.Module):
         rows = ((36313 * inputs) ^ (27191 * before)) % last_row
         signs = (inputs ^ before) % self.config.bigram_sign_rows
         return rows.masked_fill(begins, last_row), signs.masked_fill(begins, 0)
+
+
+def all_targets(inputs: Tensor, targets: Tensor, count: int, *, bos_id: int, prefixes: Tensor | None) -> Tensor:
+    """Return what each token predicts, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
+
+    Args:
+        inputs: (T,) tokens.
+        targets: (T,) next tokens.
+        count: how many.
+        bos_id: token that starts a document.
+        prefixes: (vocab_size,) target for each next token, or None.
+    """
+    begins = document_begins(inputs, bos_id)
+    columns, outside = [targets], torch.zeros_like(begins)
+    for ahead in range(1, count):
+        outside = outside | F.pad(begins[ahead:], (0, ahead), value=True)
+        columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, IGNORED))
+    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=-1)
+
+
+def target_weights(weights: Tensor | Sequence[float] | float, device: torch.device) -> Tensor:
+    """Return float32 weights on a device, (K,), without waiting for it; a tensor that is there stays as it is."""
+    if isinstance(weights, Tensor):
+        return weights.reshape(-1)
+    numbers = [weights] if isinstance(weights, int | float) else weights
+    return torch.cat([torch.full((1,), number, dtype=torch.float32, device=device) for number in numbers])

@@ -25,6 +25,7 @@ __all__ = [
     "Rotary",
     "SpeedrunBlock",
     "TokenCoefficients",
+    "compose_heads",
     "previous",
     "rotate_half",
 ]
@@ -180,6 +181,39 @@ class BlockWeights(NamedTuple):
     skip_scale: Tensor | None = None  # (1,): the skip's gate is multiplied by its sigmoid
 
 
+# Tokens that composition looks at, the query's own included, and queries that are computed together.
+_COMPOSED_WINDOW, _COMPOSED_BLOCK = 112, 128
+
+
+def compose_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, weights_TH: Tensor, documents_T: Tensor) -> Tensor:
+    """Return what each head reads with the attention of all heads, mixed by (T, H) weights of unit RMS: (T, H, D).
+
+    Causal, within documents and the last 112 tokens. The speedrun's part of dynamically composable attention (Xiao et
+    al., arXiv 2405.08553): attention of the heads is mixed after its softmax, in blocks of queries with two of keys.
+    """
+    length, num_heads, head_dim = q_THD.shape
+    block, behind = _COMPOSED_BLOCK, -length % _COMPOSED_BLOCK
+
+    def blocks(x: Tensor, *, pairs: bool, fill: int = 0) -> Tensor:
+        """Return (blocks, queries or keys, ...); with `pairs` each block follows the one before it."""
+        padding = (0, 0) * (x.ndim - 1)
+        x = F.pad(x, (*padding, 0, behind), value=fill).unflatten(0, (-1, block))
+        return torch.cat([F.pad(x[:-1], (*padding, 0, 0, 1, 0), value=-1), x], dim=1) if pairs else x
+
+    documents = documents_T.unsqueeze(1)
+    query = torch.arange(block, 2 * block, device=q_THD.device).unsqueeze(1)
+    distance = query - torch.arange(2 * block, device=q_THD.device)
+    visible = (distance >= 0) & (distance < _COMPOSED_WINDOW)
+    # Padding is a document of its own, so that every query sees something.
+    same = blocks(documents, pairs=False, fill=-2) == blocks(documents, pairs=True, fill=-2).mT
+    keys, values = blocks(k_THD, pairs=True).transpose(1, 2), blocks(v_THD, pairs=True).flatten(2)
+    scores = blocks(q_THD, pairs=False).transpose(1, 2) @ keys.mT * head_dim**-0.5  # (blocks, H, queries, keys)
+    shares = scores.masked_fill(~(same & visible).unsqueeze(1), float("-inf")).softmax(-1)
+    mixing = blocks(rms_norm(weights_TH), pairs=False).mT.unsqueeze(-1)
+    seen_TC: Tensor = ((mixing * shares).sum(1) @ values).flatten(0, 1)[:length]
+    return seen_TC.view(length, num_heads, head_dim)
+
+
 class SpeedrunBlock(nn.Module):
     """One layer: attention, unless it has none, and a squared-ReLU MLP (Primer, arXiv 2109.08668)."""
 
@@ -208,7 +242,7 @@ class SpeedrunBlock(nn.Module):
             row: of these tokens.
             weights: of this layer.
             window: positions that a query sees, itself included.
-            gates: "exclusive", "attention", "value" (T, H), the "skip", and those of what is injected (T, 1).
+            gates: of the layer by kind, (T, H) or, for the skip and for what is injected, (T, 1).
             injected: name -> (T, C) that is added after attention, times the gate of that name.
             read_TC: the stream that attention reads; None for `x_TC`.
             value_TC: value embeddings of the tokens.
@@ -263,6 +297,10 @@ class SpeedrunBlock(nn.Module):
             still = torch.where(row.starts.unsqueeze(-1), still, previous(still))
             k_NHD = torch.cat([rotating, still], dim=-1)
         out_THD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, window).reshape(v_THD.shape)
+        if plan.composed:
+            assert mask.documents is not None
+            seen_THD = compose_heads(q_NHD, k_NHD, v_NHD, gates["compose_in"], mask.documents[0])
+            out_THD = out_THD + gates["compose_out"].unsqueeze(-1) * seen_THD
         if plan.exclusive:
             along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
             out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
+import quintic
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.model.speedrun_layers import compose_heads
 
 BOS = 3
 VOCAB = 40
@@ -20,6 +22,7 @@ FEATURES = [
     "shared_attention_input",
     "attention_gates",
     "exclusive_attention",
+    "head_composition",
     "embedding_injection",
     "smear",
     "bigram_hash",
@@ -149,6 +152,8 @@ class Reference:
                 names.append((("exclusive", layer), heads))
             if has["attention_gates"] and layer in {3, 10}:
                 names.append((("attention", layer), heads))
+            if has["head_composition"] and layer == 10:
+                names += [(("compose_in", layer), heads), (("compose_out", layer), heads)]
             if has["skip"] and layer == 6:
                 names.append((("skip", layer), 1))
             if layer in self.attending and not (has["dense_connections"] and layer == 10):
@@ -280,17 +285,23 @@ class Reference:
                 for out, (t, h) in zip(scores.softmax(1) @ values, places, strict=True):
                     outs[h][t] = out
         else:
-            seen = mask_of(1, window)
+            seen, near = mask_of(1, window), []
             for h in heads:
                 queries = torch.stack([turned(q[h][t], t, self.frequencies) for t in range(length)])
                 keys = [turned(k[h][t], t, self.frequencies) for t in range(length)]
                 if self.has["key_offset"] and long:
                     keys = [key if is_start(t) else torch.cat([key[:4], keys[t - 1][4:]]) for t, key in enumerate(keys)]
-                scores = (self.scale * queries @ torch.stack(keys).T).masked_fill(~seen, -torch.inf)
-                outs[h] = list(scores.softmax(1) @ v[h])
+                products = self.scale * queries @ torch.stack(keys).T
+                outs[h] = list(products.masked_fill(~seen, -torch.inf).softmax(1) @ v[h])
+                # Composition has a window of its own, which no row of this test reaches.
+                near.append(products.masked_fill(~mask_of(1, 111), -torch.inf).softmax(1))
         result = []
         for h in heads:
             out = torch.stack(outs[h])
+            if ("compose_in", layer) in gates:
+                mixing = normed(gates["compose_in", layer])
+                mixed = sum(mixing[:, other : other + 1] * near[other] for other in heads)
+                out = out + gates["compose_out", layer][:, h : h + 1] * (mixed @ v[h])
             if ("exclusive", layer) in gates:
                 along = (out * v[h]).sum(1, keepdim=True) / (v[h] * v[h]).sum(1, keepdim=True)
                 out = out - torch.tanh(gates["exclusive", layer][:, h : h + 1]) * along * v[h]
@@ -335,3 +346,345 @@ def test_loss_and_gradients_are_those_of_the_description(off):
         torch.testing.assert_close(
             got, want, rtol=1e-8, atol=1e-11 * float(want.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("length", [24, 128, 300])
+def test_composition_mixes_the_heads_attention_within_its_window_and_documents(length):
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(length, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    weights = torch.randn(length, 3, generator=generator, dtype=torch.float64)
+    documents = (torch.rand(length, generator=generator) < 0.01).cumsum(0)
+    found = compose_heads(q, k, v, weights, documents)
+    mixing = normed(weights)
+    for t in range(0, length, 7):
+        near = [s for s in range(t + 1) if t - s < 112 and documents[s] == documents[t]]
+        shares = [(k[near, h] @ q[t, h] / 2).softmax(0) for h in range(3)]
+        mixed = sum(mixing[t, h] * shares[h] for h in range(3))
+        torch.testing.assert_close(found[t], torch.stack([mixed @ v[near, h] for h in range(3)]))
+
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+def logits(model, inputs):
+    with torch.no_grad():
+        return model.logits(inputs)
+
+
+def test_logits_depend_on_no_later_token():
+    model, (inputs, _) = build(), tokens()
+    for position in (1, 9, 20, 23):
+        changed = inputs.clone()
+        changed[position] = 39 if inputs[position] != 39 else 38
+        assert torch.equal(logits(model, inputs)[:position], logits(model, changed)[:position])
+        assert not torch.equal(logits(model, inputs)[position], logits(model, changed)[position])
+
+
+def test_documents_do_not_see_each_other():
+    model, (inputs, targets) = build(), tokens()
+    for document_number, start in enumerate(STARTS[:-2]):
+        end = STARTS[document_number + 1]
+        changed = inputs.clone()
+        changed[start + 1 : end] = inputs[start + 1 : end].roll(1)
+        assert torch.equal(logits(model, inputs)[end:], logits(model, changed)[end:])
+    # Nor do what they predict: the second target of a document's last token is the next document's.
+    losses = [model(inputs, targets, prediction_weights=(1.0, w), reduction="none").detach() for w in (0.0, 1.0)]
+    last = torch.tensor([end - 1 for end in STARTS[1:]])
+    assert torch.equal(losses[0][last], losses[1][last])
+    assert (losses[0] != losses[1]).sum() == len(inputs) - len(last)
+
+
+def test_the_loss_is_that_of_the_logits():
+    model, (inputs, targets) = build(), tokens()
+    expected = torch.nn.functional.cross_entropy(logits(model, inputs), targets)
+    torch.testing.assert_close(model(inputs, targets).detach(), expected, rtol=1e-12, atol=0)
+
+
+def test_parameters_are_as_many_as_the_races():
+    with torch.device("meta"):
+        model = SpeedrunGPT(SpeedrunConfig())
+    # Commit f411b3d3, one rank: tables, banks, gates, scalars, and the two pairs of small MLPs.
+    race = {
+        "embed": 50304 * 768,
+        "lm_head": 768 * 50304,
+        "value_embeds": 5 * 50304 * 768,
+        "bigram_embed": 377_280 * 768,
+        "qk_bank": 60 * 256 * 768,
+        "vo_bank": 20 * 768 * 768,
+        "mlp_bank": 12 * 2 * 3072 * 768,
+        "ve_gate_bank": 5 * 6 * 12,
+        "smear_gate": 12,
+        "post_lambdas": 22,
+        "resid_lambdas": 22,
+        "scalars": 24,
+        "mudd": 2 * 64 * 768 + 2 * 14 * 64 + 2 * 14,
+        "mudd_gate": 2 * 64 * 768 + 2 * 41 * 64 + 2 * 41 + 1,
+    }
+    assert sum(race.values()) == 640_605_607
+    # Entries that it never reads: a twelfth MLP, the last layer's gate and scales (its coefficients replace them), the
+    # scales of attention in the layer without it, and what pads the shorter one of two small MLPs.
+    unread = 2 * 3072 * 768 + 72 + 2 * (2 + 1) + 2 + 9 * 65 + 15 * 65
+    assert sum(param.numel() for param in model.parameters()) == sum(race.values()) - unread
+    by_role = {}
+    for name, role in model.parameter_roles().items():
+        by_role[role] = by_role.get(role, 0) + model.get_parameter(name).numel()
+    assert {role: by_role[role] for role in ("qk_bank", "vo_bank", "mlp_bank", "head", "embedding")} == {
+        "qk_bank": 11_796_480,
+        "vo_bank": 11_796_480,
+        "mlp_bank": 51_904_512,
+        "head": 38_633_472,
+        "embedding": 38_633_472,
+    }
+    assert set(by_role) == {
+        *("qk_bank", "vo_bank", "mlp_bank", "head", "embedding", "value_embedding", "bigram", "value_gates"),
+        *("smear_gate", "scalars", "residual_scales", "output_scales"),
+        *("gate_weights", "gate_bias", "connection_weights", "connection_bias"),
+    }
+
+
+def test_banks_are_pairs_of_heads_and_whole_matrices():
+    model = build()
+    width = model.config.width
+    (pairs,) = quintic.Rows(2 * model.config.head_dim).batches(model.qk_bank)
+    assert pairs.shape == (10 * 2 * 2, 16, width)
+    assert pairs.data_ptr() == model.qk_bank.data_ptr()
+    assert quintic.Rows(width).shapes(model.vo_bank.shape) == ((20, width, width),)
+    assert quintic.Rows(4 * width).shapes(model.mlp_bank.shape) == ((22, 4 * width, width),)
+
+
+def test_initial_values():
+    config = sizes(vocab_size=2048, width=256, num_heads=4, head_dim=64, gate_channels=64, bigram_sign_rows=64)
+    with torch.device("meta"):
+        model = SpeedrunGPT(config)
+    model = model.to_empty(device="cpu")
+    model.init_weights(3)
+    again = SpeedrunGPT(config)
+    again.init_weights(3)
+    for (name, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(first, second), name
+    params = {name: param.requires_grad_(False) for name, param in model.named_parameters()}
+    assert torch.equal(model.inputs.embedding, model.head.T)
+    assert float(model.head.std()) == pytest.approx(0.005, rel=0.01)
+    assert float(model.inputs.value_embeddings.std()) == pytest.approx(0.01, rel=0.01)
+    up, down = model.mlp_bank.view(11, 2, -1).unbind(1)
+    for bank in (model.qk_bank, model.vo_bank, up):
+        assert float(bank.std()) == pytest.approx(0.5 / 16, rel=0.01)
+        assert float(bank.abs().max()) == pytest.approx(3**0.5 * 0.5 / 16, rel=1e-3)
+    assert float(params["late_gates.up"].abs().max()) == pytest.approx(1 / 16, rel=1e-2)
+    zeros = {"value_gates", "inputs.bigram_embedding", "inputs.smear_gate", "inputs.smear_scale"}
+    zeros |= {name for name in params if name.endswith("down")}
+    assert not any(params[name].any() for name in zeros)
+    assert not down.any()
+    assert model.skip_scale.item() == -1.5
+    assert model.residual_scales.tolist() == pytest.approx([1.1**0.5] * 19)
+    assert model.projection_scales.tolist() == [[0.5, 1.0]] * 10
+    assert set(model.inputs.bigram_signs.unique().tolist()) == {-1.0, 1.0}
+    coefficients = model.last_connections(torch.randn(2, 256), 0.1)
+    starts = {name: values[0].tolist() for name, values in coefficients.items()}
+    assert starts["value_gates"] == [2.0, 2.0]
+    assert starts["bigram"] == [pytest.approx(0.05)]
+    gates = model.late_gates(torch.randn(2, 256), model.gate_scale)
+    assert gates["attention.10"][1].tolist() == [0.25] * 4
+    assert gates["skip.6"].tolist() == [[0.5], [0.5]]
+
+
+def test_the_first_loss_is_that_of_a_guess():
+    model = SpeedrunGPT(sizes())
+    model.init_weights()
+    model.set_windows(SHORT, LONG)
+    inputs, targets = tokens()
+    assert float(model(inputs, targets).detach()) == pytest.approx(math.log(VOCAB), abs=0.01)
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+def test_windows_stretch_the_slow_channels_alone():
+    model = SpeedrunGPT(sizes(width=128, num_heads=2, head_dim=64))
+    model.init_weights()
+    start = model.rotary.frequencies.clone()
+    assert start[0] == 1
+    assert float(start[-1]) == pytest.approx(1 / 1024)
+    model.set_windows(128, 384)
+    assert torch.equal(model.rotary.frequencies, start)
+    model.set_windows(384, 896)
+    assert model.rotary.frequencies[0] == 1  # 61 turns in 384 tokens
+    assert float(model.rotary.frequencies[-1]) == pytest.approx(384 / 896 / 1024)
+    assert float(model.rotary.query_scale) == pytest.approx(0.1 * (1 + 0.2 * math.log(896 / 384)))
+    stretched = model.rotary.frequencies.clone()
+    model.set_windows(384, 2560, stretch=False)
+    assert torch.equal(model.rotary.frequencies, stretched)
+    model.reset_rotary()
+    model.set_windows(384, 896)
+    assert torch.equal(model.rotary.frequencies, start)
+
+
+def test_a_state_dict_restores_windows_and_tying():
+    model, other = build(), SpeedrunGPT(sizes()).double()
+    model.untie()
+    other.init_weights(5)
+    other.set_windows(1, 2)
+    inputs, targets = tokens()
+    other(inputs, targets)
+    assert other.tied
+    other.load_state_dict(model.state_dict())
+    assert not other.tied
+    assert other.rotary.windows == (SHORT, LONG)
+    assert torch.equal(logits(other, inputs), logits(model, inputs))
+    other.set_windows(SHORT, LONG)
+    assert torch.equal(other.rotary.frequencies, model.rotary.frequencies)
+
+
+def test_offsets_of_documents_do_what_the_mask_does(monkeypatch):
+    """What FlashAttention gets, by a stand-in that takes each document by itself."""
+    longests = []
+
+    def attend(name, q, k, v, starts, *, longest, window):
+        longests.append((len(q), longest))
+        out = torch.zeros_like(q)
+        for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            visible = (distance >= 0) & (distance < window)
+            heads = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+            attended = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+            out[start:end] = attended.transpose(0, 1)
+        return out
+
+    model, (inputs, targets) = build(), tokens()
+    expected = model(inputs, targets)
+    monkeypatch.setattr("quintic.kernels.attention.attention.attend", attend)
+    monkeypatch.setattr("quintic.model.speedrun._implementation", lambda *_: "fa3")
+    starts = torch.tensor([*STARTS, STARTS[-1], STARTS[-1]], dtype=torch.int32)
+    found = model(inputs, targets, document_starts=starts, longest_document=11)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert set(longests) == {(24, 11), (48, 22)}
+    with pytest.raises(ValueError, match="needs document_starts"):
+        model(inputs, targets)
+
+
+def test_windows_are_asked_for():
+    model = SpeedrunGPT(sizes())
+    model.init_weights()
+    with pytest.raises(ValueError, match="no windows yet; call set_windows"):
+        model(*tokens())
+    with pytest.raises(ValueError, match=r"set_windows\(0, 4\): a query sees at least 1 token"):
+        model.set_windows(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, "num_layers=3: must be at least 4"),
+        ({"num_heads": 3}, "num_heads=3: must be even"),
+        ({"head_dim": 6}, "head_dim=6: must be a multiple of 4"),
+        ({"width": 48}, "width=48: must be num_heads x head_dim = 32"),
+        ({"bos_id": VOCAB}, "bos_id=40 is not a token"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sizes(**changes)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 6, 7, 8, 12])
+def test_every_depth_has_its_layers_and_trains_every_parameter(num_layers):
+    model = build(num_layers=num_layers)
+    plans = model.config.layers
+    assert plans[-1].long
+    assert not plans[model.config.middle].attends
+    assert not any(plan.paired and (plan.long or plan.exclusive) for plan in plans)
+    model(*tokens(), prefix_weight=0.5).backward()
+    assert not [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()]
+
+
+def test_operations_are_counted():
+    model = build()
+    small = sum(param.numel() for name, param in model.named_parameters() if name.endswith((".up", ".down")))
+    matrices = 10 * 4 * 32**2 + 11 * 8 * 32**2 + 32 * VOCAB + small
+    assert model.flops_per_token() == 6 * matrices + 12 * 32 * (8 * SHORT + 2 * LONG)
+
+
+def test_the_head_in_8_bits_is_close():
+    inputs, targets = tokens()
+    exact, rough = (SpeedrunGPT(sizes(vocab_size=48, fp8_head=fp8), attention="sdpa") for fp8 in (False, True))
+    for model in (exact, rough):
+        model.init_weights(0)
+        model.set_windows(SHORT, LONG)
+        with torch.no_grad():
+            model.head.mul_(40)
+    losses = [model(inputs, targets) for model in (exact, rough)]
+    assert losses[0] != losses[1]
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=0.01)
+    grads = [torch.autograd.grad(loss, model.head)[0] for loss, model in zip(losses, (exact, rough), strict=True)]
+    assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 0.1
+    rough.eval()
+    assert torch.equal(rough(inputs, targets), exact(inputs, targets))
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+def compare(plain, compiled, inputs, targets, tolerance, **options):
+    losses = [
+        model(inputs, targets, prediction_weights=WEIGHTS, prefix_weight=0.3, **options) for model in (plain, compiled)
+    ]
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=tolerance)
+    for loss in losses:
+        loss.backward()
+    for (name, param), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        difference = (param.grad.float() - other.grad.float()).norm() / param.grad.float().norm()
+        assert float(difference) < tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_code_computes_the_same_without_breaks(whole):
+    plain, compiled = (build(num_layers=4).float() for _ in range(2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.compile_parts(whole=whole)
+    compare(plain, compiled, *tokens(), 1e-4)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compare(plain, compiled, *tokens(2), 1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
+@pytest.mark.parametrize("whole", [False, True])
+def test_bfloat16_on_a_gpu_is_close_to_float32(whole):
+    options = {"vocab_size": 1024, "width": 512, "num_heads": 4, "head_dim": 128, "gate_channels": 64}
+    config = sizes(**options, bigram_rows=500)
+    models = [
+        SpeedrunGPT(config, attention=name, dtype=dtype)
+        for name, dtype in (("sdpa", torch.float32), ("auto", torch.bfloat16))
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for model in models:
+        model.init_weights(0)
+    with torch.no_grad():
+        for param, other in zip(*(model.parameters() for model in models), strict=True):
+            param.add_(0.02 * torch.randn(param.shape, generator=generator))
+            other.copy_(param)
+            param.copy_(other)  # what bfloat16 can hold
+    plain, compiled = (model.cuda() for model in models)
+    for model in models:
+        model.set_windows(128, 384)
+    compiled.compile_parts(whole=whole)
+    inputs = torch.randint(4, 1024, (2048,), generator=generator)
+    starts = torch.tensor([0, 300, 301, 1100, 2048])
+    inputs[starts[:-1]] = BOS
+    targets = inputs.roll(-1)
+    compare(
+        plain,
+        compiled,
+        inputs.cuda(),
+        targets.cuda(),
+        0.1,
+        document_starts=starts.to("cuda", torch.int32),
+        longest_document=1024,
+    )

@@ -147,6 +147,26 @@ def test_equals_sdpa_and_passes_heads_as_they_are(name, window, kv_heads, instal
     assert {key: call[key] for key in expected} == expected
 
 
+def test_the_longest_document_limits_the_window_and_what_kernels_prepare(install):
+    calls = install("fa3")
+    inputs, starts, q, k, v = case()
+    outs = []
+    for longest, window in ((None, 12), (7, 7), (7, 3), (100, 3)):
+        mask = document_mask(
+            inputs,
+            bos_id=BOS,
+            windows=[window],
+            implementation="fa3",
+            dtype=q.dtype,
+            document_starts=starts,
+            longest=longest,
+        )
+        outs.append(attention(q, k, v, mask, window))
+    torch.testing.assert_close(outs[1], outs[0])
+    assert [call["longest"] for call in calls] == [12, 7, 7, 12]
+    assert [call["window"][0] for call in calls] == [-1, -1, 2, 2]
+
+
 def test_a_pytorch_whose_kernel_takes_no_groups_gets_repeated_heads(install):
     calls = install("varlen", takes_groups=False)
     inputs, starts, q, k, v = case()
