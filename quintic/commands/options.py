@@ -18,6 +18,9 @@ from quintic.commands.parsing import options_of, parse, taken
 from quintic.commands.presets import preset, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
+from quintic.speedrun.options import SpeedrunOptions
+from quintic.speedrun.presets import preset as speedrun_preset
+from quintic.speedrun.presets import switches
 from quintic.train.config import Config, DataConfig, check_prompts
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import changed_fields, load_config
@@ -35,6 +38,7 @@ __all__ = [
     "rehearsal_options",
     "report_options",
     "sample_options",
+    "speedrun_options",
     "training_options",
 ]
 
@@ -66,7 +70,8 @@ class FileOptions:
     config: Path | None = None
     """Take the defaults of all other options from this file, the config.json of a run."""
     preset: str | None = None
-    """Take them from what suits a kind of machine, 'cpu' or 'gpu'; by default the one of this machine."""
+    """Take them from what suits a kind of machine, 'cpu' or 'gpu'; by default the one of this machine. 'speedrun' and
+    'speedrun-tiny' of quintic train are another model, with options of its own (--preset speedrun --help)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +210,8 @@ def answer_early(command: str, arguments: list[str]) -> None:
     }
     if command in readers:
         readers[command](arguments)
+    elif command == "train" and speedrun_options(arguments) is not None:
+        return
     elif command != "plan" or rehearsal_options(arguments) is None:
         training_options(arguments, command)
 
@@ -249,6 +256,28 @@ def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
     description = "Show what the optimizer of any model does on any number of GPUs, without them."
     return parse(RehearsalOptions, arguments, "plan", description) if given else None
+
+
+def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
+    """Read the options of `quintic train` with the preset of a speedrun, which are its own; None for another preset.
+
+    Raises:
+        ConfigError: an option cannot be read, or is one of ordinary runs.
+    """
+    preset_name, rest = taken(arguments, "--preset")
+    if preset_name is None or not preset_name.startswith("speedrun"):
+        return None
+    speedrun_preset(preset_name)
+    others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)}
+    others -= {name for name, _ in options_of(SpeedrunOptions)}
+    for argument in rest:
+        if (option := argument.partition("=")[0].replace("_", "-")) in others:
+            raise ConfigError(
+                f"{option} has no meaning with --preset {preset_name}, whose model and schedule are fixed; leave it "
+                f"out (quintic train --preset {preset_name} --help lists its options)"
+            )
+    description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
+    return preset_name, parse(SpeedrunOptions, rest, "train", description)
 
 
 def training_options(arguments: list[str], command: str) -> Start:

@@ -1,8 +1,11 @@
 """`quintic report`: write the page of a run again, or several runs side by side on one page."""
 
+from pathlib import Path
+
 from quintic.commands.options import report_options
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
+from quintic.report.history import METRICS_FILE
 from quintic.report.report import write_report
 from quintic.train.runs import find_run
 
@@ -15,7 +18,7 @@ def run(arguments: list[str]) -> int:
     if not options.runs:
         if options.out is not None:
             raise ConfigError("--out: the page of one run is written to its folder; give --runs to compare several")
-        print(write_report(find_run(options.runs_dir, options.run)))
+        print(write_report(_folder(options.runs_dir, options.run)))
         return 0
     if options.run is not None:
         raise ConfigError(f"--run {options.run}: give it as the first of --runs")
@@ -24,10 +27,17 @@ def run(arguments: list[str]) -> int:
     names = [name for runs in arms.values() for name in runs]
     if len(options.runs) < 2 or len(arms) < len(options.runs) or len(set(names)) < len(names):
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
-    folders = {label: [find_run(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
+    folders = {label: [_folder(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
     found = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
     for figures in found["candidates"].values():
         print(figures["sentence"])
     print(out)
     return 0
+
+
+def _folder(runs_dir: Path, name: str | None) -> Path:
+    """Return the folder of a run; a speedrun's has a log, and no configuration that other commands could use."""
+    if name is not None and (runs_dir / name / METRICS_FILE).is_file():
+        return runs_dir / name
+    return find_run(runs_dir, name)

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from quintic.commands.inputs import check_options, check_text
-from quintic.commands.options import Start, training_options
+from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
 from quintic.errors import ConfigError, DivergedError
 from quintic.launch import Launch, hint, launched
@@ -21,7 +21,14 @@ def run(arguments: list[str]) -> int:
     """Run the command, on all ranks that torchrun has started; return its exit code."""
     launch = launched()
     with connected(launch) as ranks:
-        return _run(arguments, launch, ranks)
+        race = ranks.agree(lambda: speedrun_options(arguments))
+        if race is None:
+            return _run(arguments, launch, ranks)
+        from quintic.speedrun.command import speedrun
+
+        name, options = race
+        speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)
+        return 0
 
 
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:

@@ -7,6 +7,7 @@ Source: the format is that of llm.c and the modded-nanogpt speedrun.
 """
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,22 @@ import numpy.typing as npt
 
 from quintic.data.hub import download
 from quintic.data.sources import open_source
-from quintic.data.tokenizer import Tokenizer
+from quintic.data.tokenizer import byte_alphabet, read_definition
 from quintic.durable import write_atomically
 from quintic.errors import DataError
+from quintic.speedrun.presets import BYTES_BOS
 
-__all__ = ["BYTES_BOS", "RaceData", "Tokens", "open_data", "prefixes", "read_shard", "write_bytes", "write_shard"]
+__all__ = [
+    "BYTES_BOS",
+    "RaceData",
+    "Tokens",
+    "open_data",
+    "prefixes",
+    "read_shard",
+    "vocabulary_of",
+    "write_bytes",
+    "write_shard",
+]
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -30,9 +42,6 @@ _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
 _HUB_NAMES = {"val": "fineweb_val_{:06d}.bin", "train": "fineweb_train_{:06d}.bin"}
-
-BYTES_BOS = 256
-"""The token that begins a document where every other token is a byte."""
 
 # Of the text that comes with Python: what the smallest preset trains on.
 _BYTES_OF_TEXT = 2_000_000
@@ -177,8 +186,7 @@ def _described(
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
     elif tokenizer is not None:
-        known = Tokenizer.load(tokenizer, cache_dir=data_dir / "hub")
-        vocabulary = tuple(known.decode_bytes([number]) for number in range(known.vocab_size))
+        vocabulary = vocabulary_of(tokenizer, bos_id=bos_id, cache_dir=data_dir / "hub")
     return RaceData(
         source=source,
         train=tuple(train),
@@ -187,6 +195,31 @@ def _described(
         bos_id=bos_id,
         vocabulary=vocabulary,
     )
+
+
+def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a byte-level BPE, none for special ones; a tokenizer.json needs no package.
+
+    Args:
+        tokenizer: see `Tokenizer.load`.
+        bos_id: the token that begins a document.
+        cache_dir: where a download is kept.
+
+    Raises:
+        DataError: there is nothing of that name, or it is of another kind.
+    """
+    fields = json.loads(read_definition(tokenizer, cache_dir=cache_dir))
+    value = {symbol: number for number, symbol in enumerate(byte_alphabet())}
+    special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
+    try:
+        vocabulary: dict[str, int] = fields["model"]["vocab"]
+        found = {
+            number: b"" if number in special else bytes(value[symbol] for symbol in token)
+            for token, number in vocabulary.items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise DataError(f"{tokenizer}: not a byte-level BPE; give GPT-2's tokenizer.json, or 'gpt2'") from None
+    return tuple(found.get(number, b"") for number in range(max(*found, bos_id) + 1))
 
 
 def _downloaded(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.errors import DataError
-from quintic.speedrun.shards import BYTES_BOS, open_data, prefixes, read_shard, write_shard
+from quintic.speedrun.presets import BYTES_BOS
+from quintic.speedrun.shards import open_data, prefixes, read_shard, write_shard
 
 
 @given(tokens=st.lists(st.integers(0, 2**16 - 1), max_size=300))

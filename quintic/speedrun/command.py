@@ -1,0 +1,75 @@
+"""What `quintic train --preset speedrun` does."""
+
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+
+from quintic.errors import ConfigError
+from quintic.speedrun.options import SpeedrunOptions
+from quintic.speedrun.presets import preset, without
+from quintic.speedrun.race import Race
+from quintic.speedrun.run import train
+from quintic.speedrun.shards import open_data
+from quintic.speedrun.stages import Track
+from quintic.train.config import RunConfig
+from quintic.train.distributed import Ranks, check_gpus
+from quintic.train.hardware import choose_hardware
+
+__all__ = ["speedrun"]
+
+
+def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
+    """Run the race on all ranks, and print how it went.
+
+    Args:
+        name: of the preset.
+        options: what differs from it.
+        command: the command line, for the log.
+        ranks: the processes that train.
+    """
+    chosen = preset(name)
+    track = ranks.agree(lambda: _track(chosen.track, options))
+    model = ranks.agree(lambda: replace(without(chosen.model, options.without), fp8_head=options.fp8_head))
+    shared = ("device", "dtype", "attention", "compile", "threads", "seed", "run")
+    hardware = ranks.agree(lambda: choose_hardware(RunConfig(**{name: getattr(options, name) for name in shared})))
+    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    data = ranks.once_per_host(
+        lambda: open_data(
+            options.data or chosen.data,
+            data_dir=options.data_dir,
+            num_shards=options.shards or chosen.num_shards,
+            vocab_size=model.vocab_size,
+            bos_id=model.bos_id,
+            tokenizer=options.tokenizer,
+        )
+    )
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed))
+    run_dir = ranks.from_first(lambda: _new_folder(options, name))
+    print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
+    facts = {"command": command, "config": {**asdict(options), "preset": name}}
+    result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+    per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
+    print(
+        f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
+        f"{1000 * result.seconds / result.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+    )
+
+
+def _track(track: Track, options: SpeedrunOptions) -> Track:
+    if options.steps is not None:
+        track = track.scaled(options.steps)
+    if options.val_tokens is not None:
+        chunk = max(1, min(track.validation_chunk, options.val_tokens // track.chunks))
+        track = replace(track, validation_tokens=options.val_tokens, validation_chunk=chunk)
+    return track if options.eval_every is None else replace(track, eval_every=options.eval_every)
+
+
+def _new_folder(options: SpeedrunOptions, name: str) -> Path:
+    folder = options.runs_dir / (options.run or f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{folder} exists: choose another --run") from None
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
+    return folder

@@ -1,0 +1,195 @@
+"""A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace.
+
+What has to be compiled is compiled in the warm-up. It goes through the beginning of every stage, with a stream of its
+own, and then puts weights, optimizer and random state back to what they were.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quintic.errors import ConfigError
+from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
+from quintic.speedrun.shards import RaceData, prefixes
+from quintic.speedrun.stages import StepSettings, Track
+from quintic.speedrun.stream import ChunkStream, FlatBatch, validation_batches
+from quintic.train.distributed import ALONE, Ranks
+from quintic.train.hardware import Hardware
+
+__all__ = ["Race"]
+
+# Documents of a chunk are padded to a number that hardly changes, so that nothing is compiled in a step.
+_TOKENS_PER_DOCUMENT = 256
+
+
+class Race:
+    """One run's moving parts. All ranks must call its methods, in the same order.
+
+    Args:
+        track: the schedule.
+        config: the model.
+        data: its text.
+        hardware: where it computes; `dtype` is that of matrices and tables.
+        ranks: the processes that train the run.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: the model needs a vocabulary that is not at hand.
+        DataError: the ranks cannot share a batch, or there is too little validation text.
+    """
+
+    def __init__(
+        self,
+        track: Track,
+        config: SpeedrunConfig,
+        data: RaceData,
+        hardware: Hardware,
+        *,
+        ranks: Ranks = ALONE,
+        seed: int = 0,
+    ) -> None:
+        self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
+        self.stream = self._stream(track.at)
+        shares = {"rank": ranks.rank, "size": ranks.size}
+        vocabulary = {"vocab_size": config.vocab_size, "bos_id": config.bos_id}
+        self.validation = validation_batches(
+            data.validation,
+            tokens=track.validation_tokens,
+            chunk_tokens=track.validation_chunk,
+            **shares,
+            **vocabulary,
+        )
+        with torch.device("meta"):
+            model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
+        self.model = model.to_empty(device=self.device)
+        self.model.init_weights(seed)
+        if config.prefix_tokens:
+            if data.vocabulary is None:
+                raise ConfigError(
+                    "--tokenizer: needed to predict the tokens that others begin with; give a tokenizer.json, a folder "
+                    "with GPT-2's two files, or gpt2, or leave that out (--without prefix-tokens)"
+                )
+            table = torch.full((config.vocab_size,), -1)
+            table[: len(data.vocabulary)] = torch.tensor(prefixes(data.vocabulary))
+            self.model.set_prefixes(table.to(self.device))
+        if hardware.compile:
+            self.model.compile_parts()
+        self.optimizer = build_optimizer(self.model, ranks=ranks.size)
+        lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
+        lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
+        self._token_bytes = lengths.to(self.device)
+        self._announces = config.bigram_hash and ranks.size > 1
+        self._loss_weights: dict[tuple[float, ...], Tensor] = {}
+        for number in range(track.steps + 1):
+            self._weights_on_device(track.at(number))
+
+    def _stream(self, settings: Callable[[int], StepSettings]) -> ChunkStream:
+        return ChunkStream(
+            self.data.train,
+            settings,
+            chunks=self.track.chunks,
+            rank=self.ranks.rank,
+            size=self.ranks.size,
+            vocab_size=self.data.vocab_size,
+            bos_id=self.data.bos_id,
+            device=self.device,
+        )
+
+    def _weights_on_device(self, settings: StepSettings) -> Tensor:
+        """Return the weights of a step's losses, the prefix's last; the device has them before the clock starts."""
+        key = (*settings.prediction_weights, settings.prefix_weight)
+        if key not in self._loss_weights:
+            self._loss_weights[key] = torch.tensor(key, dtype=torch.float32, device=self.device)
+        return self._loss_weights[key]
+
+    def train_step(self, settings: StepSettings, stream: ChunkStream) -> tuple[Tensor, int]:
+        """Make one optimizer step; waits for nothing on a GPU.
+
+        Returns:
+            (this rank's part of the loss that was differentiated, in nats per token, on the device; the text's epoch)
+        """
+        self.model.set_windows(*settings.windows)
+        weights = self._weights_on_device(settings)
+        passes = self.track.chunks // self.ranks.size
+        loss = torch.zeros((), device=self.device)
+        for number in range(passes):
+            batch = next(stream)
+            if self._announces:
+                rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
+                for name in names_of_role(self.model, "bigram"):
+                    self.optimizer.announce_rows(name, rows, more=number < passes - 1)
+            nats = self.model(
+                batch.inputs,
+                batch.targets,
+                document_starts=self._starts(batch),
+                prediction_weights=weights[:-1],
+                prefix_weight=weights[-1],
+                longest_document=settings.document_tokens,
+                reduction="sum",
+            )
+            # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
+            # small beside it.
+            (nats / passes).backward()
+            loss += nats.detach()
+        set_rates(self.optimizer, settings)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if settings.unties and self.model.tied:
+            self.optimizer.untie(*names_of_role(self.model, "embedding"))
+            self.model.untie()
+        return loss / settings.batch_tokens, batch.epoch
+
+    @torch.no_grad()
+    def evaluate(self, settings: StepSettings, *, batches: int | None = None) -> tuple[float, float | None]:
+        """Score the validation text with a step's windows.
+
+        Args:
+            settings: of the step.
+            batches: only so many of each rank's.
+
+        Returns:
+            (nats per token, bits per byte or None), the same on all ranks.
+        """
+        is_last = settings.windows[1] == self.track.final_long_window
+        self.model.set_windows(*settings.windows, stretch=not is_last)
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in self.validation[:batches]:
+            inputs, targets = batch.inputs.to(self.device), batch.targets.to(self.device)
+            sums[0] += self.model(inputs, targets, document_starts=self._starts(batch), reduction="sum")
+            sums[1] += self._token_bytes[targets].sum()
+        self.model.train()
+        nats, num_bytes = self.ranks.total(sums.cpu()).tolist()
+        tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
+        return nats / tokens, nats / math.log(2) / num_bytes if num_bytes else None
+
+    def warm_up(self) -> None:
+        """Compile what every stage needs, and put everything back to what it was."""
+        weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices),
+            self._stream(lambda n: self.track.at(steps[n % len(steps)])) as stream,
+        ):
+            for number in steps:
+                self.train_step(self.track.at(number), stream)
+                if number in self.track.starts:
+                    self.evaluate(self.track.at(number), batches=1)
+            self.evaluate(self.track.at(self.track.steps), batches=1)
+        self.model.zero_grad()
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+
+    def _starts(self, batch: FlatBatch) -> Tensor:
+        tokens, starts = len(batch.inputs), batch.document_starts
+        room = max(16, tokens // _TOKENS_PER_DOCUMENT)
+        while room < len(starts):
+            room *= 2
+        padded = torch.full((room,), tokens, dtype=torch.int32)
+        padded[: len(starts)] = starts
+        return padded.to(self.device, non_blocking=True)

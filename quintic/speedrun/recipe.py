@@ -1,0 +1,124 @@
+"""The optimizer of a speedrun: one `quintic.Muon`, with a group for each role that parameters have in the model.
+
+NorMuon steps the banks of matrices at every step, AdamW everything else at every second one, after gradients of two
+steps have added up. Decay is coupled to the rate squared, so that it falls faster than the rates.
+
+Source: rates, decays and orders are those of the modded-nanogpt speedrun, whose contributors tuned them.
+"""
+
+from typing import Any, NamedTuple
+
+import quintic
+from quintic.model.speedrun import SpeedrunGPT
+from quintic.speedrun.stages import StepSettings
+
+__all__ = ["ADAMW_EVERY", "build_optimizer", "names_of_role", "set_rates"]
+
+ADAMW_EVERY = 2
+_MUON = {"lr": 0.023, "weight_decay": 1.2, "scale_decay": True, "cautious": True}
+_ADAMW_LR, _ADAMW_DECAY = 0.008, 0.005
+
+
+class _Treatment(NamedTuple):
+    """Factors on AdamW's rate and decay, its betas, and how gradients travel between ranks."""
+
+    lr: float
+    decay: float
+    betas: tuple[float, float]
+    comms: str = "replicated"
+
+
+# In the order in which gradients are sent.
+_ADAMW = {
+    "scalars": _Treatment(5.0, 0.0, (0.9, 0.99)),
+    "smear_gate": _Treatment(0.01, 0.0, (0.9, 0.99)),
+    "value_gates": _Treatment(1.0, 1.0, (0.9, 0.99)),
+    "head": _Treatment(1.0, 150.0, (0.5, 0.95), "sharded"),
+    "bigram": _Treatment(75.0, 5.0, (0.75, 0.95), "sharded_sparse"),
+    "output_scales": _Treatment(1.0, 0.0, (0.9, 0.95)),
+    "residual_scales": _Treatment(5.0, 0.0, (0.9, 0.95)),
+    "value_embedding": _Treatment(75.0, 5.0, (0.75, 0.95), "sharded"),
+    "embedding": _Treatment(1.0, 150.0, (0.5, 0.95), "sharded"),
+    "connection_weights": _Treatment(0.25, 1.0, (0.9, 0.99)),
+    "connection_bias": _Treatment(0.25, 0.0, (0.9, 0.99)),
+    "gate_weights": _Treatment(0.1, 1.0, (0.9, 0.99)),
+    "gate_bias": _Treatment(0.1, 0.0, (0.9, 0.99)),
+}
+_BANKS = ("qk_bank", "vo_bank", "mlp_bank")
+# Small ones first, while large messages travel; the banks' products last, while updated tables travel back.
+_WORK_ORDER = (
+    *("scalars", "smear_gate", "value_gates", "connection_bias", "gate_bias", "output_scales", "residual_scales"),
+    *("connection_weights", "value_embedding", "bigram", "gate_weights", "head", "embedding", *_BANKS),
+)
+
+
+def names_of_role(model: SpeedrunGPT, role: str) -> list[str]:
+    """Return the names of the parameters that have a role."""
+    return [name for name, its_role in model.parameter_roles().items() if its_role == role]
+
+
+def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
+    """Return the optimizer; each group's `name` is its role, `initial_lr` its rate before the schedule's factor.
+
+    Of a model that is tied, head and embedding stay so until `optimizer.untie`.
+
+    Args:
+        model: on its device, with initialised weights.
+        ranks: how many share the work; above 1 their gradients are averaged by the optimizer.
+    """
+    sizes = model.config
+    views = {
+        "qk_bank": quintic.Rows(2 * sizes.head_dim),
+        "vo_bank": quintic.Rows(sizes.width),
+        "mlp_bank": quintic.Rows(4 * sizes.width),
+    }
+    params = dict(model.named_parameters())
+    names = {role: names_of_role(model, role) for role in (*_BANKS, *_ADAMW)}
+    groups: list[dict[str, Any]] = []
+    for role in names:
+        if not names[role]:
+            continue  # the model is without it
+        group: dict[str, Any] = {"name": role, "params": [(name, params[name]) for name in names[role]]}
+        if role in views:
+            group |= {**_MUON, "view": views[role], "comms": "sharded"}
+            # Only the banks keep the bits that their weights lack, as in the race.
+            group["master"] = "mantissa"
+            if role == "mlp_bank":
+                group["lr_multipliers"] = (1.0, 2.0) * sizes.num_layers
+        else:
+            treatment = _ADAMW[role]
+            group |= {
+                "algorithm": "adamw",
+                "lr": _ADAMW_LR * treatment.lr,
+                "weight_decay": _ADAMW_DECAY * treatment.decay,
+                "betas": treatment.betas,
+                "cautious": "strict",
+                "comms": treatment.comms,
+                "step_every": ADAMW_EVERY,
+            }
+        if ranks == 1:
+            group["comms"] = "none"
+        groups.append(group)
+    optimizer = quintic.Muon(
+        groups,
+        decay_coupling="lr_squared",
+        normalize="neuron",
+        normalize_beta=0.9,
+        eps=1e-10,
+        launch_order=[name for role in names for name in names[role]],
+        work_order=[name for role in _WORK_ORDER for name in names[role]],
+    )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    if model.tied:
+        optimizer.tie(names["head"][0], names["embedding"][0], transposed=True)
+    return optimizer
+
+
+def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> dict[str, float]:
+    """Set learning rates and momentum for a step; return the rates by role."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * settings.rate
+        if group["algorithm"] == "muon":
+            group["momentum"] = settings.momentum
+    return {group["name"]: group["lr"] for group in optimizer.param_groups}

@@ -1,0 +1,287 @@
+"""The smallest speedrun through every transition: the same on one and on two ranks, with and without warm-up."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from harness import run
+
+from quintic.cli import main
+from quintic.errors import ConfigError, DataError
+from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.speedrun.presets import BYTES_BOS, PRESETS, preset, switches, without
+from quintic.speedrun.race import Race
+from quintic.speedrun.recipe import build_optimizer, set_rates
+from quintic.speedrun.run import train
+from quintic.speedrun.shards import open_data, write_shard
+from quintic.train.config import RunConfig
+from quintic.train.distributed import ALONE, Ranks
+from quintic.train.hardware import choose_hardware
+
+TINY = preset("speedrun-tiny")
+HARDWARE = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two training shards and one for validation, of words in random order, as bytes."""
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    words = [b"model ", b"weight ", b"step ", b"loss.\n", b"of ", b"the "]
+    for number, name in enumerate(("a_train_1", "a_train_2", "a_val_0")):
+        tokens: list[int] = []
+        while len(tokens) < (7000, 9000, 5000)[number]:
+            tokens.append(BYTES_BOS)
+            for word in rng.choice(words, size=rng.integers(3, 60)):
+                tokens += word
+        write_shard(folder / f"{name}.bin", tokens)
+    return folder
+
+
+def race_of(shards: Path, ranks: Ranks = ALONE, **model: Any) -> Race:
+    sizes = replace(TINY.model, **model)
+    data = open_data(
+        str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=sizes.bos_id, tokenizer=None
+    )
+    return Race(TINY.track, sizes, data, HARDWARE, ranks=ranks, seed=3)
+
+
+def losses_of(folder: Path) -> list[tuple[str, int, float]]:
+    records = read_metrics(folder / METRICS_FILE)
+    return [(r["kind"], r["step"], r["loss"]) for r in records if r["kind"] in ("train", "eval", "final")]
+
+
+def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: bool) -> tuple[float, float]:
+    """Train; return the validation loss and a sum of all weights."""
+    ranks = ALONE
+    if world_size > 1:
+        ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
+    race = race_of(shards, ranks)
+    result = train(race, HARDWARE, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
+    return result.loss, float(sum(param.detach().double().abs().sum() for param in race.model.parameters()))
+
+
+@pytest.fixture(scope="module")
+def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[float, float]]:
+    """The folder of a run without warm-up on one rank, and what `course` returned."""
+    folder = tmp_path_factory.mktemp("alone")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return folder, course(0, 1, shards, folder, warm_up=False)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_run_goes_through_every_stage_and_learns(alone) -> None:
+    folder, (loss, _) = alone
+    records = read_metrics(folder / METRICS_FILE)
+    steps = [record for record in records if record["kind"] == "train"]
+    assert [record["stage"] for record in steps] == [0] * 7 + [1] * 7 + [2] * 7 + [3] * 3
+    assert steps[-1]["tokens"] == 7 * 256 + 7 * 512 + 10 * 768
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [0, 8, 16, 24]
+    assert records[-1]["kind"] == "final"
+    assert records[-1]["loss"] == loss
+    assert loss < 0.65 * records[1]["loss"]
+    assert records[-1]["bpb"] == pytest.approx(loss / np.log(2), rel=0.05)  # of bytes, and few document starts
+    assert steps[-1]["epoch"] > 0  # the shards came again
+    assert steps[13]["lr"]["vo_bank"] == pytest.approx(0.023 * TINY.track.at(13).rate)
+    assert steps[13]["momentum"] == pytest.approx(TINY.track.at(13).momentum)
+    run_record = records[0]
+    assert len(run_record["code"]) == 64
+    assert run_record["versions"]["torch"] == torch.__version__
+    assert (folder / "report.html").exists()
+
+
+def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_path: Path) -> None:
+    race = race_of(shards)
+    before = race.model.rotary.frequencies.clone()
+    embedding_head = []
+    for number in range(TINY.track.steps):
+        race.train_step(TINY.track.at(number), race.stream)
+        embedding_head.append(bool((race.model.inputs.embedding == race.model.head.mT).all()))
+    race.stream.close()
+    # Step 15 is the first odd one of the third stage: after it they part, and AdamW's next step is the 17th.
+    assert embedding_head == [True] * 17 + [False] * 7
+    assert race.model.rotary.windows == (48, 104)
+    grown = race.model.rotary.frequencies.clone()
+    assert not torch.equal(before, grown)
+    race.evaluate(TINY.track.at(TINY.track.steps))
+    assert race.model.rotary.windows == (48, 160)
+    assert torch.equal(race.model.rotary.frequencies, grown)
+
+
+def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_threads: None) -> None:
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    assert course(0, 1, shards, tmp_path, warm_up=True) == alone[1]
+    assert losses_of(tmp_path) == losses_of(alone[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_the_losses_of_one(alone, shards: Path, tmp_path: Path) -> None:
+    found = run(course, 2, shards, tmp_path, False)
+    assert found[0] == found[1]  # the same weights everywhere
+    for one, two in zip(losses_of(alone[0]), losses_of(tmp_path), strict=True):
+        assert one[:2] == two[:2]
+        assert two[2] == pytest.approx(one[2], abs=5e-5)
+
+
+def test_the_optimizer_has_the_races_rates() -> None:
+    from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+
+    with torch.device("meta"):
+        model = SpeedrunGPT(SpeedrunConfig(), attention="sdpa", dtype=torch.bfloat16)
+    groups = {group["name"]: group for group in build_optimizer(model).param_groups}
+    names = [name for group in groups.values() for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    # role: (rate, decay, betas), as products of the race's defaults and multipliers
+    expected = {
+        "head": (0.008, 0.75, (0.5, 0.95)),
+        "embedding": (0.008, 0.75, (0.5, 0.95)),
+        "bigram": (0.6, 0.025, (0.75, 0.95)),
+        "value_embedding": (0.6, 0.025, (0.75, 0.95)),
+        "value_gates": (0.008, 0.005, (0.9, 0.99)),
+        "scalars": (0.04, 0.0, (0.9, 0.99)),
+        "smear_gate": (0.00008, 0.0, (0.9, 0.99)),
+        "residual_scales": (0.04, 0.0, (0.9, 0.95)),
+        "output_scales": (0.008, 0.0, (0.9, 0.95)),
+        "connection_weights": (0.002, 0.005, (0.9, 0.99)),
+        "connection_bias": (0.002, 0.0, (0.9, 0.99)),
+        "gate_weights": (0.0008, 0.005, (0.9, 0.99)),
+        "gate_bias": (0.0008, 0.0, (0.9, 0.99)),
+    }
+    for role, (lr, decay, betas) in expected.items():
+        group = groups.pop(role)
+        assert (group["lr"], group["weight_decay"]) == pytest.approx((lr, decay)), role
+        found = [group[name] for name in ("algorithm", "betas", "step_every", "cautious", "eps", "master")]
+        assert found == ["adamw", betas, 2, "strict", 1e-10, None], role
+        assert group["decay_coupling"] == "lr_squared", role
+    shapes = {"qk_bank": (256, 60), "vo_bank": (768, 20), "mlp_bank": (3072, 22)}
+    for role, (rows, matrices) in shapes.items():
+        group = groups.pop(role)
+        assert (group["lr"], group["weight_decay"], group["normalize_beta"]) == (0.023, 1.2, 0.9)
+        names = ("scale_decay", "cautious", "master", "decay_coupling", "normalize", "lr_scale")
+        assert [group[name] for name in names] == [True, True, "mantissa", "lr_squared", "neuron", "spectral"]
+        assert group["view"].num_rows == rows
+        assert group["params"][0].shape == (rows * matrices, 768)
+    assert not groups
+    # 4 on what goes out of the hidden layer, 2 on what goes in: the shape's factor and the matrix' own
+    optimizer = build_optimizer(model)
+    mlp = next(group for group in optimizer.param_groups if group["name"] == "mlp_bank")
+    assert mlp["lr_multipliers"] == (1.0, 2.0) * 11
+    rates = set_rates(optimizer, PRESETS["speedrun"].track.at(500))
+    assert rates["head"] == pytest.approx(0.008 * 1.52)
+    assert mlp["momentum"] == 0.95
+
+
+def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = race_of(shards)
+    settings = TINY.track.at(0)
+    chunks = [next(race.stream) for _ in range(TINY.track.chunks)]
+    race.model.set_windows(*settings.windows)
+    total = sum(
+        race.model(
+            chunk.inputs,
+            chunk.targets,
+            prediction_weights=settings.prediction_weights,
+            prefix_weight=settings.prefix_weight,
+            reduction="sum",
+        )
+        for chunk in chunks
+    )
+    (expected,) = torch.autograd.grad(total / TINY.track.chunks, [race.model.qk_bank])
+    found = []
+    monkeypatch.setattr(race.optimizer, "step", lambda: found.append(race.model.qk_bank.grad.clone()))
+    loss, _ = race.train_step(settings, iter(chunks))
+    race.stream.close()
+    torch.testing.assert_close(found[0], expected)
+    tokens = sum(len(chunk.inputs) for chunk in chunks)
+    assert float(loss) == pytest.approx(float(total.detach()) / tokens)
+
+
+# -------------------------------------------------------------------------------------------------- the command line
+
+
+def options_for(shards: Path, runs_dir: Path, *more: str) -> list[str]:
+    fixed = [f"--data={shards}", f"--runs-dir={runs_dir}", "--device=cpu", "--dtype=float32", "--threads=1"]
+    return ["train", "--preset", "speedrun-tiny", *fixed, "--no-warm-up", *more]
+
+
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+def test_the_command_runs_the_preset_without_features(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--steps", "8", "--without", "smear", "bigram-hash", "tied", "--run", "x", "--val-tokens", "1024"]
+    assert main(options_for(shards, tmp_path / "runs", *more)) == 0
+    printed = capsys.readouterr().out
+    assert "step 8/8  validation " in printed
+    assert "step 3/8  train time " in printed
+    record = read_metrics(tmp_path / "runs" / "x" / METRICS_FILE)[0]
+    assert record["model"]["smear"] is record["model"]["bigram_hash"] is record["model"]["tied"] is False
+    assert record["config"]["without"] == ["smear", "bigram-hash", "tied"]
+    assert record["track"]["validation_tokens"] == 1024
+    assert "--preset speedrun-tiny" in record["command"]
+    assert main(["report", "--runs-dir", str(tmp_path / "runs"), "--run", "x"]) == 0
+    assert "0.0" in json.dumps(record["config"]) or record["config"]["seed"] == 1337
+    capsys.readouterr()
+    assert main(options_for(shards, tmp_path / "runs", *more)) == 2
+    assert "x exists: choose another --run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--depth", "3"], "--depth has no meaning with --preset speedrun-tiny, whose model and schedule are fixed"),
+        (["--resume"], "--resume has no meaning with --preset speedrun-tiny"),
+        (["--muon-lr=1"], "--muon-lr has no meaning with --preset speedrun-tiny"),
+        (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
+        (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
+        (["--val-tokens", "1001"], "1,001 validation tokens are no whole number of chunks of 500"),
+        (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
+        (["--shards", "0"], "--shards 0: must be at least 1"),
+    ],
+)
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+def test_wrong_options_are_refused_by_name(
+    more: list[str], message: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options_for(shards, tmp_path / "runs", *more)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_unknown_speedrun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "speedruns"]) == 2
+    assert "--preset speedruns: unknown; choose speedrun or speedrun-tiny" in capsys.readouterr().err
+
+
+def test_every_feature_can_be_left_out() -> None:
+    for name in switches():
+        changed = without(TINY.model, [name])
+        assert getattr(changed, name.replace("-", "_")) in (False, 0)
+        assert changed != TINY.model
+    with pytest.raises(ConfigError, match="--without fp8-head: no feature"):
+        without(TINY.model, ["fp8-head"])
+
+
+def test_a_race_without_vocabulary_says_what_to_do(shards: Path) -> None:
+    sizes = replace(TINY.model, bos_id=255)
+    data = open_data(
+        str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=255, tokenizer=None
+    )
+    with pytest.raises(ConfigError, match=r"--tokenizer: needed to predict .* leave that out \(--without prefix-tok"):
+        Race(TINY.track, sizes, data, HARDWARE)
+    with pytest.raises(DataError, match="3 ranks cannot share the 2 chunks"):
+        Race(TINY.track, sizes, data, HARDWARE, ranks=Ranks(size=3))
