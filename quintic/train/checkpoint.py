@@ -8,6 +8,7 @@
 
 Several ranks write the same names in the format of `torch.distributed.checkpoint` instead of the first two files, each
 rank what it holds: `.metadata` and `__<rank>_*.distcp`. Any number of ranks reads either, however they divide a model.
+A run copies everything to host memory and goes on training, while a thread beside it writes (`saving/`).
 
 Everything is written into a folder with a temporary name, flushed to disk, and renamed: a folder named step-* was
 complete when it was written. `newest_checkpoint` verifies the hashes and falls back to the next older one.
@@ -38,8 +39,10 @@ from quintic.durable import discard, flush, remove_unfinished, replace
 from quintic.errors import CheckpointError
 from quintic.model.layers import divided_as
 from quintic.optim.layout.layouts import is_dtensor
-from quintic.optim.muon import Muon
 from quintic.train.distributed import ALONE, Ranks
+from quintic.train.saving.background import Background
+from quintic.train.saving.staging import copies_on_host, optimizer_tensors
+from quintic.train.schedule import is_due
 
 __all__ = [
     "Checkpoint",
@@ -80,9 +83,11 @@ def save_checkpoint(
     optimizer: Optimizer,
     state: dict[str, Any],
     keep: int,
+    keep_due: int = 0,
     ranks: Ranks = ALONE,
+    background: Background | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, then delete all but the newest `keep` up to this step.
+    """Write the checkpoint of a step, then delete older ones.
 
     All ranks must call it, with one folder on a file system that they share.
 
@@ -92,8 +97,11 @@ def save_checkpoint(
         model: its `state_dict` is saved.
         optimizer: its parameters must be named.
         state: JSON-able; `step` is added. Of several ranks that of the first one is saved.
-        keep: checkpoints to keep, this one included, >= 1.
+        keep: checkpoints to keep, the newest up to this step, this one included, >= 1.
+        keep_due: keep also the newest of a step that is a multiple of this; 0 for no other.
         ranks: the processes that train the run.
+        background: of the same ranks. Everything is copied to host memory; writing, hashing, renaming and deleting
+            go on there, and its `wait` raises what goes wrong. None to return when the checkpoint is complete.
 
     Returns:
         The checkpoint's folder.
@@ -101,19 +109,36 @@ def save_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable; nothing half written remains.
         OtherRankError: that is so on another rank.
+
+    With `background`, these may be errors of the checkpoint before.
     """
-    folder = run_dir / _FOLDER
-    final = folder / f"step-{step:06d}"
-    temporary = folder / ranks.from_first(lambda: f".step-{step:06d}.{os.getpid()}.tmp")
+    if background is not None:
+        background.wait()  # its copies are in memory until then
+    final = run_dir / _FOLDER / f"step-{step:06d}"
     weights = model.state_dict()
-    optimizer_tensors, optimizer_groups = _flatten(optimizer)
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in [*weights.values(), *optimizer_tensors.values()])
+    tensors, groups = optimizer_tensors(optimizer)
+    text = json.dumps({**state, "step": step, "optimizer_groups": groups})
+    if background is None:
+        _write(final, {"model": weights, "optimizer": tensors}, text, keep, keep_due, ranks)
+    else:
+        copies = {"model": copies_on_host(weights), "optimizer": copies_on_host(tensors)}
+        background.start(lambda own_ranks: _write(final, copies, text, keep, keep_due, own_ranks))
+    return final
+
+
+def _write(
+    final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, keep_due: int, ranks: Ranks
+) -> None:
+    """Write a checkpoint's folder and delete older ones: `save_checkpoint` from when everything is at hand."""
+    folder = final.parent
+    temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
+    needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
     def begin() -> None:
         with _naming_failures(final, temporary, needed):
             if not folder.exists():
                 folder.mkdir(parents=True)
-                flush(run_dir)
+                flush(folder.parent)
             remove_unfinished(folder)
             temporary.mkdir()
 
@@ -123,13 +148,12 @@ def save_checkpoint(
             if ranks.size == 1:
                 from safetensors.torch import save_file
 
-                save_file(_saveable(weights), temporary / _WEIGHTS)
-                save_file(_saveable(optimizer_tensors), temporary / _OPTIMIZER)
+                save_file(_saveable(tensors["model"]), temporary / _WEIGHTS)
+                save_file(_saveable(tensors["optimizer"]), temporary / _OPTIMIZER)
             else:
-                _write_pieces(temporary, {"model": weights, "optimizer": optimizer_tensors}, ranks)
+                _write_pieces(temporary, tensors, ranks)
             if ranks.is_first:
-                text = json.dumps({**state, "step": step, "optimizer_groups": optimizer_groups})
-                (temporary / _STATE).write_text(text, encoding="utf-8")
+                (temporary / _STATE).write_text(state, encoding="utf-8")
             own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
             return {path.name: _fingerprint(path) for path in own}
 
@@ -137,13 +161,15 @@ def save_checkpoint(
         with _naming_failures(final, temporary, needed):
             (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
-            for old in [path for path in checkpoints(run_dir) if step_of(path) <= step][keep:]:
-                discard(old)
+            saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
+            due = next((path for path in saved if is_due(step_of(path), keep_due)), None)
+            for old in saved[keep:]:
+                if old != due:
+                    discard(old)
 
     ranks.from_first(begin)
-    manifest = {name: found for files in ranks.every(ranks.agree(write)) for name, found in files.items()}
+    manifest = {name: fingerprint for files in ranks.every(ranks.agree(write)) for name, fingerprint in files.items()}
     ranks.from_first(publish)
-    return final
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -225,7 +251,7 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     ids = {name: key for group in groups for name, key in zip(group["param_names"], group["params"], strict=True)}
     # Whole tensors are read into the host's memory, and each rank takes its part; what is a DTensor is read in parts.
     in_parts = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    own = _flatten(optimizer)[0] if in_parts else {}
+    own = optimizer_tensors(optimizer)[0] if in_parts else {}
     for full_name, tensor in _read(checkpoint, "optimizer", own).items():
         name, _, key = full_name.rpartition("/")
         if name not in ids:
@@ -235,34 +261,6 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-
-
-def _flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    with _divided_state_on_host(optimizer):
-        saved = optimizer.state_dict()
-    tensors = {}
-    for group in saved["param_groups"]:
-        for name, key in zip(group["param_names"], group["params"], strict=True):
-            for state_name, tensor in saved["state"][key].items():
-                tensors[f"{name}/{state_name}"] = tensor
-    return tensors, saved["param_groups"]
-
-
-@contextlib.contextmanager
-def _divided_state_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Let state that ranks divide be put together in the host's memory: whole, it need not fit on a GPU."""
-    divided = isinstance(optimizer, Muon) and any(
-        group["comms"] == "sharded" and group["params"][0].is_cuda for group in optimizer.param_groups
-    )
-    if not divided:
-        yield
-        return
-    assert isinstance(optimizer, Muon)
-    optimizer.offload(True)
-    try:
-        yield
-    finally:
-        optimizer.offload(False)
 
 
 def _saveable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -127,6 +127,7 @@ def _train(
         say(line)
     resume_step = run.step if resume else None
     with (
+        run.background,
         run.loader,
         ranks.agree(lambda: _open_log(config.run, run_dir, resume_step, ranks)) as log,
         Progress(run.total, start_step=run.step) as progress,
@@ -156,11 +157,13 @@ def _train(
                     _answer_core(run, log, progress)
                 if is_due(run.step, config.run.sample_every):
                     log.write("sample", step=run.step, samples=run.sample())
-                # Asked once: a request that comes during the save is honoured after the next step.
-                stop = ranks.any(stop_requested())
+                # Asked once: a request that comes during the save is honoured after the next step. A save that has
+                # failed stops the run, too: the next one raises its error.
+                stop = ranks.any(stop_requested() or run.background.has_failed)
                 if stop or is_due(run.step, config.run.save_every):
                     _save(run)
                 if stop:
+                    run.background.wait()
                     raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
             return _finish(run, log, progress)
         except Exception:
@@ -176,6 +179,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     Checkpoints that were saved because the run was stopped do not count: an uninterrupted run would not have them.
     """
     spike_step = run.step
+    run.background.wait()
     if run.watch.rollbacks >= _MOST_ROLLBACKS:
         raise _diverged(f"the loss spiked again at step {spike_step} after {run.watch.rollbacks} rollbacks", run)
 
@@ -204,9 +208,11 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
             raise
         except Exception:
             _save(run)
+            run.background.wait()
             progress.message(f"{run.run_dir.name} is trained and saved; its evaluation failed")
             raise
         _save(run)
+        run.background.wait()
     final = run.finish()
     log.write("final", **final)
     report = run.ranks.from_first(lambda: write_report(run.run_dir))
@@ -265,6 +271,7 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
 def _diverged(what: str, run: Trainer) -> DivergedError:
     optimizer = run.config.optim.optimizer
     options = ("--muon-lr", "--head-lr") if optimizer == "muon" else ("--adamw-lr", "--adamw-head-lr")
+    run.background.wait()
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(

@@ -23,14 +23,7 @@ from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_s
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
-from quintic.train.checkpoint import (
-    Checkpoint,
-    checkpoints,
-    load_model_weights,
-    restore_optimizer,
-    save_checkpoint,
-    step_of,
-)
+from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
 from quintic.train.config import Config
 from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import (
@@ -45,6 +38,7 @@ from quintic.train.hardware import (
 )
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
 from quintic.train.saved_config import repeat_command, to_dict
+from quintic.train.saving.background import Background
 from quintic.train.schedule import is_due
 from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 
@@ -69,7 +63,7 @@ class Trainer:
         self, config: Config, dataset: Dataset, run_dir: Path, hardware: Hardware, ranks: Ranks = ALONE
     ) -> None:
         self.config, self.dataset, self.run_dir, self.hardware = config, dataset, run_dir, hardware
-        self.ranks = ranks
+        self.ranks, self.background = ranks, Background(ranks)
         self.parallelism = Parallelism(config.run.parallel, ranks, shard_ranks=config.run.shard_ranks)
         seq_len = config.model.seq_len
         sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
@@ -156,13 +150,12 @@ class Trainer:
         self.watch.load_state_dict(state.get("watch", {}))
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        keep = self.config.run.keep
-        if self.config.optim.on_spike == "rollback":
-            # The newest one to go back to stays, however many were saved because the run was stopped.
-            earlier = [step for step in map(step_of, checkpoints(self.run_dir)) if step < self.step]
-            due = (i for i, step in enumerate([self.step, *earlier]) if is_due(step, self.config.run.save_every))
-            keep = max(keep, 1 + next(due, 0))
+        """Copy what a checkpoint holds and begin to write it in the background, once the one before is written.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        run = self.config.run
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -179,8 +172,10 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             state=state,
-            keep=keep,
+            keep=run.keep,
+            keep_due=run.save_every if self.config.optim.on_spike == "rollback" else 0,
             ranks=self.ranks,
+            background=self.background,
         )
 
     def has_finite_weights(self) -> bool:

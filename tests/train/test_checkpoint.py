@@ -336,7 +336,7 @@ def test_a_full_disk_says_what_to_do(error: Exception, tmp_path: Path, monkeypat
 def test_an_error_of_our_own_is_not_called_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         save(tmp_path, 1, unfit=object())
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_the_manifest_names_every_file_with_its_hash(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.run import get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from harness import run
+from harness import DEVICE, run
 
 import quintic
 from quintic.commands.options import _TrainOptions
@@ -32,14 +33,16 @@ from quintic.commands.parsing import options_of
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError, OtherRankError, QuinticError
 from quintic.launch import Launch, launched
+from quintic.model.gpt import GPTConfig
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
-from quintic.train.config import Config
+from quintic.train.checkpoint import _read, checkpoints, load_model_weights, newest_checkpoint, save_checkpoint
+from quintic.train.config import Config, ParallelName
 from quintic.train.distributed import ALONE, Parallelism, Ranks, check_gpus, rows_at_once
 from quintic.train.loop import Interrupted, train
-from quintic.train.recipe import build_model, model_config
+from quintic.train.recipe import build_model, build_optimizer, model_config
 from quintic.train.runs import create_run
 from quintic.train.saved_config import load_config
+from quintic.train.saving.background import Background
 from quintic.train.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
@@ -357,9 +360,10 @@ def without_waiting(ranks: Ranks) -> Ranks:
     return ranks
 
 
-def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path) -> list[str]:
+def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path, beside: bool) -> list[str]:
     """Save twice; the second time the disk of the last rank is full."""
     ranks = without_waiting(ranks_of(rank, world_size))
+    background = Background(ranks) if beside else None
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = quintic.Muon(quintic.param_groups(model), comms="sharded")
@@ -372,15 +376,27 @@ def save_to_a_full_disk(rank: int, world_size: int, run_dir: Path) -> list[str]:
 
             FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
         try:
-            path = save_checkpoint(run_dir, step=step, model=model, optimizer=optimizer, state={}, keep=2, ranks=ranks)
+            path = save_checkpoint(
+                run_dir,
+                step=step,
+                model=model,
+                optimizer=optimizer,
+                state={},
+                keep=2,
+                ranks=ranks,
+                background=background,
+            )
+            if background is not None:
+                background.wait()
             ended.append(path.name)
         except QuinticError as error:
             ended.append(str(error))
     return ended
 
 
-def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    first, second = run(save_to_a_full_disk, 2, tmp_path)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(beside: bool, tmp_path: Path) -> None:
+    first, second = run(save_to_a_full_disk, 2, tmp_path, beside)
     assert first[0] == second[0] == "step-000001"
     assert "step-000002: cannot be written (No space left on device); free 1 MiB" in first[1]
     assert second[1] == "another"
@@ -390,13 +406,72 @@ def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "state.json"])
 def test_a_damaged_piece_is_noticed(name: str, tmp_path: Path) -> None:
-    run(save_to_a_full_disk, 2, tmp_path)
+    run(save_to_a_full_disk, 2, tmp_path, False)
     path = tmp_path / "checkpoints" / "step-000001" / name
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     said: list[str] = []
     with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
         newest_checkpoint(tmp_path, message=said.append)
     assert f"{name} was changed after it was written" in said[0]
+
+
+def save_beside_steps(rank: int, world_size: int, parallel: ParallelName, folder: Path) -> None:
+    """Save at once and in the background, where writing waits until two more steps are made."""
+    ranks = ranks_of(rank, world_size)
+    background = Background(ranks)
+    parallelism = Parallelism(parallel, ranks)
+    sizes = GPTConfig(vocab_size=64, depth=2, width=32, head_dim=16, num_kv_heads=2, seq_len=16, bos_id=0)
+    model = build_model(
+        sizes, device=torch.device(DEVICE), dtype=torch.float32, attention="sdpa", seed=0, parallelism=parallelism
+    )
+    wrapped = parallelism.wrapped(model)
+    optimizer = build_optimizer(model, Config(), comms=parallelism.comms)
+
+    def step() -> None:
+        tokens = torch.randint(64, (2, 17)).to(DEVICE)
+        with parallelism.micro_step(wrapped, last=True):
+            wrapped(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trained_on = threading.Event()
+    write_data = FileSystemWriter.write_data
+
+    def late(*args: Any) -> Any:
+        assert trained_on.wait(60)
+        return write_data(*args)
+
+    step()
+    own: dict[str, Any] = {"step": 1, "model": model, "optimizer": optimizer, "state": {}, "keep": 1, "ranks": ranks}
+    save_checkpoint(folder / "at once", **own)
+    FileSystemWriter.write_data = late  # type: ignore[method-assign]
+    save_checkpoint(folder / "beside", **own, background=background)
+    # The background's collectives of planning meet those of these steps.
+    step()
+    step()
+    assert checkpoints(folder / "beside") == []
+    trained_on.set()
+    background.wait()
+    FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+    save_checkpoint(folder / "later", **own)
+
+
+@pytest.mark.parametrize(
+    "parallel", ["sharded", "fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "hsdp", "tp"))]
+)
+def test_a_save_of_several_ranks_is_of_its_step(parallel: str, tmp_path: Path) -> None:
+    run(save_beside_steps, 2, parallel, tmp_path)
+
+    def saved(name: str) -> dict[str, Tensor]:
+        checkpoint = newest_checkpoint(tmp_path / name, message=print)
+        parts = {part: _read(checkpoint, part, {}) for part in ("model", "optimizer")}
+        return {f"{part}/{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
+
+    at_once, beside, later = saved("at once"), saved("beside"), saved("later")
+    assert at_once.keys() == beside.keys()
+    assert any(key.endswith("momentum_buffer") for key in beside)
+    assert all(torch.equal(value, beside[key]) for key, value in at_once.items())
+    assert not torch.equal(beside["model/head.weight"], later["model/head.weight"])
 
 
 def fail_together(rank: int, world_size: int) -> list[str]:

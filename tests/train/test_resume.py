@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import course, final_weights, start, tiny_config, tiny_options
 
 from quintic.cli import main
@@ -314,6 +315,51 @@ def test_a_process_killed_at_a_random_moment_resumes_exactly(long_run: tuple[Pat
     assert list((run_dir / "checkpoints").glob(".*")) == []
 
 
+# Trains with the options given; killed when half of the weights of step 4 are on the disk and step 5 is made.
+KILLED_WHILE_WRITING = """
+import os, signal, sys, threading
+import safetensors.torch
+from quintic.cli import main
+from quintic.train.metrics import MetricsLog
+
+save_file, write, trained_on = safetensors.torch.save_file, MetricsLog.write, threading.Event()
+
+def half(tensors, path):
+    save_file(tensors, path)
+    if "step-000004" in str(path):
+        os.truncate(path, path.stat().st_size // 2)
+        assert trained_on.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def logged(self, kind, **record):
+    written = write(self, kind, **record)
+    if record.get("step") == 5:
+        trained_on.set()
+        threading.Event().wait(60)
+    return written
+
+safetensors.torch.save_file, MetricsLog.write = half, logged
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_a_process_killed_while_it_writes_keeps_the_checkpoint_before(
+    whole: Path, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
+    options = tiny_options(tiny_dataset, tmp_path, run="run", keep=1, threads=torch.get_num_threads())
+    process = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, *options], capture_output=True, timeout=200)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    run_dir = tmp_path / "run"
+    folder = run_dir / "checkpoints"
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000002"]
+    assert [path.name for path in folder.glob(".step-000004.*.tmp/*")] == ["model.safetensors"]
+    assert read_metrics(run_dir / METRICS_FILE)[-1]["step"] == 5
+    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
+    assert final_weights(run_dir) == final_weights(whole)
+    assert course(run_dir) == course(whole)
+    assert [path.name for path in folder.iterdir()] == ["step-000006"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("same_threads")
 def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Dataset], tmp_path: Path) -> None:
@@ -346,6 +392,7 @@ def test_a_second_process_leaves_the_run_to_the_first(
     def save_and_resume(self: Trainer) -> None:
         save(self)
         if self.step == 4:
+            self.background.wait()  # so that files change by the second process alone
             unfinished = run_dir / "checkpoints" / ".step-000005.1.tmp"
             unfinished.mkdir()
             before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_resume import Killed, after_step
+from test_saving import late_writes  # noqa: F401
 from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 
 from quintic.data.dataset import Dataset
@@ -114,6 +115,16 @@ def test_rollback_goes_back_and_on_with_new_text(warned: Path, tiny_dataset: Dat
     assert after[0]["loss"] != before["loss"]
     assert after[0]["lr"] == before["lr"]
     assert records(back, "train")[-1]["step"] == STEPS
+
+
+@pytest.mark.usefixtures("late_writes")
+def test_rollback_waits_for_the_checkpoint_that_is_being_written(
+    warned: Path, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
+    first = spikes(warned)[0]
+    back = run(config(tiny_dataset, tmp_path, on_spike="rollback", save_every=first - 1), tiny_dataset)
+    rollback = records(back, "rollback")[0]
+    assert (rollback["step"], rollback["spike_step"]) == (first - 1, first)
 
 
 @pytest.mark.parametrize("action", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
