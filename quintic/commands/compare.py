@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from datetime import datetime
+from pathlib import Path
 from typing import Literal
 
 from quintic.commands.inputs import check_options, check_text
@@ -21,13 +22,14 @@ __all__ = ["compare", "run"]
 _EVAL_EVERY = 25
 
 
-def compare(config: Config, dataset: Dataset, *, command: str) -> str:
+def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -> str:
     """Train with AdamW, then with Muon, and write `compare.html` beside the two runs.
 
     Both runs have the same initial weights, the same batches in the same order and the same schedules; each has the
     learning rates of matrices and head, and the weight decay, that were tuned for it (`--muon-lr`, `--head-lr`,
     `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
-    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss.
+    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss. With several ``seeds``,
+    from that of the configuration on, the report compares medians and shows ranges.
 
     Returns:
         What the comparison found and where the report is, as text.
@@ -37,26 +39,27 @@ def compare(config: Config, dataset: Dataset, *, command: str) -> str:
     """
     name = config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     variants: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
-    configs = {}
-    for optimizer, label in variants:
-        configs[label] = dataclasses.replace(
-            config,
-            optim=dataclasses.replace(config.optim, optimizer=optimizer),
-            run=dataclasses.replace(
+    configs: list[tuple[str, Config]] = []
+    for seed in range(config.run.seed, config.run.seed + seeds):
+        for optimizer, label in variants:
+            settings = dataclasses.replace(
                 config.run,
-                run=f"{name}-{optimizer}",
+                run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
+                seed=seed,
                 eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
-            ),
-        )
-        check_new_run(configs[label])  # both before the first is trained
-    runs = {}
-    for label, variant in configs.items():
-        print(f"\n=== {label} ===", flush=True)
-        runs[label] = create_run(variant)
+            )
+            optim = dataclasses.replace(config.optim, optimizer=optimizer)
+            configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
+            check_new_run(configs[-1][1])  # all before the first is trained
+    runs: dict[str, list[Path]] = {label: [] for _, label in variants}
+    for label, variant in configs:
+        print(f"\n=== {label}{f', seed {variant.run.seed}' if seeds > 1 else ''} ===", flush=True)
+        folder = create_run(variant)
+        runs[label].append(folder)
         try:
-            train(variant, dataset, runs[label], resume=False, command=command)
+            train(variant, dataset, folder, resume=False, command=command)
         except BaseException:
-            discard_unstarted(runs[label])
+            discard_unstarted(folder)
             raise
     report = config.run.runs_dir / f"{name}.html"
     found = write_comparison(runs, report, title="Muon and AdamW on the same model")
@@ -71,8 +74,9 @@ def run(arguments: list[str]) -> int:
     check_options(start.config)
     dataset = prepared(start.config.data)
     check_text(start.config, dataset)
+    command = shlex.join(["quintic", "compare", *arguments])
     try:
-        print(compare(start.config, dataset, command=shlex.join(["quintic", "compare", *arguments])))
+        print(compare(start.config, dataset, command=command, seeds=start.seeds))
     except Interrupted as stop:
         print(f"\n{stop}; a comparison cannot be continued: start it again")
         return 130

@@ -26,6 +26,7 @@ from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import changed_fields, load_config
 
 __all__ = [
+    "ComparisonOptions",
     "EvalOptions",
     "ExportOptions",
     "ReportOptions",
@@ -91,6 +92,19 @@ class _TrainOptions(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComparisonOptions(FileOptions):
+    """Source of the default options, and how many runs."""
+
+    seeds: int = 1
+    """Train with so many seeds, from --seed on, and compare the medians of their runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareOptions(Config):
+    start: ComparisonOptions = dataclasses.field(default_factory=ComparisonOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _OtherOptions(Config):
     start: FileOptions = dataclasses.field(default_factory=FileOptions)
 
@@ -104,6 +118,8 @@ class Start:
     """Folder of the run to continue; None for a new one."""
     resume_step: int | None = None
     """Step to continue from; None for the newest checkpoint."""
+    seeds: int = 1
+    """Seeds that a comparison trains with."""
     preset: str | None = None
     """Name of the preset that the options started from, if they did."""
 
@@ -293,6 +309,9 @@ def training_options(arguments: list[str], command: str) -> Start:
     step, rest = taken(rest, "--resume-step")
     resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
+    seeds, rest = taken(rest, "--seeds") if command == "compare" else (None, rest)
+    if seeds is not None and not (seeds.isdecimal() and int(seeds) > 0):
+        raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds, 1 at least")
     path, rest = taken(rest, "--config")
     name, rest = taken(rest, "--preset")
     if path is not None and name is not None:
@@ -323,7 +342,7 @@ def training_options(arguments: list[str], command: str) -> Start:
         default = with_recipe(default, recipe)
     kind: type[Config] = Config
     if asks_help:
-        kind = _TrainOptions if command == "train" else _OtherOptions
+        kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
     origin = f"of {path}" if path is not None else f"of --preset {name}"
     description = (
@@ -331,7 +350,7 @@ def training_options(arguments: list[str], command: str) -> Start:
         "'cpu' is a small model, 'gpu' one of depth 12."
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
-    return Start(config=_absolute(config), resumed=None, preset=name)
+    return Start(config=_absolute(config), resumed=None, preset=name, seeds=int(seeds or 1))
 
 
 def _preset_of_machine(device: str | None, *, guess: bool) -> str:

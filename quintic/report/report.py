@@ -174,13 +174,17 @@ def _learning(history: RunHistory) -> dict[str, Any]:
 
 
 def _row(record: Mapping[str, Any]) -> list[str]:
-    columns = (
+    forms: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("tokens", large_number),
         ("seconds", duration),
-        *((key, "{:.4f}".format) for key in ("loss", "bpb", "bpb_stderr")),
+        ("loss", "{:.4f}".format),
+        ("bpb", "{:.4f}".format),
+        ("bpb_stderr", "±\u00a0{:.4f}".format),
     )
-    values = [(finite(record.get(key)), form) for key, form in columns]
-    return [f"{record['step']:,}", *("–" if value is None else form(value) for value, form in values)]
+    step, *texts, bpb, error = [f"{record['step']:,}"] + [
+        "–" if (value := finite(record.get(key))) is None else form(value) for key, form in forms
+    ]
+    return [step, *texts, bpb if error == "–" else f"{bpb} {error}"]
 
 
 def _rates(history: RunHistory) -> list[Chart]:

@@ -9,6 +9,7 @@ from tiny_runs import tiny_config
 
 from quintic.commands import compare as module
 from quintic.commands.compare import compare
+from quintic.commands.options import training_options
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.report.history import RunHistory
@@ -38,6 +39,38 @@ def test_both_runs_start_alike_and_see_the_same_text(
     assert [float(row[1]), float(row[2])] == pytest.approx(rates, rel=1e-3)
     printed = capsys.readouterr().out
     assert printed.index("=== AdamW ===") < printed.index("=== Muon ===")
+
+
+def test_several_seeds_are_compared_by_their_medians(
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tiny_dataset, tmp_path, run="c", steps=2)
+    compare(config, tiny_dataset, command="quintic compare", seeds=2)
+    first = config.run.seed
+    losses = {}
+    for kind in ("adamw", "muon"):
+        folders = [tmp_path / f"c-{kind}-seed{seed}" for seed in (first, first + 1)]
+        losses[kind] = [RunHistory.load(folder).final["loss"] for folder in folders]
+        assert load_config(folders[1] / "config.json").run.seed == first + 1
+        assert losses[kind][0] != losses[kind][1]
+    page = (tmp_path / "c.html").read_text(encoding="utf-8").replace("\u00a0", " ")
+    assert "Muon (median and range of 2 runs)" in page
+    for low, high in map(sorted, losses.values()):
+        assert f">{(low + high) / 2:.4f} ({low:.4f} to {high:.4f})<" in page
+    printed = capsys.readouterr().out
+    assert re.findall("=== (.*) ===", printed) == [
+        f"{n}, seed {s}" for s in (first, first + 1) for n in ("AdamW", "Muon")
+    ]
+
+
+def test_seeds_are_an_option_of_the_command() -> None:
+    assert training_options(["--seeds", "3"], "compare").seeds == 3
+    assert training_options([], "compare").seeds == 1
+    for wrong in ("0", "two", "-1"):
+        with pytest.raises(ConfigError, match=f"--seeds {wrong}: needs a whole number of seeds, 1 at least"):
+            training_options(["--seeds", wrong], "compare")
+    with pytest.raises(ConfigError, match="--seeds"):
+        training_options(["--seeds", "3"], "train")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

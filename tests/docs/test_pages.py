@@ -20,7 +20,7 @@ from torch import nn
 
 import quintic
 from quintic.cli import OPTION_ALIASES
-from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
+from quintic.commands.options import ComparisonOptions, EvalOptions, ExportOptions, ReportOptions, SampleOptions
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.train.config import Config
 
@@ -158,6 +158,7 @@ def known_options():
 def test_commands_and_options_exist(page):
     options = known_options()
     kinds = {
+        "compare": ComparisonOptions,
         "sample": SampleOptions,
         "eval": EvalOptions,
         "export": ExportOptions,
@@ -165,7 +166,7 @@ def test_commands_and_options_exist(page):
         "report": ReportOptions,
     }
     own = {name: {"--" + f.name.replace("_", "-") for f in dataclasses.fields(kind)} for name, kind in kinds.items()}
-    commands = {"train", "compare", "prepare", *own}
+    commands = {"train", "prepare", *own}
     for command, rest in re.findall(
         r"(?<!--only )\bquintic (\w+)((?: +(?:--[\w-]+|[^\s`|#;]+))*)", page.read_text("utf-8")
     ):

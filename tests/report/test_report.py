@@ -178,6 +178,7 @@ def test_standard_errors_are_said_and_drawn(tmp_path: Path) -> None:
     assert "± 0.250 is the standard error over the documents of the validation text" in page.text
     # The bar of 2.0 is two thirds of the longest; its whisker goes from 1.75 to 2.25.
     assert [a["style"] for _, a in page.tags if a.get("class") == "whisker"] == ["left:58.33%;width:16.67%"]
+    assert "loss (nats per token) bits per byte ± standard error 0 0 0 s 4.9000 2.4500 ± 0.2500" in page.text
     assert page.words.count("2 (1.75 to 2.25)") == 3  # the mark in each tab's chart of bits per byte
     bars = [a["d"] or "" for tag, a in page.tags if tag == "path" and "stroke-opacity: 0.7" in (a.get("style") or "")]
     assert [bar.count("M") for bar in bars] == [3] * 3
