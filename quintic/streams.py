@@ -2,9 +2,11 @@
 
 import io
 import os
+import shutil
 import sys
+import textwrap
 
-__all__ = ["complete_streams", "drop_output"]
+__all__ = ["complete_streams", "drop_output", "say", "say_waiting"]
 
 
 def complete_streams() -> None:
@@ -17,6 +19,24 @@ def complete_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, mode), text_mode, encoding="utf-8"))
         elif mode == os.O_WRONLY and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str = "") -> None:
+    """Print lines for people; on a terminal they are wrapped between words, and what continues is indented."""
+    lines = text.split("\n")
+    if sys.stdout.isatty():
+        width = max(20, shutil.get_terminal_size().columns)
+        lines = [
+            textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        ]
+    print("\n".join(lines), flush=True)
+
+
+def say_waiting(text: str) -> None:
+    """Say on a terminal what is waited for; where nobody waits, the output is the results alone."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def drop_output() -> None:

@@ -365,8 +365,9 @@ def test_the_command_on_the_page_repeats_the_run(
 
 
 def test_plan_lists_groups_and_costs(
-    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     options = tiny_options(tiny_dataset, elsewhere / "runs", depth=2)
     assert main(["plan", *options]) == 0
     output = capsys.readouterr().out

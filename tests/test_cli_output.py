@@ -1,6 +1,8 @@
 """Where the command line writes to: closed, full, or without most characters."""
 
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from tiny_runs import tiny_options
 
 from quintic.cli import main
 from quintic.data.dataset import Dataset
+from quintic.streams import say
 from quintic.train.checkpoint import checkpoints
 
 pytestmark = [
@@ -66,3 +69,56 @@ def test_an_output_that_is_full(arguments: list[str], elsewhere: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(b"quintic: error: No space left on device")
     assert done.stderr.count(b"\n") == 1
+
+
+# -- terminals --------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_for_people_are_wrapped_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "\nModel: depth 4, width 256, 4 heads, a-long-word-that-is-not-cut-although-it-does-not-fit-a-line and more"
+    for stream, expected in (
+        (io.StringIO(), text),
+        (
+            Terminal(),
+            "\nModel: depth 4, width 256, 4 heads,\n"
+            "    a-long-word-that-is-not-cut-although-it-does-not-fit-a-line\n    and more",
+        ),
+    ):
+        monkeypatch.setattr(sys, "stdout", stream)
+        say(text)
+        assert stream.getvalue() == expected + "\n"
+
+
+def test_waiting_is_told_on_a_terminal_alone(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ["--runs-dir", str(mine.parent), "--tokens", "1"]
+    assert main(["sample", *runs]) == 0
+    assert main(["eval", *runs]) == 0
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["sample", *runs]) == 0
+    assert main(["eval", *runs]) == 0
+    assert terminal.getvalue().splitlines() == ["Writing a sample ...", "Scoring validation text ..."]
+
+
+# Nouns that the program counts.
+NUMBERED_ONE = r"(?<![\d.,x-])\b1 (threads|steps|heads|passes|parameters|matrices|documents|ranks|samples)\b"
+
+
+def test_one_of_a_thing_is_one(tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="one", steps=1, depth=1, head_dim=64, threads=1)
+    assert main(["train", *options]) == 0
+    assert main(["plan", *options]) == 0
+    assert main(["plan", "--model", "gpt2", "--mesh", "1"]) in (0, 2)  # 2 without transformers
+    printed = capsys.readouterr().out
+    for expected in (", 1 thread, ", "1 head, ", "Length: 1 step, ", "in 2 passes"):
+        assert expected in printed
+    assert re.findall(NUMBERED_ONE, printed) == []

@@ -12,6 +12,7 @@ from quintic.commands.text import prepared
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
+from quintic.streams import say
 from quintic.train.config import Config
 from quintic.train.loop import Interrupted, train
 from quintic.train.runs import check_new_run, create_run, discard_unstarted
@@ -76,7 +77,7 @@ def run(arguments: list[str]) -> int:
     check_text(start.config, dataset)
     command = shlex.join(["quintic", "compare", *arguments])
     try:
-        print(compare(start.config, dataset, command=command, seeds=start.seeds))
+        say(compare(start.config, dataset, command=command, seeds=start.seeds))
     except Interrupted as stop:
         print(f"\n{stop}; a comparison cannot be continued: start it again")
         return 130

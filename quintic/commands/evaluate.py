@@ -15,6 +15,7 @@ from quintic.eval.core_tasks import load_core
 from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
 from quintic.eval.text import text_batches
+from quintic.streams import say_waiting
 from quintic.train.config import Config
 
 __all__ = ["run"]
@@ -33,6 +34,7 @@ def run(arguments: list[str]) -> int:
         batches = validation_rows(trained_on, rows=rows, seq_len=seq_len, max_tokens=options.tokens)
     else:
         batches = _batches_of(options.data, trained_on.tokenizer, config, options.tokens)
+    say_waiting(f"Scoring {'validation text' if options.data is None else options.data}")
     result = score(model, batches, trained_on.tokenizer.token_bytes(), model.head.weight.device)
     reference = reference_scores(trained_on, batches)
     error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
@@ -42,6 +44,7 @@ def run(arguments: list[str]) -> int:
     )
     print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
     if suite is not None:
+        say_waiting("Answering the tasks of CORE")
         sums = core_sums(
             model,
             trained_on.tokenizer,

@@ -1,6 +1,7 @@
 """`quintic plan`: what a training run would be: sizes, length, rates, memory, and what the optimizer does."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -9,8 +10,10 @@ from quintic.commands.options import rehearsal_options, training_options
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
+from quintic.optim.explain_text import shortened
 from quintic.optim.muon import Muon
 from quintic.rehearsal.table import rehearsal_text
+from quintic.streams import say
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
@@ -40,22 +43,26 @@ def run(arguments: list[str]) -> int:
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
     model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
     optimizer = build_optimizer(model, config, on_gpu=on_gpu)
-    print(f"Vocabulary: {vocab_size:,} tokens, {origin}")
+    say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
-        print(line)
+        say(line)
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
-    print(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
+    say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
     memory = training_memory(model, optimizer, rows=config.schedule.rows, on_gpu=on_gpu, compiled=compiled)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
-    print(
+    say(
         f"Memory: about {_peak(memory) / 2**30:.2f} GiB ({parts}); the first three are exact, activations an estimate; "
         "of the last two only the larger counts\n"
     )
     for group in optimizer.param_groups:
         parameters = sum(param.numel() for param in group["params"])
-        names = f"{group['param_names'][0]}" + (f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else "")
-        print(f"{group['name']:17} {group['algorithm']:6} lr {group['lr']:<9.5g} {parameters:>13,} parameters  {names}")
+        unit = "parameter " if parameters == 1 else "parameters"
+        more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
+        line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
+        # What is left of the line, but enough to tell one parameter from another.
+        room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
+        print(f"{line}{shortened(group['param_names'][0], room)}{more}")
     print(f"\n{optimizer.plan()}")
     return 0
 

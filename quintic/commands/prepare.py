@@ -14,8 +14,9 @@ def run(arguments: list[str]) -> int:
     summary = dataset.summary()
     for split in ("train", "val"):
         documents, tokens, size = (summary[f"{split}_{what}"] for what in ("documents", "tokens", "bytes"))
+        unit = "document " if documents == 1 else "documents"
         print(
-            f"{split:5}  {documents:>9,} documents  {tokens:>13,} tokens  {size / 1e6:>9.2f} MB  "
+            f"{split:5}  {documents:>9,} {unit}  {tokens:>13,} tokens  {size / 1e6:>9.2f} MB  "
             f"{size / tokens:.2f} bytes per token"
         )
     print(f"ready: {dataset.path}")

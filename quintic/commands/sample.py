@@ -4,6 +4,7 @@ from quintic.commands.inputs import trained_model
 from quintic.commands.options import sample_options
 from quintic.errors import ConfigError
 from quintic.eval.generate import sample_text
+from quintic.streams import say_waiting
 
 __all__ = ["run"]
 
@@ -12,6 +13,8 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = sample_options(arguments)
     model, dataset, _ = trained_model(options.runs_dir, options.run)
+    count = len(options.prompts)
+    say_waiting("Writing a sample" if count == 1 else f"Writing {count} samples")
     try:
         samples = sample_text(
             model,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import shutil
 from pathlib import Path
 
 from quintic.commands.inputs import check_options, check_text
@@ -9,6 +10,7 @@ from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
 from quintic.errors import ConfigError, DivergedError
 from quintic.launch import Launch, hint, launched
+from quintic.streams import say
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
@@ -91,8 +93,9 @@ def _start(arguments: list[str], launch: Launch) -> Start:
 def _print_result(result: Result) -> None:
     for sample in result.samples:
         text = f"{sample['prompt']}{sample['text']}".rstrip()
-        print(f"\n--- sample {'-' * 49}\n{text}")
-    print(
+        rule = "-" * min(49, shutil.get_terminal_size().columns - len("--- sample "))
+        print(f"\n--- sample {rule}\n{text}")
+    say(
         f"\nvalidation: {result.score.bpb:.4f} bits per byte after {result.seconds / 60:.1f} minutes of training "
         f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
         f"{result.baselines['bigram_bpb']:.3f}; lower is better)"

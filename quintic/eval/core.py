@@ -170,7 +170,8 @@ def core_lines(result: CoreScore) -> list[str]:
     ]
     if cropped := sum(task.num_cropped for task in result.tasks):
         total = sum(task.num_items for task in result.tasks)
-        lines.append(f"{cropped:,} of {total:,} items are longer than the model's rows and lost their beginning")
+        words = ("item is", "its") if total == 1 else ("items is", "its") if cropped == 1 else ("items are", "their")
+        lines.append(f"{cropped:,} of {total:,} {words[0]} longer than the model's rows and lost {words[1]} beginning")
     if result.missing:
         lines.append(f"missing: {', '.join(result.missing)}")
     lines.append(f"{result.name}: {result.core:.4f} (standard error over items {result.stderr:.4f})")

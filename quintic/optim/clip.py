@@ -42,12 +42,16 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), where norm is their total 2-norm; return the norm.
+    """Keep a step from being too large: scale gradients down if their total norm is above `max_norm`; return that norm.
 
-    Call it between `backward` and `step`; with `torch.amp.GradScaler` after `unscale_`. The norm is that of the whole
-    gradients in every layout: pieces on different ranks are added, copies count once, gradients that are None count as
-    zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced by the sum, also
-    on ranks that have none (see `docs/explanation/several-ranks.md`).
+    Call it between `backward` and `step`, in place of `torch.nn.utils.clip_grad_norm_`; with `torch.amp.GradScaler`
+    after `unscale_`. By default it clips what AdamW trains and leaves the matrices alone, whose steps Muon bounds
+    anyway.
+
+    Gradients are multiplied in place by min(1, max_norm / (norm + 1e-6)), where norm is their total 2-norm. The norm is
+    that of the whole gradients in every layout: pieces on different ranks are added, copies count once, gradients that
+    are None count as zeros. A gradient that is still to be added up over ranks (a `DTensor` with `Partial`) is replaced
+    by the sum, also on ranks that have none (see `docs/explanation/several-ranks.md`).
 
     Where the optimizer averages gradients, the norm is that of the averages, and they are made here instead of in the
     next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank

@@ -42,7 +42,13 @@ _NOT_OF_GROUPS = frozenset({"self", "params", "launch_order", "work_order", "__c
 
 
 class Muon(OptimizerBase):
-    """Muon for matrices, AdamW for everything else, in one `torch.optim.Optimizer`.
+    """Train a model with Muon: its weight matrices by orthogonalised momentum, everything else by AdamW.
+
+        optimizer = quintic.Muon(quintic.param_groups(model), lr=0.02, weight_decay=0.1)
+
+    takes the place of AdamW in a training loop and is used like any other `torch.optim.Optimizer`. Embeddings, the
+    output head, norms and biases go to AdamW by themselves. Tune `lr`, `weight_decay` and `adamw_lr`; the defaults of
+    all other options suit most models.
 
     For a group with `algorithm="muon"` (the default) each step is
 
@@ -55,31 +61,12 @@ class Muon(OptimizerBase):
     are float32 for low-precision weights, too, unless `state_dtype` says otherwise. Gradients are not modified,
     but for those of tied parameters (`tie`); a parameter whose gradient is None keeps its weights and state.
 
-    Args:
+    Args: What is trained, and how fast
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
             Muon matrices.
         lr: learning rate of Muon groups. Every update has unit spectral norm before `lr_scale`, whatever the size of
             the gradient.
-        momentum: averaging coefficient in [0, 1).
-        nesterov: look one gradient ahead.
         weight_decay: of Muon groups, decoupled: w <- w - lr weight_decay w per step.
-        decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
-            learning rate.
-        scale_decay: multiply the decay of a matrix, as its update, by `lr_scale` and its multiplier, too.
-        cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
-            `"strict"`: not where one is zero, so that rows of a table that were never touched keep their weights.
-        orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
-            `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
-        orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
-            singular values stay small, see `docs/explanation/orthogonalization.md`.
-        coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
-        compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
-            `quintic.orthogonalize`.
-        normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
-        normalize_beta: averaging coefficient of NorMuon's second moment.
-        lr_scale: see `quintic.optim.rules.update.lr_scale_factor`.
-        lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
-            groups whose parameters are banks of equally many matrices.
         adamw_lr: learning rate of AdamW groups that set none themselves.
         adamw_lr_ratio: let AdamW groups have Muon's `lr` and step with `lr * adamw_lr_ratio`, so that one number drives
             both: for schedulers with absolute rates, such as `OneCycleLR(max_lr=...)` or `eta_min`. In place of
@@ -88,8 +75,43 @@ class Muon(OptimizerBase):
             asked to.
         betas: AdamW's averaging coefficients.
         eps: AdamW's denominator guard.
+
+    Args: The update
+        momentum: averaging coefficient in [0, 1).
+        nesterov: look one gradient ahead.
+        orthogonalizer: `"auto"` (Polar Express in the cheapest form for the shape), `"polar_express"`, `"gram"`,
+            `"newton_schulz"`, `"svd"`, or a function (b, m, n) -> (b, m, n).
+        orthogonalizer_steps: polynomial steps of the named methods. With fewer than five of Polar Express small
+            singular values stay small, see `docs/explanation/orthogonalization.md`.
+        coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
+        normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
+        normalize_beta: averaging coefficient of NorMuon's second moment.
+        lr_scale: see `quintic.optim.rules.update.lr_scale_factor`.
+        lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
+            groups whose parameters are banks of equally many matrices.
+        cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
+            `"strict"`: not where one is zero, so that rows of a table that were never touched keep their weights.
+        decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
+            learning rate.
+        scale_decay: multiply the decay of a matrix, as its update, by `lr_scale` and its multiplier, too.
+        qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         step_every: step only every k-th time. In between, `zero_grad` leaves the group's gradients alone, so that they
             add up (AdamW does not see their scale).
+
+    Args: Precision
+        compute_dtype: dtype of the orthogonaliser's matrix products; None for the method's own, see
+            `quintic.orthogonalize`.
+        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
+            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
+            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
+            none and have none.
+        state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
+            Every step computes in float32 either way; what it stores is rounded to the nearest bfloat16, and its update
+            is made of the values before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
+            groups, of at most 0.98: averages nearer to one change by less than bfloat16 resolves. May be changed at any
+            time, and need not be that of a loaded state: values are converted. float64 parameters keep float64 state.
+
+    Args: Several ranks
         comms: for plain tensors on several ranks (a `DTensor` carries its own layout). `"none"`: gradients are final
             and this rank does all of the work; `"averaged"`: gradients are the same on all ranks, as under DDP, and the
             ranks divide the orthogonalisation; `"replicated"`: gradients differ, they are averaged in place and every
@@ -109,29 +131,23 @@ class Muon(OptimizerBase):
             process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
             multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
             addition to temporary memory, see `docs/explanation/several-ranks.md`.
-        master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
-            weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
-            low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
-            none and have none.
-        state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
-            Every step computes in float32 either way; what it stores is rounded to the nearest bfloat16, and its update
-            is made of the values before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW
-            groups, of at most 0.98: averages nearer to one change by less than bfloat16 resolves. May be changed at any
-            time, and need not be that of a loaded state: values are converted. float64 parameters keep float64 state.
-        qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
-        offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
-            by bucket; the same bits, for less memory and more time (`docs/how-to/offload.md`). May be changed at any
-            time: on a group it holds from the next step on, with `offload(...)` for all groups at once.
-        on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
-            weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
-            an error that names the parameter (waits for the device).
-        max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single matrix may
-            exceed it), at least 1; None for no bound.
-        kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
-        telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
             the same on all ranks. None for the largest bucket, then AdamW's.
         work_order: names of parameters that are stepped first once they have arrived, likewise.
+
+    Args: Safety
+        on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
+            weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
+            an error that names the parameter (waits for the device).
+        telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
+
+    Args: Memory and speed
+        offload: keep state of the parameter's shape in host memory and bring it to the device while it is used, bucket
+            by bucket; the same bits, for less memory and more time (`docs/how-to/offload.md`). May be changed at any
+            time: on a group it holds from the next step on, with `offload(...)` for all groups at once.
+        max_workspace_bytes: upper bound of the temporary memory of one batched computation (a single matrix may
+            exceed it), at least 1; None for no bound.
+        kernels: implementation of the element-wise passes: `"auto"` (Triton on CUDA devices), `"triton"` or `"torch"`.
 
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon

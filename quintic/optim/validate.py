@@ -216,7 +216,7 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name}: lr_scale({m}, {n}) returned {scale!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
-            f"{name}: {len(multipliers)} lr_multipliers for {count} matrices; "
+            f"{name}: lr_multipliers are {len(multipliers)}, the matrices {count}; "
             f"give one per matrix of {view}, in its order"
         )
 

@@ -56,8 +56,9 @@ def _mesh(text: str) -> tuple[int, ...]:
 def table(rehearsal: Rehearsal) -> str:
     """Return a rehearsal as text: a line for each kind of bucket, then the totals."""
     mesh = "x".join(map(str, rehearsal.mesh))
+    ranks = "1 rank" if rehearsal.num_ranks == 1 else f"{rehearsal.num_ranks:,} ranks"
     lines = [
-        f"{rehearsal.num_ranks:,} ranks as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
+        f"{ranks} as {mesh} ({', '.join(rehearsal.names)}); the most / the mean of the ranks",
         "",
         f"{'method':18} {'matrices':>22} {'buckets':>7} {'GFLOP':>21} {'MB sent':>21} {'work MiB':>19}",
     ]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quintic.launch import hint, install_command
 from quintic.report.svg import COLORS, GRID, INK, MARKS, SOFT, inline
 from quintic.report.words import finite, format_si
 
@@ -213,7 +214,7 @@ def _load_matplotlib() -> Any:
     except Exception as error:
         print(
             f"The report has no charts: matplotlib could not be loaded ({type(error).__name__}: {error}). Install it "
-            "with: pip install 'quintic[train]'; then draw the page again with: quintic report",
+            f"with: {install_command('train')}; then draw the page again with: {hint('report')}",
             file=sys.stderr,
         )
         return None

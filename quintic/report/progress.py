@@ -5,10 +5,11 @@ batch job stays readable. Not here: any measurement; every figure comes from the
 clock of this process.
 """
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 __all__ = ["Progress"]
+
+# Plain output says again what is waited for if it took longer the last time.
+_LONG_SECONDS = 2.0
+
+_SEPARATOR = " · "
 
 
 class Progress:
@@ -56,6 +62,8 @@ class Progress:
         self._anchor: tuple[int, float] | None = None
         self._train: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
+        self._busy: str | None = None
+        self._waits: dict[str, float] = {}  # seconds that each activity took the last time
         # The display is drawn by a thread of its own, which must not see half of an update.
         self._lock = threading.Lock()
         self._live: Any = self._start_live(console)
@@ -71,7 +79,7 @@ class Progress:
         if not console.is_terminal or console.is_dumb_terminal:
             self._output = console.file
             return None
-        live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+        live = Live(console=console, get_renderable=lambda: self._render(console.width), refresh_per_second=4)
         live.start()
         return live
 
@@ -81,6 +89,29 @@ class Progress:
             print(text, file=self._output, flush=True)
         else:
             self._live.console.print(text, markup=False, highlight=False)
+
+    @contextlib.contextmanager
+    def busy(self, activity: str) -> Iterator[None]:
+        """Say what is waited for, before the block runs: on a terminal in the display, while it runs.
+
+        Plain output gets a line the first time, and where the activity took longer than a moment the last time.
+        """
+        start = self._clock()
+        if self._live is not None:
+            self._show_busy(activity)
+        elif self._waits.get(activity, _LONG_SECONDS) >= _LONG_SECONDS:
+            self.message(f"step {self.step:,}/{self.total_steps:,}  {activity} ...")
+        try:
+            yield
+        finally:
+            self._waits[activity] = self._clock() - start
+            self._show_busy(None)
+
+    def _show_busy(self, activity: str | None) -> None:
+        with self._lock:
+            self._busy = activity
+        if self._live is not None:
+            self._live.refresh()  # at once: what follows may leave no thread a turn
 
     def train(self, record: Mapping[str, Any]) -> None:
         """Take the record of a training step."""
@@ -131,8 +162,8 @@ class Progress:
         rested = self._last_line is None or now - self._last_line >= self.min_interval_seconds
         return step % self.every == 0 and rested
 
-    def _render(self) -> "Group":
-        """The live display as it should look now."""
+    def _render(self, width: int) -> "Group":
+        """The live display as it should look now: two lines, the second one with the figures that fit."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -148,11 +179,19 @@ class Progress:
                 ProgressBar(total=max(1, self.total_steps), completed=self.step),
                 self._percent(),
             )
-            figures = [*_losses(self._train)]
-            if self._evaluation:
-                figures.append(f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte")
-            # Wrapped at the separators on a narrow terminal, never cut.
-            line = Text(" · ".join([*figures, _speed(self._train), *_machine(self._train), self._times()]), style="dim")
+            # With each figure how soon it is left out: a wrapped line would smear when the window changes.
+            if self._busy is not None:
+                figures = [(0, f"{self._busy} ..."), (1, self._times())]
+            else:
+                loss, *gradient = _losses(self._train)
+                loss, _, mean = loss.partition(" (")
+                score = f"validation {_number(self._evaluation.get('bpb'), 4)} bits per byte"
+                figures = [(0, loss), *([(3, f"({mean}")] if mean else []), *((6, text) for text in gradient)]
+                figures += [*([(2, score)] if self._evaluation else []), (4, _speed(self._train))]
+                figures += [*((5, text) for text in _machine(self._train)), (1, self._times())]
+            while len(figures) > 1 and len(_line(figures)) > width:
+                figures.pop(max(range(len(figures)), key=lambda place: (figures[place][0], place)))
+            line = Text(_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
         return Group(bar, line)
 
     def _percent(self) -> str:
@@ -169,6 +208,10 @@ class Progress:
         anchor_step, anchor_time = self._anchor
         left = (now - anchor_time) / (self.step - anchor_step) * (self.total_steps - self.step)
         return f"{elapsed}, {_clock_time(left)} left"
+
+
+def _line(figures: Sequence[tuple[int, str]]) -> str:
+    return _SEPARATOR.join(text for _, text in figures).replace(f"{_SEPARATOR}(", " (")
 
 
 def _number(value: Any, digits: int) -> str:

@@ -331,9 +331,10 @@ def check_gpus(ranks: Ranks, device: torch.device) -> None:
         ConfigError: there are fewer.
     """
     if device.type == "cuda" and ranks.local_size > torch.cuda.device_count():
+        here = f"{torch.cuda.device_count()} {'GPU' if torch.cuda.device_count() == 1 else 'GPUs'}"
         raise ConfigError(
-            f"--nproc-per-node {ranks.local_size}: this host has {torch.cuda.device_count()} GPUs, and each process "
-            "needs one; start fewer, or use --device cpu"
+            f"--nproc-per-node {ranks.local_size}: this host has {here}, and each process needs one; start fewer, or "
+            "use --device cpu"
         )
 
 

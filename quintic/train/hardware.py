@@ -63,7 +63,8 @@ class Hardware:
     def __str__(self) -> str:
         """Return one line for people."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else _cpu_name()
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} {'thread' if count == 1 else 'threads'}" if self.device.type == "cpu" else ""
         compiled = ", compiled" if self.compile else ""
         dtype = str(self.dtype).removeprefix("torch.")
         fp8 = f" with 8-bit products ({self.fp8})" if self.fp8 else ""

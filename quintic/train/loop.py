@@ -25,6 +25,7 @@ from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
+from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.distributed import ALONE, Ranks, check_gpus
@@ -71,7 +72,7 @@ def train(
     resume: bool,
     command: str,
     resume_step: int | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say,
     ranks: Ranks = ALONE,
 ) -> Result:
     """Train, evaluate, sample and report one run.
@@ -125,7 +126,7 @@ def _train(
         allocate_lookups(run.model, dataset, seed=config.run.seed)
     for line in run.describe():
         say(line)
-    resume_step = run.step if resume else None
+    first_step, resume_step = run.step, run.step if resume else None
     with (
         run.background,
         run.loader,
@@ -143,7 +144,13 @@ def _train(
             if run.step == 0 and config.run.eval_every:
                 _evaluate(run, log, progress)  # what training starts from
             while run.step < run.total:
-                record = run.train_step()
+                first = hardware.compile and run.step == first_step
+                with (
+                    progress.busy("compiling the model, which takes a minute or more")
+                    if first
+                    else contextlib.nullcontext()
+                ):
+                    record = run.train_step()
                 collect_rarely()
                 progress.train(log.write("train", **record))
                 _check_loss("training loss", record, run)
@@ -156,7 +163,7 @@ def _train(
                 if run.suite is not None and is_due(run.step, config.run.core_every):
                     _answer_core(run, log, progress)
                 if is_due(run.step, config.run.sample_every):
-                    log.write("sample", step=run.step, samples=run.sample())
+                    log.write("sample", step=run.step, samples=_sample(run, progress))
                 # Asked once: a request that comes during the save is honoured after the next step. A save that has
                 # failed stops the run, too: the next one raises its error.
                 stop = ranks.any(stop_requested() or run.background.has_failed)
@@ -213,11 +220,12 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
             raise
         _save(run)
         run.background.wait()
-    final = run.finish()
+    with progress.busy("compressing the validation text with xz, for comparison"):
+        final = run.finish()
     log.write("final", **final)
     report = run.ranks.from_first(lambda: write_report(run.run_dir))
     try:
-        samples = run.sample()
+        samples = _sample(run, progress)
     except Exception:
         progress.message(f"{run.run_dir.name} is trained, saved and reported in {report}; writing samples failed")
         raise
@@ -235,13 +243,21 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
 
 
 def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
-    record = run.evaluate()
+    compiles = run.hardware.compile and run.step == 0
+    with progress.busy(f"{'compiling the model and ' if compiles else ''}scoring the validation text"):
+        record = run.evaluate()
     progress.evaluation(log.write("eval", **record))
     _check_loss("validation loss", record, run)
 
 
+def _sample(run: Trainer, progress: Progress) -> list[dict[str, str]]:
+    with progress.busy("writing samples"):
+        return run.sample()
+
+
 def _answer_core(run: Trainer, log: MetricsLog, progress: Progress) -> None:
-    result = run.answer_core()
+    with progress.busy("answering the tasks of CORE"):
+        result = run.answer_core()
     log.write(
         "core",
         step=run.step,

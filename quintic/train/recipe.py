@@ -324,14 +324,15 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     for group in build_optimizer(model, config).param_groups:
         rates.setdefault(group["name"], group["lr"])
         decay = group["weight_decay"] if group["name"] == "matrices" else decay
+    heads = f"{sizes.num_heads} {'head' if sizes.num_heads == 1 else 'heads'}"
+    steps = f"{scale.steps:,} {'step' if scale.steps == 1 else 'steps'}"
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
     return [
-        f"Model: depth {sizes.depth}, width {sizes.width}, {sizes.num_heads} heads, {sum(parts.values()):,} "
-        f"parameters: {by_part}",
+        f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
         f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all",
-        f"Length: {scale.steps:,} steps, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
+        f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
         f"by {scale.set_by} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"

@@ -1,6 +1,8 @@
 import copy
+import inspect
 import io
 import pickle
+import re
 
 import numpy as np
 import oracle
@@ -668,3 +670,14 @@ def test_converges_on_a_regression():
         scheduler.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_every_option_is_documented_once_in_a_group_of_its_kind():
+    documented: dict[str, list[str]] = {}
+    for title, block in re.findall(r"^Args: (.+)\n((?: {4}.+\n)+)", inspect.getdoc(Muon), re.MULTILINE):
+        documented[title] = re.findall(r"^ {4}(\w+): ", block, re.MULTILINE)
+    names = [name for block in documented.values() for name in block]
+    assert sorted(names) == sorted(set(inspect.signature(Muon).parameters))
+    assert list(documented)[1:] == ["The update", "Precision", "Several ranks", "Safety", "Memory and speed"]
+    assert {"comms", "process_group", "transport"} <= set(documented["Several ranks"])
+    assert {"master", "state_dtype"} <= set(documented["Precision"])

@@ -45,7 +45,7 @@ def test_skip_leaves_every_bit_and_counts(bad, where, master):
     optimizer.step()
     report = optimizer.last_step()
     assert (report.skipped, report.skipped_steps) == (False, 1)
-    assert "1 steps skipped" in str(report)
+    assert "1 step skipped" in str(report)
     assert not any(torch.equal(old, new) for old, new in zip(before, everything(params, optimizer), strict=True))
 
 

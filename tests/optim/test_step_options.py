@@ -96,7 +96,7 @@ def test_each_matrix_of_a_bank_has_its_own_multiplier(view, shape, workspace):
 
 
 def test_a_wrong_number_of_multipliers_is_named():
-    with pytest.raises(ValueError, match="bank: 2 lr_multipliers for 3 matrices"):
+    with pytest.raises(ValueError, match="bank: lr_multipliers are 2, the matrices 3"):
         Muon([{"params": [("bank", nn.Parameter(torch.ones(6, 4)))], "view": Rows(2), "lr_multipliers": (1, 2)}])
 
 

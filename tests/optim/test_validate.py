@@ -35,7 +35,7 @@ def optimizer_of(**options):
         ("max_workspace_bytes", 0, "max_workspace_bytes=0 must be"),
         ("comms", "shared", "comms='shared' must be"),
         ("view", quintic.Heads(4), r"weight: Heads\(num_heads=4"),
-        ("lr_multipliers", (1.0, 2.0), "weight: 2 lr_multipliers for 1 matrices"),
+        ("lr_multipliers", (1.0, 2.0), "weight: lr_multipliers are 2, the matrices 1"),
         ("on_nonfinite", "stop", "on_nonfinite='stop' must be"),
         ("qk_clip", 100, "qk_clip=100 must be"),
         ("nesterov", "no", "nesterov='no' must be"),

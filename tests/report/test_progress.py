@@ -96,14 +96,64 @@ def test_the_live_display_shows_the_newest_figures() -> None:
     assert "loss 3.220 · validation 1.2346 bits per byte · 123,457 tokens/s · 0:00 elapsed, 0:00 left" in text
 
 
-def test_the_live_display_fits_a_narrow_terminal() -> None:
-    progress, output = live(width=40)
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (30, "loss 3.220"),
+        (40, "loss 3.220 · 0:00 elapsed, 0:00 left"),
+        (60, "loss 3.220 · 0:00 elapsed, 0:00 left"),
+        (80, "loss 3.220 · validation 1.2346 bits per byte · 0:00 elapsed, 0:00 left"),
+        (
+            120,
+            "loss 3.220 (mean 3.500) · validation 1.2346 bits per byte · 123,457 tokens/s · MFU 34.6 % "
+            "· 0:00 elapsed, 0:00 left",
+        ),
+    ],
+)
+def test_the_live_display_never_wraps(width: int, expected: str) -> None:
+    progress, output = live(width=width)
+    with progress:
+        progress.train(record(249, **FIGURES))
+        progress.train(record(250, **FIGURES))
+        progress.evaluation({"step": 250, "loss": 3.0, "bpb": 1.23456})
+        with progress.busy("compressing the validation text with xz, for comparison"):
+            progress._live.refresh()
+            busy = screen(output.getvalue()).rstrip().splitlines()[-2:]
+    bar, line = screen(output.getvalue()).rstrip().splitlines()[-2:]
+    assert line.strip() == expected
+    assert re.match(r"step 250/1,000 .*25\.0 %$", bar.strip())
+    assert busy[1].strip().startswith("compressing the validation"[: width - 1])
+    assert all(len(text.rstrip()) <= width for text in (bar, line, *busy))
+    # Two lines, whatever the width: nothing was wrapped, and nothing else is drawn over.
+    assert progress._render(width).renderables[1].no_wrap
+
+
+def test_what_is_waited_for_is_told_before() -> None:
+    progress, output, clock = plain()
+    with progress.busy("scoring the validation text"):
+        assert output.getvalue() == "step 0/1,000  scoring the validation text ...\n"
+        clock.now += 1.0
+    with progress.busy("scoring the validation text"):  # which took a moment only
+        clock.now += 3.0
+    with progress.busy("scoring the validation text"):
+        pass
+    with progress.busy("writing samples"):
+        pass
+    assert output.getvalue().splitlines() == [
+        "step 0/1,000  scoring the validation text ...",
+        "step 0/1,000  scoring the validation text ...",
+        "step 0/1,000  writing samples ...",
+    ]
+
+
+def test_a_terminal_says_what_is_waited_for_while_it_lasts() -> None:
+    progress, output = live()
     with progress:
         progress.train(record(250))
-        progress.evaluation({"step": 250, "loss": 3.0, "bpb": 1.23456})
-    last = screen(output.getvalue()).rstrip().splitlines()[-3:]
-    assert all(len(line.rstrip()) <= 40 for line in last)
-    assert "validation 1.2346 bits per byte · 123,457 tokens/s" in " ".join(" ".join(last).split())
+        with progress.busy("writing samples"):
+            assert screen(output.getvalue()).rstrip().splitlines()[-1].startswith("writing samples ... · 0:00 elapsed")
+        progress.train(record(251))
+    assert screen(output.getvalue()).rstrip().splitlines()[-1].startswith("loss 3.220")
 
 
 def test_an_interrupt_passes_and_the_cursor_comes_back() -> None:
@@ -190,3 +240,52 @@ def test_past_evaluations_stay_on_a_terminal() -> None:
     lines = [line.rstrip() for line in screen(output.getvalue()).splitlines()]
     for step, bpb in ((100, "1.1000"), (200, "1.2000")):
         assert f"step {step}/1,000  validation: loss 3.000, {bpb} bits per byte" in lines
+
+
+def shown(text: str, width: int) -> list[str]:
+    """What a terminal of this width shows after such output: cursor movements, erased lines and wrapping happen."""
+    lines, row, column = [""], 0, 0
+    for code, move, char in re.findall(r"(\x1b\[([0-9;?]*[A-Za-z]))|(.)", text, re.DOTALL):
+        if char == "\n":
+            row, column = row + 1, 0
+        elif char == "\r":
+            column = 0
+        elif char:
+            if column == width:
+                row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
+            column += 1
+        elif move == "2K":
+            lines[row] = ""
+        elif move.endswith("A"):
+            row -= int(move[:-1] or 1)
+        else:
+            assert move.endswith("m") or move in ("?25l", "?25h"), code
+        lines += [""] * (row + 1 - len(lines))
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_nothing_is_smeared_over_the_screen(width: int) -> None:
+    progress, output = live(width=width)
+    with progress:
+        with progress.busy("compiling the model, which takes a minute or more"):
+            progress._live.refresh()
+        for step in range(1, 8):
+            progress.train(record(step, **FIGURES))
+            progress._live.refresh()
+            if step % 3 == 0:
+                with progress.busy("scoring the validation text"):
+                    progress._live.refresh()
+                progress.evaluation({"step": step, "loss": 3.0, "bpb": step / 10})
+    lines = shown(output.getvalue(), width)
+    bars = [line for line in lines if "━" in line]
+    assert len(bars) == 1
+    assert bars[0].startswith("step 7/1,000")
+    assert sum("elapsed" in line for line in lines) == 1
+    assert not [line for line in lines if "..." in line]
+    text = " ".join(" ".join(lines).split())
+    for step in (3, 6):  # the evaluations stay
+        assert f"step {step}/1,000 validation: loss 3.000, {step / 10:.4f} bits per byte" in text
+    assert text.index("step 3/1,000 validation") < text.index("step 6/1,000 validation") < text.index("step 7/1,000")

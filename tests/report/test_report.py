@@ -12,6 +12,7 @@ from durability import disk_events, durable_names
 from report_pages import EVIL, read, write_run
 
 from quintic.errors import ConfigError, DataError
+from quintic.launch import hint, install_command
 from quintic.report import charts
 from quintic.report.report import write_comparison, write_report
 from quintic.train.metrics import MetricsLog
@@ -250,7 +251,7 @@ def test_a_missing_matplotlib_costs_the_charts_only(
         charts._load_matplotlib.cache_clear()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("The report has no charts: matplotlib could not be loaded (ModuleNotFoundError: ")
-    assert "pip install 'quintic[train]'" in line
+    assert f"{install_command('train')}; then draw the page again with: {hint('report')}" in line
     assert page.text.count("Not drawn: matplotlib could not be loaded.") == 11
     assert "1.414 bits per byte" in page.text
 

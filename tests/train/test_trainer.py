@@ -220,7 +220,7 @@ def test_too_little_text_is_an_error_before_training(tiny_dataset: Dataset, tmp_
 def test_a_missing_tracker_is_found_before_the_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run = RunConfig(tensorboard=package == "tensorboard", wandb="project" if package == "wandb" else None)
-    with pytest.raises(ConfigError, match=rf"^--{package} needs the package .* pip install 'quintic\[{package}\]'"):
+    with pytest.raises(ConfigError, match=rf"^--{package} needs the package .* pip install .*\[{package}\]"):
         check_trackers(run)
     check_trackers(RunConfig())
 

@@ -45,16 +45,18 @@ class StepReport:
     def __str__(self) -> str:
         """Return one line."""
         methods = ", ".join(f"{count} by {method}" for method, count in self.matrices.items())
-        parts = [f"{self.num_matrices} matrices orthogonalised" + (f" ({methods})" if methods else "")]
-        parts.append(f"{self.adamw_parameters} parameters by AdamW")
+        matrices = "matrix" if self.num_matrices == 1 else "matrices"
+        parts = [f"{self.num_matrices} {matrices} orthogonalised" + (f" ({methods})" if methods else "")]
+        parts.append(f"{self.adamw_parameters} {'parameter' if self.adamw_parameters == 1 else 'parameters'} by AdamW")
         for number, what in (
             (self.without_gradient, "without gradient"),
             (self.waiting, "waiting for their turn"),
-            (self.clipped_layers, "layers clipped"),
+            (self.clipped_layers, "layer clipped" if self.clipped_layers == 1 else "layers clipped"),
         ):
             if number:
                 parts.append(f"{number} {what}")
-        parts.append(f"{self.skipped_steps} steps skipped" + (", this one too" if self.skipped else ""))
+        steps = "step" if self.skipped_steps == 1 else "steps"
+        parts.append(f"{self.skipped_steps} {steps} skipped" + (", this one too" if self.skipped else ""))
         return "; ".join(parts)
 
 
