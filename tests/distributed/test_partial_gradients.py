@@ -416,6 +416,54 @@ def test_a_first_gradient_that_is_a_sum_on_some_ranks_and_whole_on_others_is_an_
         assert "redistribute" in message
 
 
+def local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def mixed_later(rank, world_size, clips, whole):
+    """Sums in the first step; then gradients of some ranks are none."""
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    names = ("gain", "other")
+    params = {n: nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None)) for n in names}
+    optimizer = quintic.Muon([{"params": list(params.items()), "algorithm": "adamw", "lr": 0.1}])
+
+    def step(cut, value=1.0):
+        for name, param in params.items():
+            found = torch.full((3,), value, device=DEVICE)
+            placements = [Replicate() if name == "other" else cut]
+            param.grad = DTensor.from_local(found, mesh, placements, run_check=False)
+        if clips:
+            quintic.clip_grad_norm_(optimizer, max_norm=math.inf)
+        optimizer.step()
+
+    step(Partial())
+    before = {name: param.to_local().clone() for name, param in params.items()}
+    kept = {key: local(value).clone() for key, value in optimizer.state[params["gain"]].items()}
+    with pytest.raises(RuntimeError) as caught:  # noqa: PT012
+        step(Replicate() if rank in whole else Partial())
+        if DEVICE != "cpu":  # where the host need not know of it yet
+            step(Partial())
+    assert torch.equal(params["gain"].to_local(), before["gain"])
+    for key, value in optimizer.state[params["gain"]].items():
+        assert torch.equal(local(value), kept[key]), key
+    assert not torch.equal(params["other"].to_local(), before["other"])
+    # All of them may have made the sum, and all may leave it to the step again.
+    moved = []
+    for cut, value in ((Replicate(), float(world_size)), (Partial(), 1.0)):
+        step(cut, value)
+        moved.append(params["gain"].to_local().clone())
+    return str(caught.value), moved
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("whole", [(0,), (1, 2)], ids=str)
+def test_a_sum_that_is_none_on_some_ranks_later_is_an_error_on_all(clips, whole):
+    found = run(mixed_later, 3, clips, whole, timeout=40)
+    for message, moved in found:
+        assert message.startswith("gain: its gradient is a sum still to be made over ranks (Partial) on some ranks")
+        assert all(map(torch.equal, moved, found[0][1]))
+
+
 def captured_then_cut_otherwise(rank, world_size):
     """Without a CUDA graph: the captured step is an eager one, and a replay does nothing."""
     mesh = DeviceMesh(DEVICE, torch.arange(world_size))

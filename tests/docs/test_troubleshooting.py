@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import quintic
-from quintic.optim.step import agreements
+from quintic.optim.comms import comparing
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
 
@@ -45,8 +45,8 @@ def test_warnings():
 
 def test_ranks_that_differ(monkeypatch):
     other = {str: "another digest", list: ["weight of shape (3,)"]}
-    monkeypatch.setattr(agreements, "all_gather_values", lambda value, group: [value, other[type(value)]])
-    message = agreements._difference(["weight of shape (2,)"], (0, 1), None)
+    monkeypatch.setattr(comparing, "all_gather_values", lambda value, group: [value, other[type(value)]])
+    message = comparing.difference(["weight of shape (2,)"], (0, 1), None)
     [beginning] = shown("RuntimeError")
     assert beginning.endswith(": ...")
     assert message.startswith(beginning.removesuffix("..."))

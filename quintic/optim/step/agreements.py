@@ -1,16 +1,15 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
-import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import cpu_multiplies_bfloat16
-from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_values, start_sum, this_rank
+from quintic.optim.comms.collectives import Pending, ProcessGroup, group_ranks, start_sum, this_rank
 from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
 from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.comms.sharing import AVERAGING
@@ -18,15 +17,12 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
-from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.device_memory import HostCopy, host_tensor, is_capturing, upload
 from quintic.optim.step.partial_gradients import PartialGradients
 
 __all__ = ["Agreements"]
 
 _Parts = TypeVar("_Parts")
-
-Place: TypeAlias = tuple[int, int]
-"""Position of a parameter's group, and its own in it."""
 
 
 class Agreements:
@@ -67,6 +63,8 @@ class Agreements:
         self.connected = Connected({this_rank(): facts_of(groups, layouts)}, groups, communicators)
         """The ranks that decide together; this one alone until ranks have compared their plans."""
         self._counted: dict[tuple[int, ...], _Counted] = {}
+        self._summing: list[_Counted] = []
+        """Those among which some gradients are sums."""
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, _Selection | None]] = {}
@@ -86,11 +84,11 @@ class Agreements:
             return
         self._communicators.connect(self._groups, self._layouts)
         problem = None
-        for ranks, found in _describe(self._groups, self._layouts).items():
+        for ranks, found in described(self._groups, self._layouts).items():
             descriptions = [description for _, description in found]
             way = self._choices[ranks].way if ranks in self._choices else None
             everything = [*descriptions, str(self._orders), f"replicas={way}"]
-            differs = _difference(everything, ranks, self._communicators[ranks])
+            differs = difference(everything, ranks, self._communicators[ranks])
             if differs is not None:
                 problem = problem or differs
                 continue
@@ -105,6 +103,8 @@ class Agreements:
                 continue
             groups = [group for (group, _), _ in found]
             self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
+            if any(map(self.partial.is_sum, params)):
+                self._summing.append(self._counted[ranks])
             self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
         facts = exchanged(facts_of(self._groups, self._layouts, problem), self._communicators)
         for rank, theirs in sorted(facts.items()):
@@ -140,13 +140,18 @@ class Agreements:
             pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
 
         Raises:
-            RuntimeError: as `agree`.
+            RuntimeError: as `agree`; on all ranks, if some have a gradient as a sum and others as none. The parameter
+                stays as it was; the error comes at the end of the step, on CUDA devices of the next one perhaps.
         """
         self.agree()
+        for counted in self._summing:
+            counted.check(wait=True)
         for counted in self._counted.values():
             counted.start()
         with self.partial.summed(self._watched(_due(pending_steps))):
             yield
+        for counted in self._summing:
+            counted.check(wait=False)
 
     def sum_early(self, numbers: Iterable[int]) -> None:
         """Make sums of gradients before the step, and put them in `p.grad`, also where this rank has none.
@@ -223,6 +228,10 @@ class Agreements:
         return _Selection(len(places), parts) if parts else None
 
 
+# What a gradient counts besides that is none, where all ranks know it as a sum. More than there are ranks.
+_WHOLE = 2**16
+
+
 class _Counted:
     """The parameters that some ranks share, and how many of these have gradients.
 
@@ -252,6 +261,10 @@ class _Counted:
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
         self._needed = upload(host_tensor(needed, torch.int32), params[0].device)
+        self._sums = [number for number, param in enumerate(params) if partial.is_sum(param)]
+        self._num_ranks = len(group_ranks(process_group))
+        self._mixed: HostCopy | None = None
+        """(parameters,) bool: sums on some ranks, and none on others."""
 
     def start(self) -> None:
         """Begin to count."""
@@ -259,6 +272,8 @@ class _Counted:
         if self._partial.has_stand_ins:
             for number in self._watched:
                 present[number] -= self._partial.is_stand_in(self._params[number])
+        for number in self._sums:
+            present[number] += _WHOLE * self._partial.is_whole(self._params[number])
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
@@ -272,8 +287,31 @@ class _Counted:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""
         if self._pending is not None:
             counts, self._pending = self._pending.wait(), None
-            self._counts, self._enough = counts, (counts >= self._needed).int()
+            is_enough = counts % _WHOLE >= self._needed if self._sums else counts >= self._needed
+            if self._sums:
+                num_whole = counts // _WHOLE
+                mixed = (num_whole > 0) & (num_whole < self._num_ranks)
+                is_enough &= ~mixed
+                self._mixed = None if is_capturing(counts.device) else HostCopy(mixed)
+            self._counts, self._enough = counts, is_enough.int()
         return self._enough
+
+    def check(self, *, wait: bool) -> None:
+        """Raise if a gradient of the last step was a sum on some ranks and none on others, as far as that is known.
+
+        Args:
+            wait: for the device; otherwise counts of this step are asked for, too.
+
+        Raises:
+            RuntimeError: the same on all ranks.
+        """
+        if not wait:
+            self.enough()
+        if self._mixed is None or not (wait or self._mixed.is_there):
+            return
+        flags, self._mixed = self._mixed.read(), None
+        if any(flags):
+            raise RuntimeError(self._partial.not_a_sum(self._params[flags.index(True)]))
 
     def any_present(self) -> Tensor:
         """Return () bool: whether any rank has any of the gradients in this step."""
@@ -292,83 +330,3 @@ class _Selection(NamedTuple):
     size: int
     parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
     """Ranks, places among the selected, places among the counted."""
-
-
-# Options that decide which collectives run, and of which sizes.
-_COLLECTIVE_OPTIONS = (
-    "algorithm",
-    "comms",
-    "replicas",
-    "transport",
-    "view",
-    "orthogonalizer",
-    "compute_dtype",
-    "normalize",
-    "max_workspace_bytes",
-    "offload",
-    "master",
-    "state_dtype",
-    "cautious",
-    "decay_coupling",
-    "scale_decay",
-    "step_every",
-    "qk_clip",
-    "on_nonfinite",
-    "tied_to",
-)
-
-
-def _describe(
-    groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
-) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
-    """Return by the ranks that share them: (group, index) and a description of each parameter."""
-    found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
-    # Which dtype is the fast one decides of what size updates travel, and processors differ.
-    processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
-    for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
-        options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COLLECTIVE_OPTIONS)
-        for index, layout in enumerate(of_group):
-            if layout is not None and this_rank() in layout.ranks:
-                name, param = group.param_names[index], group.params[index]
-                order = "" if param.is_contiguous() else ", not contiguous"
-                kind = f"{param.device.type}{processor if param.device.type == 'cpu' else ''}"
-                text = (
-                    f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} ({kind}) with "
-                    f"{options}"
-                )
-                found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
-    return dict(sorted(found.items()))
-
-
-def _text(option: object) -> str:
-    """Return an option as all ranks write it: a function's address is its own on each."""
-    return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else str(option)
-
-
-def _difference(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> str | None:
-    """Compare what the ranks of a group are about to do; all of them must call it.
-
-    Args:
-        descriptions: one per parameter, which are equal on all ranks if their plans are.
-        ranks: of the group.
-        group: the process group.
-
-    Returns:
-        None if they are equal, else a message with the first parameter that differs, and the ranks.
-    """
-    digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
-    if len(set(all_gather_values(digest, group))) == 1:
-        return None
-    everything = all_gather_values(list(descriptions), group)
-    first = everything[0]
-    for rank, theirs in zip(ranks, everything, strict=True):
-        for number in range(max(len(first), len(theirs))):
-            mine = first[number] if number < len(first) else "nothing"
-            other = theirs[number] if number < len(theirs) else "nothing"
-            if mine != other:
-                return (
-                    f"ranks {ranks[0]} and {rank} were given different parameters or options, and would wait for each "
-                    f"other forever: rank {ranks[0]} has {mine}, rank {rank} has {other}; build the model, its groups "
-                    f"and the optimizer in the same order on all ranks"
-                )
-    return None

@@ -6,7 +6,9 @@ compare anyway, and remember it: from then on all ranks of the mesh add up these
 whoever has one. Without such gradients nothing is sent, and nobody waits.
 
 A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
-others cannot know of it, and to ask them would make every step wait.
+others cannot know of it, and to ask them would make every step wait. One that was a sum, and now is none on this rank,
+may have been added up by the user: then it is so on all ranks. This rank joins the others' sum with zeros all the same,
+so that nobody waits for it, and says so with the counts of gradients (`agreements.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,6 +69,8 @@ class PartialGradients:
         self._known: dict[Tensor, Cut] = {}
         self._stand_ins: dict[Tensor, Tensor] = {}
         """Sums in the place of gradients that this rank does not have."""
+        self._made: dict[Tensor, bool] = {}
+        """Of those that `replace` has added up since the last step, whether this rank's was whole before."""
 
     def watch(self, names: Iterable[str], params: Iterable[Tensor]) -> None:
         """Look after parameters that several ranks share; plain tensors are left out."""
@@ -88,6 +92,25 @@ class PartialGradients:
     def may_lack_addends(self, param: Tensor) -> bool:
         """Return whether missing addends may count as zeros; false until every rank knows that there is a sum."""
         return param in self._known and not self._known[param].has_copies(param)
+
+    def is_sum(self, param: Tensor) -> bool:
+        """Return whether all ranks know that the gradient of a parameter is a sum."""
+        return param in self._known
+
+    def is_whole(self, param: Any) -> bool:
+        """Return whether this rank has no addend of a sum, but a gradient that is none."""
+        return self._made.get(param, self._is_made(param))
+
+    def _is_made(self, param: Any) -> bool:
+        return bool(getattr(param.grad, "placements", None) == param.placements)
+
+    def not_a_sum(self, param: Tensor) -> str:
+        """Return the message that some ranks have a sum and others a gradient that is none."""
+        return (
+            f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks, and "
+            f"none on others, which would not join it; redistribute it to the parameter's placements before the step, "
+            f"on all ranks that have it as a sum"
+        )
 
     def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> str | None:
         """Tell all ranks what sums were found, and remember theirs. All ranks of the group must call it; waits.
@@ -111,11 +134,7 @@ class PartialGradients:
             if len(sums) > 1:
                 return self._disagreement(param, "on one rank it is", sums[0], "on another one", sums[1])
             if None in cuts:
-                return (
-                    f"{self._names[param]}: its gradient is a sum still to be made over ranks (Partial) on some ranks, "
-                    f"and none on others, which would not join it; redistribute it to the parameter's placements "
-                    f"before the step, on all ranks that have it as a sum"
-                )
+                return self.not_a_sum(param)
             self._known[param] = sums[0]
         return None
 
@@ -155,8 +174,9 @@ class PartialGradients:
         for param in params:
             if param not in self._known:
                 continue
-            is_missing = param.grad is None
+            is_missing, is_whole = param.grad is None, self.is_whole(param)
             total = self._sum(param)
+            self._made.setdefault(param, is_whole)
             if total is not None:
                 param.grad = total
                 if is_missing:
@@ -182,16 +202,16 @@ class PartialGradients:
             for param, gradient in kept:
                 param.grad = gradient
             self._stand_ins.clear()
+            self._made.clear()
 
     def _sum(self, param: Any) -> Tensor | None:
-        """Return the sum of all ranks' addends; None if it has been made."""
-        gradient = param.grad
-        if gradient is None:
-            gradient = zeros(param, self._known[param])
-        elif gradient.placements == param.placements:
+        """Return the sum of all ranks' addends; None if this rank's gradient is none of them."""
+        is_made = self._is_made(param)
+        if is_made and param in self._made:  # on all ranks
             return None
-        total: Tensor = gradient.redistribute(param.device_mesh, param.placements)
-        return total
+        addend = zeros(param, self._known[param]) if is_made or param.grad is None else param.grad
+        total: Tensor = addend.redistribute(param.device_mesh, param.placements)
+        return None if is_made else total
 
     def _disagreement(self, param: Tensor, first: str, known: Cut, second: str, cut: Cut) -> str:
         return (
