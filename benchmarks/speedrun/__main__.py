@@ -39,8 +39,9 @@ from benchmarks.common.results import (
     write_result,
 )
 from benchmarks.speedrun.peer import write_peer
+from quintic.speedrun.presets import preset
 from quintic.speedrun.shards import vocabulary_of
-from quintic.speedrun.stages import SPEEDRUN, Track
+from quintic.speedrun.stages import Track
 
 MODULE = "benchmarks.speedrun"
 HEADS = ("contestant", "seed", "start to first step (s)", *(f"ms, stage {number}" for number in range(1, 5)))
@@ -95,6 +96,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--variant", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), help="ours with other options"
     )
+    parser.add_argument("--preset", default="speedrun", help="speedrun-tiny tries this script on a CPU, without peer")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stop-after", type=float, default=540, help="seconds of a contestant, at most")
@@ -116,8 +118,9 @@ def names(options: argparse.Namespace) -> dict[str, str]:
 
 def the_track(options: argparse.Namespace) -> Track:
     """Return what all contestants run."""
-    chunk = min(SPEEDRUN.validation_chunk, options.val_tokens // SPEEDRUN.chunks)
-    track = replace(SPEEDRUN.scaled(options.steps), eval_every=options.eval_every)
+    track = preset(options.preset).track
+    chunk = min(track.validation_chunk, options.val_tokens // track.chunks)
+    track = replace(track.scaled(options.steps), eval_every=options.eval_every)
     return replace(track, validation_tokens=options.val_tokens, validation_chunk=chunk)
 
 
@@ -154,7 +157,7 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
                 "val-tokens": options.val_tokens,
                 "seed": seed,
             }
-            command = [*torchrun, "-m", "quintic", "train", "--preset", "speedrun", "--name", "run", *more]
+            command = [*torchrun, "-m", "quintic", "train", "--preset", options.preset, "--name", "run", *more]
             command += [f"--{option}={value}" for option, value in values.items()]
         cache = options.cache.resolve() if options.cache is not None else folder / "cache"
         paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]

@@ -43,7 +43,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
             tokenizer=options.tokenizer,
         )
     )
-    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed))
+    more = {"seed": options.seed, "compile_whole": options.compile_whole}
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, **more))
     run_dir = ranks.from_first(lambda: _new_folder(options, name))
     print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}

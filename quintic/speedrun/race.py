@@ -36,6 +36,7 @@ class Race:
         hardware: where it computes; `dtype` is that of matrices and tables.
         ranks: the processes that train the run.
         seed: of the weights.
+        compile_whole: as one graph, where `hardware` compiles.
 
     Raises:
         ConfigError: the model needs a vocabulary that is not at hand.
@@ -51,6 +52,7 @@ class Race:
         *,
         ranks: Ranks = ALONE,
         seed: int = 0,
+        compile_whole: bool = False,
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
         self.stream = self._stream(track.at)
@@ -77,7 +79,7 @@ class Race:
             table[: len(data.vocabulary)] = torch.tensor(prefixes(data.vocabulary))
             self.model.set_prefixes(table.to(self.device))
         if hardware.compile:
-            self.model.compile_parts()
+            self.model.compile_parts(whole=compile_whole)
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
@@ -106,13 +108,18 @@ class Race:
             self._loss_weights[key] = torch.tensor(key, dtype=torch.float32, device=self.device)
         return self._loss_weights[key]
 
+    def _set_windows(self, settings: StepSettings) -> None:
+        if self.model.rotary.windows != settings.windows:  # a call costs the tables of rotary positions
+            is_last = settings.windows[1] == self.track.final_long_window
+            self.model.set_windows(*settings.windows, stretch=not is_last)
+
     def train_step(self, settings: StepSettings, stream: ChunkStream) -> tuple[Tensor, int]:
         """Make one optimizer step; waits for nothing on a GPU.
 
         Returns:
             (this rank's part of the loss that was differentiated, in nats per token, on the device; the text's epoch)
         """
-        self.model.set_windows(*settings.windows)
+        self._set_windows(settings)
         weights = self._weights_on_device(settings)
         passes = self.track.chunks // self.ranks.size
         loss = torch.zeros((), device=self.device)
@@ -154,8 +161,7 @@ class Race:
         Returns:
             (nats per token, bits per byte or None), the same on all ranks.
         """
-        is_last = settings.windows[1] == self.track.final_long_window
-        self.model.set_windows(*settings.windows, stretch=not is_last)
+        self._set_windows(settings)
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.validation[:batches]:
