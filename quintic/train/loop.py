@@ -29,7 +29,7 @@ from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint
 from quintic.train.config import Config, RunConfig
 from quintic.train.distributed import ALONE, Ranks, check_gpus
-from quintic.train.hardware import choose_hardware
+from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
@@ -140,6 +140,8 @@ def _train(
             log.write("resume", step=run.step, time=now)
         else:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
+        if hardware.compile:
+            progress.message("Compiling, until the first step is made")
         try:
             if run.step == 0 and config.run.eval_every:
                 _evaluate(run, log, progress)  # what training starts from
@@ -153,6 +155,9 @@ def _train(
                     record = run.train_step()
                 collect_rarely()
                 progress.train(log.write("train", **record))
+                if hardware.compile and run.times.count == 1:
+                    seconds = run.times.first
+                    progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
                 _check_loss("training loss", record, run)
                 if "spike" in record and config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
                     continue

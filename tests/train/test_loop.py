@@ -13,6 +13,7 @@ from tiny_runs import course, error_of, final_weights, tiny_config, tiny_options
 from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import DivergedError
+from quintic.model.gpt import GPT
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
@@ -253,6 +254,26 @@ def test_a_report_that_cannot_be_written_does_not_hide_what_happened(
     spoil(monkeypatch, 2, math.nan, before=True)
     with pytest.raises(DivergedError):
         run(tiny_config(tiny_dataset, tmp_path, run="run"), tiny_dataset)
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_compiling_and_its_time_are_shown(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Compiling itself takes long, and is not in question here.
+    monkeypatch.setattr(GPT, "compile_parts", lambda self: None)
+    monkeypatch.setattr("quintic.train.loop.compile_seconds", lambda: 12.34)
+    result = run(tiny_config(tiny_dataset, tmp_path, run="run", steps=2, compile=True), tiny_dataset)
+    lines = capsys.readouterr().out.splitlines()
+    first_step = next(number for number, line in enumerate(lines) if line.startswith("step 1/2"))
+    assert lines.index("Compiling, until the first step is made") < first_step
+    seconds = RunHistory.load(result.run_dir).train[0]["seconds"]
+    assert lines[first_step + 1] == f"Compiled in 12.3 s; the first step took {seconds:.1f} s"
+    assert sum("ompil" in line for line in lines) == 2
+    run(tiny_config(tiny_dataset, tmp_path, run="plain", steps=1), tiny_dataset)
+    assert "ompil" not in capsys.readouterr().out
 
 
 # -- the garbage collector --------------------------------------------------------------------------------------------
