@@ -145,7 +145,8 @@ def line_chart(
         canvas = matplotlib.backends.backend_svg.FigureCanvasSVG(figure)
         box = (_LEFT / _WIDTH, _BOTTOM / _HEIGHT, _PLOT_WIDTH / _WIDTH, _PLOT_HEIGHT / _HEIGHT)
         axes = figure.add_axes(box, facecolor="none")
-        _draw_frame(axes, [line for _, line in drawn], list(references.values()), y_limits, log_y)
+        xs = [x for curve, _ in drawn for x in curve.x]
+        _draw_frame(axes, xs, [line for _, line in drawn], list(references.values()), y_limits, log_y)
         axes.set_xlabel(x_label, color=INK)
         figure.text(4 / _WIDTH, 1 - 15 / _HEIGHT, y_label, color=INK)
         for y, dots in zip(references.values(), _DOTS, strict=False):
@@ -237,6 +238,7 @@ def _quiet() -> Iterator[None]:
 
 def _draw_frame(
     axes: Any,
+    xs: Sequence[float],
     lines: Sequence[_Line],
     references: Sequence[float],
     y_limits: tuple[float | None, float | None],
@@ -244,7 +246,6 @@ def _draw_frame(
 ) -> None:
     """Axes around all that must be seen, from one tick to another, with grid lines and labels."""
     ticker = _load_matplotlib().ticker
-    xs = [x for line in lines for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
     first = min(0.0, min(xs))
     last = max(xs) if max(xs) > first else first + 1
     locator = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=all(x == int(x) for x in xs))

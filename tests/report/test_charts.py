@@ -71,6 +71,7 @@ def test_the_x_axis_is_labelled_to_its_end(last: float, expected: list[str]) -> 
         (0.0, 0.0, False, ["-0.06", "-0.04", "-0.02", "0", "0.02", "0.04", "0.06"]),
         (3e-7, 2e-2, True, ["10⁻⁷", "10⁻⁶", "10⁻⁵", "10⁻⁴", "0.001", "0.01", "0.1"]),
         (0.23, 0.7, True, ["0.2", "0.5", "1"]),
+        (0.1, 1.0, True, ["0.1", "0.2", "0.5", "1"]),
     ],
 )
 def test_the_y_axis_goes_from_one_label_to_another(low: float, high: float, log_y: bool, expected: list[str]) -> None:
@@ -120,6 +121,7 @@ def test_marks_say_what_they_stand_for() -> None:
     spread = [(1.5, 2.5), None, (3.0, 5.0)]
     drawn = chart(Curve(label="a", x=[0, 1, 2], y=[2.0, 3.0, 4.0], spread=spread, style="points"))
     assert re.findall(r"<title>([^<]*)</title>", drawn.svg) == ["2 (1.5 to 2.5)", "3", "4 (3 to 5)"]
+    assert "clip-path" not in drawn.svg[drawn.svg.index('<g class="marks">') :]  # whole marks, at the edges too
     # Marks beyond an edge are not drawn, and do not give their titles to others.
     drawn = chart(Curve(label="a", x=[0, 1, 2], y=[9000.0, 3.0, 4.0], style="points"), y_limits=(None, 4.0))
     assert re.findall(r"<title>([^<]*)</title>", drawn.svg) == ["3", "4"]
@@ -132,6 +134,7 @@ def test_many_points_are_averages_and_their_range() -> None:
     drawn = chart(Curve(label="a", x=range(1000), y=y, style="noisy"))
     # Groups of five have three or two ones.
     scale = (BOTTOM - TOP) / 1.0
+    assert labels(drawn)[:3] == ["0", "500", "999"]
     heights = {round((BOTTOM - y) / scale, 3) for _, y in points(drawn)}
     assert heights == {0.4, 0.6}
     band = max(re.findall(r'<path id="\w+" d="([^"]*)"', drawn.svg), key=len)

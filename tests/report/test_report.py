@@ -265,7 +265,7 @@ def test_pages_are_the_same_each_time_and_load_matplotlib_late(tmp_path: Path) -
     )
     # A home that cannot be written to, a backend with windows, and colours of the user's own.
     (tmp_path / "matplotlibrc").write_text("lines.color: red\naxes.grid: True\nsvg.fonttype: path\n")
-    environment = {**os.environ, "HOME": "/nonexistent", "MPLBACKEND": "tkagg", "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "HOME": os.devnull, "MPLBACKEND": "tkagg", "TMPDIR": str(tmp_path)}
     environment = {name: value for name, value in environment.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
