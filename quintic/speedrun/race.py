@@ -84,7 +84,7 @@ class Race:
         lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
         self._token_bytes = lengths.to(self.device)
-        self._announces = config.bigram_hash and ranks.size > 1
+        self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
         self._loss_weights: dict[tuple[float, ...], Tensor] = {}
         for number in range(track.steps + 1):
             self._weights_on_device(track.at(number))
@@ -125,10 +125,9 @@ class Race:
         loss = torch.zeros((), device=self.device)
         for number in range(passes):
             batch = next(stream)
-            if self._announces:
+            for name in self._announced:
                 rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
-                for name in names_of_role(self.model, "bigram"):
-                    self.optimizer.announce_rows(name, rows, more=number < passes - 1)
+                self.optimizer.announce_rows(name, rows, more=number < passes - 1)
             nats = self.model(
                 batch.inputs,
                 batch.targets,

@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -98,16 +97,12 @@ class _Walker:
         self,
         paths: Sequence[Path],
         settings: Callable[[int], StepSettings],
-        *,
-        chunks: int,
-        rank: int,
-        size: int,
         load: Callable[[Path], _Shard],
+        shares: tuple[int, int, int],
         device: torch.device,
     ) -> None:
-        self._paths, self._settings, self._load = tuple(paths), settings, load
-        self._chunks, self._rank, self._size = chunks, rank, size
-        self._device = device
+        self._paths, self._settings, self._load, self._device = tuple(paths), settings, load, device
+        self._chunks, self._rank, self._size = shares
         self._ahead: Prefetcher[_Shard] | None = None
         self.go_to(_Position())
 
@@ -209,7 +204,7 @@ class ChunkStream(Iterator[FlatBatch]):
         self._identity = {"version": _STATE_VERSION, "chunks": chunks, "shards": [path.name for path in paths]}
         self._size = size
         load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
-        self._walker = _Walker(paths, settings, chunks=chunks, rank=rank, size=size, load=load, device=self._device)
+        self._walker = _Walker(paths, settings, load, (chunks, rank, size), self._device)
         self._position = self._walker.position
         self._prefetcher: Prefetcher[tuple[FlatBatch, _Position]] | None = None
 
@@ -260,9 +255,7 @@ class ChunkStream(Iterator[FlatBatch]):
     def __enter__(self) -> "ChunkStream":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

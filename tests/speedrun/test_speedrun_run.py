@@ -25,7 +25,7 @@ from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
 from quintic.train.config import RunConfig
 from quintic.train.distributed import ALONE, Ranks
-from quintic.train.hardware import choose_hardware
+from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
 HARDWARE = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
@@ -47,12 +47,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def race_of(shards: Path, ranks: Ranks = ALONE, **model: Any) -> Race:
-    sizes = replace(TINY.model, **model)
+def race_of(shards: Path, ranks: Ranks = ALONE, hardware: Hardware = HARDWARE, **options: Any) -> Race:
+    sizes = TINY.model
     data = open_data(
         str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=sizes.bos_id, tokenizer=None
     )
-    return Race(TINY.track, sizes, data, HARDWARE, ranks=ranks, seed=3)
+    return Race(TINY.track, sizes, data, hardware, ranks=ranks, seed=3, **options)
 
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
@@ -135,6 +135,17 @@ def test_two_ranks_have_the_losses_of_one(alone, shards: Path, tmp_path: Path) -
     for one, two in zip(losses_of(alone[0]), losses_of(tmp_path), strict=True):
         assert one[:2] == two[:2]
         assert two[2] == pytest.approx(one[2], abs=5e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+def test_it_learns_compiled_on_a_gpu(whole: bool, alone, shards: Path, tmp_path: Path) -> None:
+    hardware = choose_hardware(RunConfig(device="cuda"))
+    assert hardware.compile
+    race = race_of(shards, hardware=hardware, compile_whole=whole)
+    result = train(race, hardware, tmp_path, facts={}, say=lambda text: None)
+    assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
 def test_the_optimizer_has_the_races_rates() -> None:
