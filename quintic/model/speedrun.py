@@ -8,8 +8,7 @@ dimension. Where this model departs from the race's:
 - nothing crosses a document's start: there smear, key offset and bigrams look one document back, later targets ahead;
 - paired heads are h and h + H/2, also for their rotary positions (there, positions alternate between neighbours);
 - the channels that rotate together are D/4 apart, and not neighbours: a permutation;
-- banks have no padding, coefficients no unused entries;
-- products of MLPs are in 16 bits.
+- banks have no padding, coefficients no unused entries, products of MLPs 16 bits.
 """
 
 import functools
@@ -333,10 +332,12 @@ class SpeedrunGPT(nn.Module):
         value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
         mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()
         gates = self.value_gates.unbind() if config.value_embeddings else ()
-        scales, mixes = list[Tensor](), list[Mix]()
+        scales: tuple[Tensor, ...] = ()
+        mixes: list[Mix] = []
         if config.residual_scalars:
-            scales += self.projection_scales.unbind()
-            mixes += map(Mix, self.residual_scales.unbind(), self.output_scales.unbind())
+            scales = self.projection_scales.unbind()
+            pairs = zip(self.residual_scales.unbind(), self.output_scales.unbind(), strict=True)
+            mixes = [Mix(*pair) for pair in pairs]
         next_scale, next_mix, found = iter(scales), iter(mixes), []
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
             table = plan.value_table

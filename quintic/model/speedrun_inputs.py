@@ -59,15 +59,16 @@ class SpeedrunInputs(nn.Module):
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(document_begins(inputs, config.bos_id).unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * previous(x_TC)
-        bigram_TC, values = None, list[Tensor]()
+        bigram_TC: Tensor | None = None
+        values: tuple[Tensor, ...] = ()
         if config.bigram_hash:
             rows, signs = self.bigram_hashes(inputs)
             bigram_TC = F.embedding(rows, self.bigram_embedding) * F.embedding(signs, self.bigram_signs)
         if config.value_embeddings:
             # One lookup in all tables, and one gradient.
             first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
-            values += F.embedding(first.unsqueeze(1) + inputs, self.value_embeddings).unbind()
-        return rms_norm(x_TC), bigram_TC, tuple(values)
+            values = F.embedding(first.unsqueeze(1) + inputs, self.value_embeddings).unbind()
+        return rms_norm(x_TC), bigram_TC, values
 
     def bigram_hashes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that tokens take of the bigram embedding, and of the signs: (T,) int64 each, on any device.
