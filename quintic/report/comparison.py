@@ -97,7 +97,7 @@ def write_comparison(
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Beside the range of several runs the standard error of another would be taken for a range, too.
     errors = all(len(arm.curves) == 1 for arm in arms)
-    logs = {arm.name: [history.run for history in arm.histories] for arm in arms}
+    commands = [str(history.run["command"]) for arm in arms for history in arm.histories if history.run.get("command")]
     write_page(
         Path(out),
         "comparison.html",
@@ -113,8 +113,8 @@ def write_comparison(
         has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
         panels=_learning(arms, errors=errors),
         differences=_differences(arms),
-        typed=list(dict.fromkeys(str(run["command"]) for log in logs.values() for run in log if run.get("command"))),
-        repeats=[(name, str(run["repeat"])) for name, log in logs.items() for run in log if run.get("repeat")],
+        typed=list(dict.fromkeys(commands)),
+        repeats=[(arm.name, history.repeat) for arm in arms for history in arm.histories if history.repeat],
     )
     return {
         "baseline": baseline.name,

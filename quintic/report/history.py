@@ -2,7 +2,7 @@
 
 Every record has a ``kind``; the other fields depend on it:
 
-    run      time, name, config, machine, versions, git, model, data, total_steps, command, repeat
+    run      time, name, config, machine, versions, git, model, data, total_steps, command, repeat, ranks
     train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, smoothed_loss, least_loss, epoch, flops,
              tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and grad_norm, the
              last of them on all where gradients are clipped, before that; where the loss jumped spike, on_spike
@@ -134,6 +134,19 @@ class RunHistory:
             resumed_at=[record["step"] for record in kinds.get("resume", [])],
             spikes=[record for record in kinds.get("train", []) if "spike" in record],
         )
+
+    @property
+    def ranks(self) -> int:
+        """How many processes trained the run."""
+        return self.run.get("ranks") or 1
+
+    @property
+    def repeat(self) -> str | None:
+        """The command that makes the run again, by torchrun if several ranks made it; None if the log has none."""
+        command: str | None = self.run.get("repeat")
+        if not command or self.ranks == 1:
+            return command
+        return f"torchrun --standalone --nproc-per-node={self.ranks} -m {command}"
 
     def newest(self, field: str) -> float | None:
         """Return a number of the final record, else of the last training step; None where there is none."""

@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["wrong_in"]
 
 _TEXTS = ("kind", "name", "time", "command", "repeat", "on_spike")
-_COUNTS = ("step", "total_steps", "spike_step", "epoch")
+_COUNTS = ("step", "total_steps", "spike_step", "epoch", "ranks")
 _NUMBERS = (
     "tokens", "seconds", "loss", "bpb", "bpb_stderr", "core", "core_stderr", "momentum", "weight_decay",
     "tokens_per_second", "smoothed_loss", "least_loss", "flops", "mfu", "peak_memory_bytes", "grad_norm", "spike",

@@ -6,7 +6,6 @@ page is one file without scripts: it can be mailed, printed and opened offline.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,8 @@ def write_report(run_dir: str | Path) -> Path:
         setup=[(title, [(in_words(key), value) for key, value in flatten(values)]) for title, values in tables],
         config=list(flatten(run.get("config") or {})),
         typed=run.get("command"),
-        repeat=_repeat(run),
-        ranks=_ranks(run),
+        repeat=history.repeat,
+        ranks=history.ranks,
         commit=str(git.get("commit") or ""),
         dirty=bool(git.get("dirty")),
     )
@@ -126,8 +125,7 @@ def _headline(history: RunHistory) -> dict[str, Any]:
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
     last = (history.train or history.evals)[-1]
     model, machine = history.run.get("model") or {}, history.run.get("machine") or {}
-    ranks = _ranks(history.run)
-    trained_on = "trained on this device" if ranks == 1 else f"trained on {ranks:,} of this device"
+    trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
         (_newest(history, "loss"), "{:.3f}".format, "validation loss (nats per token)"),
         (finite(model.get("parameters")), large_number, "parameters (numbers that were learnt)"),
@@ -242,19 +240,6 @@ def _layers(history: RunHistory) -> list[Chart]:
         title, unit = "Norm of the gradient of all weights together", "Euclidean norm (nats per token, per weight)"
         charts.append(line_chart([curve], title=title, x_label="training steps", y_label=unit, log_y=True))
     return charts
-
-
-def _repeat(run: Mapping[str, Any]) -> str | None:
-    """The command that makes the run again, by torchrun if several ranks made it."""
-    repeat, ranks = run.get("repeat"), _ranks(run)
-    if not repeat or ranks == 1:
-        return repeat
-    return re.sub("^quintic ", f"torchrun --standalone --nproc-per-node={ranks} -m quintic ", repeat)
-
-
-def _ranks(run: Mapping[str, Any]) -> int:
-    ranks = run.get("ranks")
-    return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
 
 def _curve(label: str, records: Records, x: str, y: str, *, divisor: float, **look: Any) -> Curve:

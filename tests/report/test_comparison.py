@@ -172,7 +172,12 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
     for name in ("a", "b"):
         with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
-            log.write("run", command=f"quintic train --run {name}", repeat=f"quintic train --depth 1 --run {name}")
+            log.write(
+                "run",
+                command=f"quintic train --run {name}",
+                repeat=f"quintic train --depth 1 --run {name}",
+                ranks=1 + (name == "b"),
+            )
             log.write("eval", step=5, loss=2.0, bpb=1.0, bpb_stderr=0.125)
         runs[name] = tmp_path / name
     write_comparison(runs, tmp_path / "page.html", title="Two")
@@ -183,7 +188,8 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
         "Each is one run.",
         "a, b: not finished; shown is the last evaluation so far.",
         "This was typed: quintic train --run a quintic train --run b",
-        "b quintic train --depth 1 --run b",
+        "a quintic train --depth 1 --run a",
+        "b torchrun --standalone --nproc-per-node=2 -m quintic train --depth 1 --run b",
     ):
         assert words in text, words
     runs["b"] = [runs["b"], runs["b"]]

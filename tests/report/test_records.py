@@ -53,6 +53,7 @@ def write_log(folder: Path, records: list[Any]) -> Path:
         (2, {"lr": {"muon": "0.02"}}, '"lr" does not hold numbers by name'),
         (2, {"times_ms": [1.0]}, '"times_ms" does not hold numbers by name'),
         (1, {"total_steps": "many"}, '"total_steps" is not a count'),
+        (1, {"ranks": "8"}, '"ranks" is not a count'),
         (1, {"config": [1]}, '"config" does not hold values by name'),
         (1, {"time": 5}, '"time" is not a text'),
         (1, {"repeat": 5}, '"repeat" is not a text'),

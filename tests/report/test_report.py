@@ -226,11 +226,20 @@ def test_the_command_starts_as_many_ranks_as_the_run_had(
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         some = {} if ranks is None else {"ranks": ranks}
         machine = {"device": "CPU", "matrix_flops_per_second": 1e12}
-        log.write("run", name="n", machine=machine, repeat="quintic train --depth 4", git={"commit": "c0ffee"}, **some)
+        log.write(
+            "run",
+            name="n",
+            machine=machine,
+            command="quintic train",
+            repeat="quintic train --depth 4",
+            git={"commit": "c0ffee"},
+            **some,
+        )
         log.write("train", step=1, loss=1.0, times_ms={"optimizer": 1.0})
         log.write("final", step=1, loss=2.0625, bpb=1.5, tokens_per_second=100.0, mfu=0.5)
     page = read(write_report(tmp_path))
     assert command in page.words
+    assert ("This was typed, behind torchrun and its options:" in page.text) == (ranks == 8)
     assert device in page.text
     assert ("this machine multiplied" if (ranks or 1) == 1 else "each device multiplied") in page.text
     assert (
