@@ -126,7 +126,7 @@ def _train(
         allocate_lookups(run.model, dataset, seed=config.run.seed)
     for line in run.describe():
         say(line)
-    first_step, resume_step = run.step, run.step if resume else None
+    resume_step = run.step if resume else None
     with (
         run.background,
         run.loader,
@@ -146,13 +146,7 @@ def _train(
             if run.step == 0 and config.run.eval_every:
                 _evaluate(run, log, progress)  # what training starts from
             while run.step < run.total:
-                first = hardware.compile and run.step == first_step
-                with (
-                    progress.busy("compiling the model, which takes a minute or more")
-                    if first
-                    else contextlib.nullcontext()
-                ):
-                    record = run.train_step()
+                record = run.train_step()
                 collect_rarely()
                 progress.train(log.write("train", **record))
                 if hardware.compile and run.times.count == 1:
@@ -248,8 +242,7 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
 
 
 def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:
-    compiles = run.hardware.compile and run.step == 0
-    with progress.busy(f"{'compiling the model and ' if compiles else ''}scoring the validation text"):
+    with progress.busy("scoring the validation text"):
         record = run.evaluate()
     progress.evaluation(log.write("eval", **record))
     _check_loss("validation loss", record, run)
