@@ -236,7 +236,7 @@ def _results(arms: Sequence[_Arm]) -> list[list[str]]:
         if not known:
             return "–"
         median, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
-        return median if low == high else f"{median} " + f"({low} to {high})".replace(" ", "\u00a0")
+        return median if low == high else f"{median} ({low} to {high})"
 
     rows = [(label, [arm.ends(field) for arm in arms], form) for label, field, form in _ENDS]
     rows += [
