@@ -16,14 +16,11 @@ from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import StepSettings, Track
-from quintic.speedrun.stream import ChunkStream, FlatBatch, validation_batches
+from quintic.speedrun.stream import ChunkStream, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware
 
 __all__ = ["Race"]
-
-# Documents of a chunk are padded to a number that hardly changes, so that nothing is compiled in a step.
-_TOKENS_PER_DOCUMENT = 256
 
 
 class Race:
@@ -131,7 +128,7 @@ class Race:
             nats = self.model(
                 batch.inputs,
                 batch.targets,
-                document_starts=self._starts(batch),
+                document_starts=batch.document_starts,
                 prediction_weights=weights[:-1],
                 prefix_weight=weights[-1],
                 longest_document=settings.document_tokens,
@@ -163,10 +160,10 @@ class Race:
         self._set_windows(settings)
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in self.validation[:batches]:
-            inputs, targets = batch.inputs.to(self.device), batch.targets.to(self.device)
-            sums[0] += self.model(inputs, targets, document_starts=self._starts(batch), reduction="sum")
-            sums[1] += self._token_bytes[targets].sum()
+        for batch in (one.to(self.device) for one in self.validation[:batches]):
+            starts = batch.document_starts
+            sums[0] += self.model(batch.inputs, batch.targets, document_starts=starts, reduction="sum")
+            sums[1] += self._token_bytes[batch.targets].sum()
         self.model.train()
         nats, num_bytes = self.ranks.total(sums.cpu()).tolist()
         tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
@@ -189,12 +186,3 @@ class Race:
         self.model.zero_grad()
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
-
-    def _starts(self, batch: FlatBatch) -> Tensor:
-        tokens, starts = len(batch.inputs), batch.document_starts
-        room = max(16, tokens // _TOKENS_PER_DOCUMENT)
-        while room < len(starts):
-            room *= 2
-        padded = torch.full((room,), tokens, dtype=torch.int32)
-        padded[: len(starts)] = starts
-        return padded.to(self.device, non_blocking=True)

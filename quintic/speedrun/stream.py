@@ -34,6 +34,7 @@ __all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
 
 _STATE_VERSION = 1
 _BATCHES_AHEAD = 4
+_TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class FlatBatch:
     Attributes:
         inputs: (tokens,) int64.
         targets: (tokens,) int64; the token after each input.
-        document_starts: (documents + 1,) int32 on the CPU; where each document begins, and `tokens` at the end.
+        document_starts: int32; where each document begins, and `tokens` at the end, again and again, so that its length
+            hardly changes and nothing is compiled anew.
         epoch: how often the shards have ended before.
     """
 
@@ -51,6 +53,17 @@ class FlatBatch:
     targets: Tensor
     document_starts: Tensor
     epoch: int = 0
+
+    def to(self, device: torch.device) -> "FlatBatch":
+        """Return it on a device; from pinned memory without waiting."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "FlatBatch":
+        """Return it in pinned memory."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "FlatBatch":
+        return FlatBatch(change(self.inputs), change(self.targets), change(self.document_starts), self.epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +147,7 @@ class _Walker:
         if self._device.type == "cuda":
             # In this thread the current device is the first one; pinning there would open a context on it.
             with torch.cuda.device(self._device):
-                batch = replace(batch, inputs=batch.inputs.pin_memory(), targets=batch.targets.pin_memory())
+                batch = batch.pinned()
         return batch, self.position
 
     def _next_lengths(self, tokens: int, cut: int) -> tuple[_Shard, int, npt.NDArray[np.int64]]:
@@ -217,7 +230,7 @@ class ChunkStream(Iterator[FlatBatch]):
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._walker, _BATCHES_AHEAD)
         batch, self._position = self._prefetcher.get()
-        return _on_device(batch, self._device)
+        return batch.to(self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return, fit for JSON, what comes after the last chunk that was returned; the same on all ranks."""
@@ -300,11 +313,11 @@ def _flat(shard: _Shard, first: int, lengths: npt.NDArray[np.int64], epoch: int)
 
 
 def _starts(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def _on_device(batch: FlatBatch, device: torch.device) -> FlatBatch:
-    if device.type == "cpu":
-        return batch
-    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)
+    """Return starts of documents, with the number of tokens at the end, padded to a number that hardly changes."""
+    tokens = int(values[-1])
+    room = max(_FEWEST_STARTS, tokens // _TOKENS_PER_DOCUMENT)
+    while room < len(values):
+        room *= 2
+    padded = torch.full((room,), tokens, dtype=torch.int32)
+    padded[: len(values)] = torch.as_tensor(values, dtype=torch.int32)
+    return padded

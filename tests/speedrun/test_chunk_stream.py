@@ -85,7 +85,11 @@ def settings_of(first: Settings, second: Settings):
 def lists(batch) -> tuple[list[int], list[int], list[int]]:
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.document_starts.dtype == torch.int32
-    return batch.inputs.tolist(), batch.targets.tolist(), batch.document_starts.tolist()
+    starts = batch.document_starts.tolist()
+    documents = starts[: starts.index(len(batch.inputs)) + 1]
+    assert starts == documents + [len(batch.inputs)] * (len(starts) - len(documents))
+    assert len(starts) >= 16
+    return batch.inputs.tolist(), batch.targets.tolist(), documents
 
 
 @given(
@@ -111,7 +115,7 @@ def test_a_saved_stream_goes_on_where_it_was(shards, stop, size, resumed, folder
     settings = settings_of(Settings(16, 5), Settings(24, 7))
     paths = write(folder, shards)
     with ChunkStream(paths, settings, chunks=4, bos_id=BOS) as stream:
-        expected = [lists(next(stream)) for _ in range(24)]
+        expected = [lists(next(stream)) for _ in range(28)]
     with ChunkStream(paths, settings, chunks=4, size=size, bos_id=BOS) as stream:
         for _ in range(stop if size == resumed else stop // 2 * 2):
             next(stream)
@@ -187,3 +191,9 @@ def test_validation_that_does_not_fit_is_refused(tmp_path: Path):
         validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=24, bos_id=BOS)
     with pytest.raises(DataError, match=r"val\.bin: has 32 tokens, 33 are to be scored; give fewer --val-tokens"):
         validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=8, bos_id=BOS)
+
+
+def test_more_documents_than_there_is_room_for_double_it(tmp_path: Path):
+    paths = write(tmp_path, [[BOS] * 100])
+    with ChunkStream(paths, lambda step: Settings(40, 4), chunks=1, bos_id=BOS) as stream:
+        assert next(stream).document_starts.tolist() == [*range(40), *[40] * 24]

@@ -129,8 +129,8 @@ def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_thr
 
 
 @pytest.mark.distributed
-def test_two_ranks_have_the_losses_of_one(alone, shards: Path, tmp_path: Path) -> None:
-    found = run(course, 2, shards, tmp_path, False)
+def test_two_ranks_have_the_losses_of_one_after_a_warm_up(alone, shards: Path, tmp_path: Path) -> None:
+    found = run(course, 2, shards, tmp_path, True)
     assert found[0] == found[1]  # the same weights everywhere
     for one, two in zip(losses_of(alone[0]), losses_of(tmp_path), strict=True):
         assert one[:2] == two[:2]
