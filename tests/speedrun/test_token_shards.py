@@ -1,5 +1,6 @@
 """Token files written, read, and refused where they are damaged."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintic.data.tokenizer import byte_alphabet
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
-from quintic.speedrun.shards import open_data, prefixes, read_shard, write_shard
+from quintic.speedrun.shards import open_data, prefixes, read_shard, vocabulary_of, write_shard
 
 
 @given(tokens=st.lists(st.integers(0, 2**16 - 1), max_size=300))
@@ -110,3 +112,29 @@ def test_a_prefix_is_the_longest_other_token_that_a_token_begins_with(vocabulary
     for token, prefix in zip(vocabulary, prefixes(vocabulary), strict=True):
         shorter = [other for other in vocabulary if other and other != token and token.startswith(other)]
         assert (vocabulary[prefix] if prefix >= 0 else None) == max(shorter, key=len, default=None)
+
+
+def test_the_races_shards_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def download(repo: str, name: str, **where) -> Path:
+        asked.append((repo, name, where["repo_type"]))
+        write_shard(tmp_path / name, [256, 1])
+        return tmp_path / name
+
+    monkeypatch.setattr("quintic.speedrun.shards.download", download)
+    data = open_data("hf:kjj0/fineweb10B-gpt2", **options(tmp_path))
+    assert [path.name for path in data.train] == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+    assert data.validation.name == "fineweb_val_000000.bin"
+    assert {(repo, kind) for repo, _, kind in asked} == {("kjj0/fineweb10B-gpt2", "dataset")}
+
+
+def test_a_vocabulary_is_read_without_the_tokenizers_package(tmp_path: Path):
+    vocabulary = {symbol: number for number, symbol in enumerate(byte_alphabet())} | {"ab": 256, "<s>": 258}
+    definition = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 258, "content": "<s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
+    found = vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
+    assert found == (*(bytes([value]) for value in range(256)), b"ab", b"", b"", b"", b"")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"▁a": 0}}}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"not a byte-level BPE; give GPT-2's tokenizer\.json"):
+        vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
