@@ -57,6 +57,7 @@ def test_a_script_on_the_path_is_named_by_its_name(tmp_path: Path) -> None:
     assert told(["quintic", "train", "--resume"], tmp_path, PATH=path) == "quintic train"
 
 
+@pytest.mark.slow
 @needs_scripts
 def test_a_module_is_named_with_its_python(tmp_path: Path) -> None:
     bare = str(tmp_path)  # no python on this path

@@ -92,6 +92,7 @@ def test_times_between_marks():
     assert training.elapsed(event, SimpleNamespace(at=9.0)) == 7.0
 
 
+@pytest.mark.slow
 def test_the_larger_model_has_as_many_parameters_as_it_is_named_for():
     pytest.importorskip("transformers")
     model = training.new_model(SIZES["0.47b"], torch.device("meta"))

@@ -41,6 +41,7 @@ def test_both_runs_start_alike_and_see_the_same_text(
     assert printed.index("=== AdamW ===") < printed.index("=== Muon ===")
 
 
+@pytest.mark.slow
 def test_several_seeds_are_compared_by_their_medians(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

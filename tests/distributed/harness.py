@@ -45,6 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from quintic import _MODULES
+
 __all__ = ["DEVICE", "ON_GPUS", "RANKS_PER_GPU", "TIME_FACTOR", "run"]
 
 Result = TypeVar("Result")
@@ -73,7 +75,8 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "pytest",
-    "quintic",
+    # `import quintic` imports none of these before they are used, which each rank would do by itself.
+    *sorted({f"quintic.optim.{module}" for module in _MODULES.values()}),
 )
 
 # Collectives give up after this part of the time, so that a rank that waits in vain can still say where. On GPUs NCCL's

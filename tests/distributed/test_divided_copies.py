@@ -61,6 +61,7 @@ def compare_with_one_device(rank, world_size, shape, titles, replicas, hosts, ga
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "titles", "replicas", "hosts"),
     [

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quintic
-from quintic.optim.step import agreements
+from quintic.optim.comms import comparing
 
 
 def optimizer_of(rank, **options):
@@ -38,7 +38,7 @@ def step_on_other_processors(rank, world_size):
     """There "auto" multiplies in another dtype, and updates would travel in messages of another size."""
     optimizer = optimizer_of(rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreements, "cpu_multiplies_bfloat16", lambda: rank == 0)
+        patch.setattr(comparing, "cpu_multiplies_bfloat16", lambda: rank == 0)
         with pytest.raises(RuntimeError, match=r"first of shape .*\(cpu\).*\(cpu without bfloat16 products\)"):
             optimizer.step()
 

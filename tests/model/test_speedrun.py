@@ -656,6 +656,7 @@ def compare_compiled(**options):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_parts_have_no_breaks_and_compute_the_same(whole, monkeypatch):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -92,6 +93,7 @@ def lists(batch) -> tuple[list[int], list[int], list[int]]:
     return batch.inputs.tolist(), batch.targets.tolist(), documents
 
 
+@hypothesis.settings(max_examples=30)
 @given(
     shards=TEXTS,
     tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -110,6 +112,7 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
         assert found == expected[rank::size]
 
 
+@hypothesis.settings(max_examples=20)
 @given(shards=TEXTS, stop=st.integers(0, 11), size=st.sampled_from([1, 2]), resumed=st.sampled_from([1, 2]))
 def test_a_saved_stream_goes_on_where_it_was(shards, stop, size, resumed, folder: Path):
     settings = settings_of(Settings(16, 5), Settings(24, 7))

@@ -128,6 +128,7 @@ def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_thr
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_have_the_losses_of_one_after_a_warm_up(alone, shards: Path, tmp_path: Path) -> None:
     found = run(course, 2, shards, tmp_path, True)

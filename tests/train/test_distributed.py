@@ -127,6 +127,7 @@ def chain(layouts: list[tuple[str, int]], dataset: Dataset, folder: Path, *, rel
     return whole
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_ranks_and_fewer(tiny_dataset: Dataset, tmp_path: Path) -> None:
     chain([("sharded", 1), ("sharded", 2), ("fsdp", 2), ("sharded", 1)], tiny_dataset, tmp_path)
 

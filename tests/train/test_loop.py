@@ -174,7 +174,9 @@ def break_at_the_end(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(Trainer, name, fail)
 
 
-@pytest.mark.parametrize("name", [pytest.param("evaluate", marks=pytest.mark.slow), "finish", "sample"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("evaluate", "finish")), "sample"]
+)
 def test_a_failure_after_the_last_step_loses_nothing(
     name: str,
     tiny_dataset: Dataset,

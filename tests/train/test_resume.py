@@ -108,7 +108,7 @@ def test_a_run_killed_after_any_step_resumes_exactly(
         pytest.param({"state_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param({"weights": "mantissa", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"optimizer": "adamw", "cautious": False},
-        {"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16},
+        pytest.param({"dtype": "bfloat16", "depth": 2, "kv_ratio": 2, "seq_len": 16}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -163,7 +163,11 @@ def test_other_text_is_refused(tiny_dataset: Dataset, tmp_path: Path, monkeypatc
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))],
+    ids=lambda number: number.name,
+)
 def test_a_signal_saves_the_step_and_says_how_to_go_on(
     number: signal.Signals,
     whole: Path,

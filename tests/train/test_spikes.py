@@ -127,7 +127,8 @@ def test_rollback_waits_for_the_checkpoint_that_is_being_written(
     assert (rollback["step"], rollback["spike_step"]) == (first - 1, first)
 
 
-@pytest.mark.parametrize("action", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_killed_run_does_the_same_again(action: Any, tiny_dataset: Dataset, tmp_path: Path) -> None:
     wanted = config(tiny_dataset, tmp_path / "whole", on_spike=action)
     whole = run(wanted, tiny_dataset)
