@@ -80,7 +80,7 @@ def handed_over(layouts, master, algorithm, mesh):
         optimizer.step()
     # Also what the ranks' own parts of a state are put together to.
     saved = optimizer.state_dict()["state"]
-    return whole(second.detach()), {key: whole(found) for key, found in saved[1].items()}
+    return whole(second.detach()).cpu(), {key: whole(found).cpu() for key, found in saved[1].items()}
 
 
 def never_split(master, algorithm):
@@ -91,7 +91,7 @@ def never_split(master, algorithm):
     for step in range(1, 7):
         param.grad = value(step).to(DEVICE, dtype)
         optimizer.step()
-    return param.detach(), optimizer.state[param]
+    return param.detach().cpu(), {key: found.cpu() for key, found in optimizer.state[param].items()}
 
 
 def wrong_handovers(rank, world_size, cases):
