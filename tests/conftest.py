@@ -32,7 +32,14 @@ if IS_WORKER:
 
 # A first call may compile or import for seconds: a deadline per example would only measure the machine.
 hypothesis.settings.register_profile("quintic", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("quintic"), max_examples=40)
 hypothesis.settings.load_profile("quintic")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples where the slow tests are left out."""
+    if "not slow" in (config.option.markexpr or ""):
+        hypothesis.settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, trained: Path, elsewhere: Path) -> None:
     saved = trained / "config.json"
     options = ["--config", str(saved), "--steps", "7", "--run=other", "--runs-dir", str(elsewhere)]
@@ -300,6 +301,7 @@ def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str])
     assert report.read_text(encoding="utf-8") == before
 
 
+@pytest.mark.slow
 def test_report_compares_any_runs(
     mine: Path, tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
 ) -> None:
@@ -334,6 +336,7 @@ def test_report_compares_any_runs(
         assert error_of(capsys, "report", "--runs-dir", str(runs_dir), *arguments).startswith(message)
 
 
+@pytest.mark.slow
 def test_the_command_on_the_page_repeats_the_run(
     tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +398,7 @@ def test_prepare_says_what_there_is(tiny_dataset: Dataset, capsys: pytest.Captur
     assert output.endswith(f"ready: {tiny_dataset.path}\n")
 
 
+@pytest.mark.slow
 def test_compare_prints_what_it_found(
     tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
 ) -> None:

@@ -154,6 +154,7 @@ def test_data_that_changed_on_disk(tiny_dataset: Dataset, capsys: pytest.Capture
     assert [run.name for run in (elsewhere / "runs").iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_the_run(
     tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
 ) -> None:

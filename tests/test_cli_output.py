@@ -48,6 +48,7 @@ def test_an_error_without_anywhere_to_write_it(elsewhere: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_ascii_alone(mine: Path) -> None:
     arguments = ["sample", "--runs-dir", str(mine.parent), "--prompts", "résumé", "--tokens", "1"]
     done = shell(arguments, "", mine, PYTHONIOENCODING="ascii")

@@ -38,6 +38,7 @@ def told(command: list[str], folder: Path, **environment: str) -> str:
 needs_scripts = pytest.mark.skipif(os.name == "nt", reason="scripts of POSIX shells")
 
 
+@pytest.mark.slow
 @needs_scripts
 def test_a_script_in_the_folder_is_named_by_its_path(tmp_path: Path) -> None:
     path = script(tmp_path / ".venv" / "bin")

@@ -170,6 +170,7 @@ def test_names_behave_as_if_they_were_there() -> None:
         exec("from quintic import Moun")
 
 
+@pytest.mark.slow
 def test_parts_of_the_library_are_attributes() -> None:
     code = "import quintic; print(quintic.kernels.active('cpu')['attention'], quintic.errors.ConfigError.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

@@ -6,6 +6,7 @@ clock of this process.
 """
 
 import contextlib
+import errno
 import sys
 import threading
 import time
@@ -86,9 +87,18 @@ class Progress:
     def message(self, text: str) -> None:
         """Print a line for the reader; on a terminal it appears above the display."""
         if self._live is None:
-            print(text, file=self._output, flush=True)
+            self._write(lambda: print(text, file=self._output, flush=True))
         else:
-            self._live.console.print(text, markup=False, highlight=False)
+            console = self._live.console
+            self._write(lambda: console.print(text, markup=False, highlight=False))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write; what a terminal that is gone does not take is lost: SIGHUP tells the run, which is to be saved."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
 
     @contextlib.contextmanager
     def busy(self, activity: str) -> Iterator[None]:
@@ -111,7 +121,7 @@ class Progress:
         with self._lock:
             self._busy = activity
         if self._live is not None:
-            self._live.refresh()  # at once: what follows may leave no thread a turn
+            self._write(self._live.refresh)  # at once: what follows may leave no thread a turn
 
     def train(self, record: Mapping[str, Any]) -> None:
         """Take the record of a training step."""
@@ -145,7 +155,7 @@ class Progress:
         """Draw the display a last time and give the terminal back; closing twice is fine."""
         live, self._live = self._live, None
         if live is not None:
-            live.stop()
+            self._write(live.stop)
 
     def __enter__(self) -> Self:
         return self

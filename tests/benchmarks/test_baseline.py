@@ -66,6 +66,7 @@ def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) ->
     assert "at step 0 of 6" in baseline_worker.train(job(config, tiny_dataset, seconds=-1))["cut"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_told_and_replaced(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_first_steps_of_a_stage_do_not_count() -> None:
     assert summary(lines, track)["stage_ms"][:3] == [10.0] * 3
 
 
+@pytest.mark.slow
 def test_a_contestant_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time\nprint('one', flush=True)\ntime.sleep(60)"]
     lines, code = run(command, tmp_path, {}, tmp_path / "log", limit=3)

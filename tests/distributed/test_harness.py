@@ -123,6 +123,7 @@ def test_hang_ends_in_time_and_says_who_and_where():
     assert time.monotonic() - start < 30 * TIME_FACTOR
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPUS, reason="NCCL's watchdog ends a process that waits in vain long after its time-out")
 def test_waiting_in_vain_is_a_failure_of_the_collective():
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*in reduce_without"):

@@ -1,5 +1,6 @@
 """The display on a terminal and the plain lines elsewhere."""
 
+import errno
 import io
 import os
 import re
@@ -7,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from quintic.report.progress import Progress
 
@@ -289,3 +291,36 @@ def test_nothing_is_smeared_over_the_screen(width: int) -> None:
     for step in (3, 6):  # the evaluations stay
         assert f"step {step}/1,000 validation: loss 3.000, {step / 10:.4f} bits per byte" in text
     assert text.index("step 3/1,000 validation") < text.index("step 6/1,000 validation") < text.index("step 7/1,000")
+
+
+class _Lost(io.StringIO):
+    """An output that takes nothing more once `number` is that of an error."""
+
+    number: int | None = None
+
+    def write(self, text: str) -> int:
+        if self.number is not None:
+            raise OSError(self.number, "cannot write")
+        return super().write(text)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that draws
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_that_is_gone_does_not_stop_the_run(is_terminal: bool) -> None:
+    output = _Lost()
+    console = Console(file=output, force_terminal=True, width=80) if is_terminal else None
+    with Progress(10, output=output, console=console) as progress:
+        progress.message("seen")
+        output.number = errno.EIO
+        with progress.busy("scoring"):
+            progress.message("lost")
+    assert "seen" in output.getvalue()
+    assert "lost" not in output.getvalue()
+
+
+def test_a_full_disk_is_told() -> None:
+    output = _Lost()
+    progress = Progress(10, output=output)
+    output.number = errno.ENOSPC
+    with pytest.raises(OSError, match="cannot write"):
+        progress.message("lost")

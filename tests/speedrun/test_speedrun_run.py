@@ -102,6 +102,7 @@ def test_the_run_goes_through_every_stage_and_learns(alone) -> None:
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_path: Path) -> None:
     race = race_of(shards)
     before = race.model.rotary.frequencies.clone()
@@ -120,6 +121,7 @@ def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_p
     assert torch.equal(race.model.rotary.frequencies, grown)
 
 
+@pytest.mark.slow
 def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_threads: None) -> None:
     torch.set_num_threads(1)
     state = torch.get_rng_state()

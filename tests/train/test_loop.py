@@ -88,6 +88,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     assert "not a finite number in 1 record, first at step 4" in report
 
 
+@pytest.mark.slow
 def test_the_last_good_checkpoint_of_a_diverged_run_can_be_used(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +262,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_what_happened(
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiling_and_its_time_are_shown(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +283,7 @@ def test_compiling_and_its_time_are_shown(
 # -- the garbage collector --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_garbage_is_collected_between_steps_only(
     fails: bool, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def test_every_kind_of_optimizer_state_is_resumed(
     assert course(killed) == course(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_stays_as_it_is(whole: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
     run_dir = run(tiny_config(tiny_dataset, tmp_path), tiny_dataset)
     before = final_weights(run_dir), course(run_dir)
@@ -233,6 +234,7 @@ def test_a_run_under_nohup_is_not_stopped_by_a_hang_up(
     assert course(tmp_path / "run") == course(whole)
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_is_honoured_after_the_next_step(
     whole: Path,
     tiny_dataset: Dataset,
@@ -385,6 +387,7 @@ def test_ctrl_c_in_a_terminal_saves_and_resumes_exactly(long_run: tuple[Path, Da
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000060"]
 
 
+@pytest.mark.slow
 def test_a_second_process_leaves_the_run_to_the_first(
     whole: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,6 +421,7 @@ def test_a_second_process_leaves_the_run_to_the_first(
     assert course(run_dir) == course(whole)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """With nothing left to print to."""
     terminal, inner = os.openpty()

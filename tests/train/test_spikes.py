@@ -62,6 +62,7 @@ def warned(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> P
     return run(config(tiny_dataset, tmp_path_factory.mktemp("warned")), tiny_dataset)
 
 
+@pytest.mark.slow
 def test_a_spike_is_in_the_record_and_on_the_display(
     warned: Path, tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
