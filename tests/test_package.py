@@ -6,7 +6,6 @@ what PyTorch needs through links, and nothing else that is installed here.
 
 import email
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -48,9 +47,17 @@ class Built(NamedTuple):
     """The wheel that was built from it."""
 
 
-def needs(module):
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed: pip install 'quintic[dev]'")
+def installed(name):
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def needs(name):
+    # By its metadata: setuptools has a finder of its own, which warns when it is asked for pip in a process with distutils.
+    if installed(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'quintic[dev]'")
 
 
 def run(*command, cwd=None, check=True):
@@ -64,7 +71,7 @@ def run(*command, cwd=None, check=True):
 
 def tool(module, *arguments, cwd):
     """Run a module that is installed here, wherever this process has it from."""
-    place = Path(importlib.util.find_spec(module).origin).parents[1]
+    place = installed(module).locate_file("")
     code = f"import runpy, sys; sys.path.append({str(place)!r}); sys.argv[0] = {module!r}; "
     return run(sys.executable, "-c", f"{code}runpy.run_module({module!r}, run_name='__main__')", *arguments, cwd=cwd)
 
@@ -85,9 +92,8 @@ def built(tmp_path_factory):
 
 def requirements(name, found):
     """Collect the distributions that one needs, itself included, by their normalised names."""
-    try:
-        distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
+    distribution = installed(name)
+    if distribution is None:
         return found  # of another platform
     key = re.sub(r"[-_.]+", "-", name).lower()
     if key not in found:

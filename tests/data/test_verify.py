@@ -175,7 +175,8 @@ def test_prepare_verify_says_which_file_is_wrong(made: Dataset) -> None:
     assert quintic_command(*options, folder=folder).returncode == 0  # checked before, and looks the same
     checked = quintic_command(*options, "--verify", folder=folder)
     assert checked.returncode == 2
-    assert checked.stderr.startswith(f"quintic: error: {shard}: damaged, wrong checksum; delete it and run again: quin")
+    assert checked.stderr.startswith(f"quintic: error: {shard}: damaged, wrong checksum; delete it and run again: ")
+    assert f" -m quintic prepare --data {source} " in checked.stderr  # as it was started
     with shard.open("ab") as file:
         file.write(b"\0")
     checked = quintic_command(*options, "--verify", folder=folder)
