@@ -632,7 +632,7 @@ def test_the_head_in_8_bits_is_close():
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
-def compare(plain, compiled, inputs, targets, tolerance, **options):
+def compare(plain, compiled, inputs, targets, tolerance, *, bias_tolerance=None, **options):
     losses = [
         model(inputs, targets, prediction_weights=WEIGHTS, prefix_weight=0.3, **options) for model in (plain, compiled)
     ]
@@ -641,7 +641,7 @@ def compare(plain, compiled, inputs, targets, tolerance, **options):
         loss.backward()
     for (name, param), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         difference = (param.grad.float() - other.grad.float()).norm() / param.grad.float().norm()
-        assert float(difference) < tolerance, name
+        assert float(difference) < (bias_tolerance or tolerance if name.endswith(".bias") else tolerance), name
 
 
 def compare_compiled(**options):
@@ -705,6 +705,7 @@ def test_bfloat16_on_a_gpu_is_close_to_float32(whole):
         inputs.cuda(),
         targets.cuda(),
         0.1,
+        bias_tolerance=0.5,  # their gradients are sums over all tokens in which most terms cancel
         document_starts=starts.to("cuda", torch.int32),
         longest_document=1024,
     )
