@@ -7,7 +7,9 @@ before a block makes an exception: `<!-- ranks: 2 -->` starts it with torchrun, 
 import dataclasses
 import doctest
 import importlib.util
+import itertools
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -20,7 +22,22 @@ from torch import nn
 
 import quintic
 from quintic.cli import OPTION_ALIASES
-from quintic.commands.options import ComparisonOptions, EvalOptions, ExportOptions, ReportOptions, SampleOptions
+from quintic.commands.options import (
+    ComparisonOptions,
+    EvalOptions,
+    ExportOptions,
+    ReportOptions,
+    SampleOptions,
+    eval_options,
+    export_options,
+    prepare_options,
+    rehearsal_options,
+    report_options,
+    sample_options,
+    speedrun_options,
+    training_options,
+)
+from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.train.config import Config
 
@@ -175,6 +192,43 @@ def test_commands_and_options_exist(page):
         assert command in commands, f"{name(page)}: quintic {command}"
         for option in re.findall(r"--[\w-]+", rest):
             assert option in options | own.get(command, set()), f"{name(page)}: quintic {command} {option}"
+
+
+READERS = {
+    "train": lambda given: speedrun_options(given) or training_options(given, "train"),
+    "compare": lambda given: training_options(given, "compare"),
+    "prepare": prepare_options,
+    "plan": lambda given: rehearsal_options(given) or training_options(given, "plan"),
+    "sample": sample_options,
+    "eval": eval_options,
+    "export": export_options,
+    "report": report_options,
+}
+"""What reads the options of a command, by its name."""
+
+
+def commands_of(page):
+    """The commands of a page's shell blocks that can be read without a run, as (command, options)."""
+    for block in blocks(page):
+        for line in block.code.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["make"] and words[1:2] in (["train"], ["compare"]):
+                yield words[1], shlex.split("".join(words[2:]).removeprefix("ARGS="))
+            elif set(words) & {"quintic", ".venv/bin/quintic"}:
+                place = next(n for n, word in enumerate(words) if word in ("quintic", ".venv/bin/quintic"))
+                yield words[place + 1], list(itertools.takewhile(lambda word: "$(" not in word, words[place + 2 :]))
+
+
+@pytest.mark.parametrize("page", [page for page in MANUAL if any(commands_of(page))], ids=name)
+def test_the_options_of_commands_can_be_read(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command, given in commands_of(page):
+        given = [OPTION_ALIASES.get(word, word) for word in given]
+        if "--resume" in given:
+            with pytest.raises(ConfigError, match=r"no run|is not a run"):
+                READERS[command](given)
+        elif "--help" not in given:
+            READERS[command](given)
 
 
 @pytest.mark.parametrize("page", [page for page in MANUAL if page.name != "LOG.md"], ids=name)
