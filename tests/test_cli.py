@@ -257,6 +257,20 @@ def test_sample_continues_prompts(trained: Path, capsys: pytest.CaptureFixture[s
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("command", ["sample", "eval", "export run --to hf"])
+def test_a_run_without_a_checkpoint_is_not_told_to_resume(
+    command: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_bytes((trained / "config.json").read_bytes())
+    message = error_of(capsys, *command.split(), "--runs-dir", str(tmp_path))
+    assert message == (
+        f"{run}: has no checkpoint yet; it gets one every --save-every steps and when it ends or is stopped; wait, or "
+        "name another --run"
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -107,7 +107,12 @@ def test_waiting_is_told_on_a_terminal_alone(
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["sample", *runs]) == 0
     assert main(["eval", *runs]) == 0
-    assert terminal.getvalue().splitlines() == ["Writing a sample ...", "Scoring validation text ..."]
+    assert terminal.getvalue().splitlines() == [
+        f"Loading the model of {mine} ...",
+        "Writing a sample ...",
+        f"Loading the model of {mine} ...",
+        "Scoring validation text ...",
+    ]
 
 
 # Nouns that the program counts.

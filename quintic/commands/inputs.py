@@ -7,9 +7,11 @@ from typing import Literal
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
+from quintic.errors import ConfigError
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
-from quintic.train.checkpoint import load_model_weights, newest_checkpoint
+from quintic.streams import say_waiting
+from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint
 from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import check_trackers
@@ -42,6 +44,10 @@ def trained_model(
     """Return the model of a run with the weights of its newest good checkpoint, its data and its configuration."""
     run_dir = find_run(runs_dir, run)
     config = load_config(run_dir / CONFIG_FILE)
+    if not checkpoints(run_dir):
+        hint = "it gets one every --save-every steps and when it ends or is stopped; wait, or name another --run"
+        raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
+    say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
     dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
     # The precision of the training run, so that scores agree; not its attention, which may need another device.

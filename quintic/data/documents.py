@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from quintic.errors import DataError
 
 __all__ = [
+    "ENDINGS_ADVICE",
     "MAX_DOCUMENT_BYTES",
     "SUPPORTED_ENDINGS",
     "is_supported",
@@ -27,6 +28,9 @@ TEXT_ENDINGS = (".txt", ".md", ".rst")
 SUPPORTED_ENDINGS = (
     *(ending + packed for ending in (*TEXT_ENDINGS, ".jsonl") for packed in ("", ".gz", ".zst")),
     ".parquet",
+)
+ENDINGS_ADVICE = (
+    f"supported are {', '.join(SUPPORTED_ENDINGS)}; copy other plain text, source code for example, to names in .txt"
 )
 MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
@@ -75,7 +79,7 @@ def read_documents(path: Path) -> Iterator[str]:
     """
     name = path.name.lower()
     if not is_supported(name):
-        raise DataError(f"{path}: unknown ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+        raise DataError(f"{path}: unknown ending; {ENDINGS_ADVICE}")
     try:
         if name.endswith(".parquet"):
             documents = _parquet_documents(path)

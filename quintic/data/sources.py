@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.documents import SUPPORTED_ENDINGS, is_supported, read_documents, stored_as_text
+from quintic.data.documents import ENDINGS_ADVICE, is_supported, read_documents, stored_as_text
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
 
@@ -63,12 +63,12 @@ def _path_source(spec: str) -> Source:
         files = sorted(_visible_files(root), key=lambda path: path.relative_to(root).as_posix())
         files = [path for path in files if is_supported(path.name)]
         if not files:
-            raise DataError(f"{spec}: no file with a supported ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+            raise DataError(f"{spec}: no file with a supported ending; {ENDINGS_ADVICE}")
         parts = tuple(_file_part(path, path.relative_to(root).as_posix()) for path in files)
         name = slug(root.resolve().name)
     else:
         if not is_supported(root.name):
-            raise DataError(f"{spec}: unknown ending; supported are {', '.join(SUPPORTED_ENDINGS)}")
+            raise DataError(f"{spec}: unknown ending; {ENDINGS_ADVICE}")
         if not root.is_file():  # text is read more than once; a pipe gives it once, and waits for a writer
             raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
         parts = (_file_part(root, root.name),)

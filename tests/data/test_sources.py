@@ -231,12 +231,14 @@ def test_a_folder_without_text_lists_the_endings(tmp_path: Path) -> None:
     text = message(lambda: opened(tmp_path))
     assert text.startswith(f"{tmp_path}: no file with a supported ending")
     assert all(ending in text for ending in SUPPORTED_ENDINGS)
+    assert text.endswith("; copy other plain text, source code for example, to names in .txt")
 
 
 def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_bytes(b"")
     text = message(lambda: opened(tmp_path / "a.doc"))
     assert "a.doc: unknown ending; supported are .txt, .txt.gz, .txt.zst, .md" in text
+    assert text.endswith("; copy other plain text, source code for example, to names in .txt")
     assert "a.doc: unknown ending" in message(lambda: list(read_documents(tmp_path / "a.doc")))
 
 

@@ -247,6 +247,14 @@ def test_the_command_starts_as_many_ranks_as_the_run_had(
     )
 
 
+@pytest.mark.parametrize(("milliseconds", "words"), [(999.0, "999 milliseconds"), (22_140.0, "22.1 seconds")])
+def test_the_time_of_a_step_is_written_out(milliseconds: float, words: str, tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", name="n", machine={"device": "CPU"})
+        log.write("train", step=1, loss=1.0, times_ms={"optimizer": milliseconds})
+    assert f"A typical step took {words}." in read(write_report(tmp_path)).text
+
+
 def test_a_missing_matplotlib_costs_the_charts_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
