@@ -136,6 +136,7 @@ def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.Capture
     assert message == f"{elsewhere}/file/run: cannot be made (Not a directory); choose another --runs-dir"
 
 
+@pytest.mark.slow
 def test_data_that_changed_on_disk(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     options = tiny_options(tiny_dataset, elsewhere / "runs", run="run", data_dir=elsewhere / "data", steps=1, threads=1)
     assert main(["train", *options]) == 0
@@ -173,6 +174,7 @@ def test_a_disk_that_fills_up_during_the_run(
     assert main(["train", "--resume"]) == 0  # when there is space again
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_checkpoint(
     tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_torch_for_cpus_is_recognised(
 # -- public names -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_import_quintic_imports_nothing_until_a_name_is_used() -> None:
     code = "import quintic, sys; print('torch' in sys.modules); quintic.Muon; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)

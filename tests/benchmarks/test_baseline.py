@@ -55,6 +55,7 @@ def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, 
     return {"config": to_dict(config), "data": str(dataset.path), "deadline": end, "start_by": end}
 
 
+@pytest.mark.slow
 def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", optimizer="adamw", clip_norm=0.5, eval_every=2)
     result = baseline_worker.train(job(config, tiny_dataset))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from benchmarks import offload as bench_offload
@@ -9,6 +10,7 @@ from benchmarks import offload as bench_offload
 ARGUMENTS = ["--device", "cpu", "--set", "tiny", "--dtype", "fp32", "--steps", "2"]
 
 
+@pytest.mark.slow
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert bench_offload.main(["--out", str(tmp_path), *ARGUMENTS, "--variant", "muon", "neuron"]) == 0
     result = json.loads((tmp_path / "offload.json").read_text())
@@ -34,6 +36,7 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     assert capsys.readouterr().out.count("same bits") == 2
 
 
+@pytest.mark.slow
 def test_other_bits_and_errors_are_told(tmp_path, monkeypatch, capsys):
     make = bench_offload.quintic_muon
 

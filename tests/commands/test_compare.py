@@ -83,6 +83,7 @@ def test_both_names_are_checked_before_the_first_run(kind: str, tiny_dataset: Da
     assert [path.name for path in tmp_path.iterdir()] == [f"c-{kind}"]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_transformers_takes_it_for_a_factory():
     assert module.is_optimizer_factory(MuonFactory)
 
 
+@pytest.mark.slow
 def test_import_quintic_imports_no_integration():
     code = (
         "import sys, quintic; print('quintic.integrations' in sys.modules); import quintic.integrations.hugging_face;"

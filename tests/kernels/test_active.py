@@ -112,6 +112,7 @@ def test_an_older_device(monkeypatch):
     assert found["linear_relu2"] == "triton"
 
 
+@pytest.mark.slow
 def test_it_is_there_after_import_quintic_and_loads_nothing_before_it_is_called():
     code = """
 import sys, torch

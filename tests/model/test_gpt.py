@@ -224,6 +224,7 @@ def test_a_tiny_model_learns_a_pattern():
     assert float(loss.detach()) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
 def test_compiled_parts_compute_what_the_model_computes(monkeypatch):
     # What is traced is in question here, not the code that is made of it, which takes a minute.

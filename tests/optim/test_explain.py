@@ -190,6 +190,7 @@ def test_every_family_fits_the_terminal(family):
             assert [word for word in words if word not in text] == [], (row.name, width)
 
 
+@pytest.mark.slow
 def test_a_terminal_decides_how_wide_the_table_is(monkeypatch):
     explanation = explain(families.build("gpt2", "full")[1])
     monkeypatch.setenv("COLUMNS", "80")
@@ -336,6 +337,7 @@ def test_a_model_of_70_billion_parameters_takes_no_time_and_no_memory():
     )
 
 
+@pytest.mark.slow
 def test_many_modules_take_time_in_proportion():
     def seconds(count):
         with torch.device("meta"):

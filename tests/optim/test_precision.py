@@ -68,6 +68,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_mantissa_is_the_float32_master_bit_for_bit_over_a_thousand_steps(options):
     """The gradients depend on the weights, as in training: one bit of difference would grow."""

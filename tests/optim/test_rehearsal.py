@@ -104,6 +104,7 @@ def bytes_sent(bucket, normalizes, nodes=None):
     return gather * directions + scatter * updates + factors
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MESHES), sizes, options, st.sampled_from([None, 1, 2, 3, 4]))
 def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, node_size):

@@ -114,6 +114,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)  # each draws eighteen charts
 @given(data=st.data())
 def test_no_change_of_a_field_is_a_traceback(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -273,6 +273,7 @@ def test_a_missing_matplotlib_costs_the_charts_only(
     assert "1.414 bits per byte" in page.text
 
 
+@pytest.mark.slow
 def test_pages_are_the_same_each_time_and_load_matplotlib_late(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     first = write_report(folder).read_bytes()

@@ -232,6 +232,7 @@ def options_for(shards: Path, runs_dir: Path, *more: str) -> list[str]:
     return ["train", "--preset", "speedrun-tiny", *fixed, "--no-warm-up", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_threads", "elsewhere")
 def test_the_command_runs_the_preset_without_features(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -251,6 +251,7 @@ def test_evaluation_collects_nothing():
     assert all(scaling.amax == 0 for scaling in layer.modules() if isinstance(scaling, DelayedScaling))
 
 
+@pytest.mark.slow
 def test_microbatches_collect_together_and_compile_as_one_graph():
     layer = Fp8Linear(16, 32)
     batches = [torch.randn(4, 16), 3 * torch.randn(2, 4, 16)]
