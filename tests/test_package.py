@@ -55,7 +55,8 @@ def installed(name):
 
 
 def needs(name):
-    # By its metadata: setuptools has a finder of its own, which warns when it is asked for pip in a process with distutils.
+    # By its metadata: setuptools has a finder of its own, which warns when it is asked for pip in a process with
+    # distutils.
     if installed(name) is None:
         pytest.skip(f"{name} is not installed: pip install 'quintic[dev]'")
 

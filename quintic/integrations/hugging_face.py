@@ -21,8 +21,9 @@ class MuonFactory:
     """Makes `quintic.Muon` when `Trainer` knows the model that it trains; for `optimizer_cls_and_kwargs`.
 
     The keywords beside it are those of `quintic.Muon` and `quintic.param_groups`. Of `TrainingArguments` the schedule
-    counts, and scales the rates of both algorithms; `learning_rate`, `weight_decay` and `optim` do not. Several ranks
-    without FSDP2: add `"comms": "averaged"`, and they divide Muon's work.
+    counts, and scales the rates of both algorithms; `learning_rate`, `weight_decay`, `adam_beta1` and its like, and
+    `optim` do not. Set `max_grad_norm=0`: `Trainer` clips all gradients by one norm. Several ranks without FSDP2: add
+    `"comms": "averaged"`, and they divide Muon's work.
 
     Raises:
         TypeError: transformers is older than version 5, and gives parameters without their model.

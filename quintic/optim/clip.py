@@ -17,6 +17,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.optimizer_base import bare
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averages.gradient_averages import OfGroup
@@ -35,7 +36,7 @@ _NORM_EPS = 1e-6
 @opaque
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizer: Muon,
+    optimizer: torch.optim.Optimizer,
     max_norm: float,
     *,
     scope: Literal["adamw", "all"] = "adamw",
@@ -71,7 +72,8 @@ def clip_grad_norm_(
     Groups that are between two of their steps (`step_every`) are left alone: their gradients still add up.
 
     Args:
-        optimizer: whose gradients are clipped; weights and state are not read.
+        optimizer: `quintic.Muon` whose gradients are clipped, also as Accelerate or Lightning have wrapped it; weights
+            and state are not read.
         max_norm: upper bound of the total norm, > 0; `math.inf` measures without scaling.
         scope: `"adamw"`: gradients of AdamW groups; `"all"`: of all groups.
         error_if_nonfinite: raise if the norm is infinite or undefined; nothing was scaled then. Waits for the device.
@@ -93,6 +95,7 @@ def clip_grad_norm_(
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
+    optimizer = bare(optimizer)
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer must be a quintic.Muon, got {type(optimizer).__name__}")
     if scope not in _SCOPES:

@@ -23,6 +23,7 @@ from quintic.optim.checkpoint.saved_formats import (
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon
+from quintic.optim.optimizer_base import bare
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.sharded_state import DividedState, divided_parameters, part_of_saved
@@ -65,7 +66,7 @@ class _Copy(NamedTuple):
 
 
 def import_state(
-    optimizer: Muon,
+    optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     source: Source,
@@ -79,7 +80,7 @@ def import_state(
     the optimizer's `momentum` is mu. Hyperparameters stay what they are; masters, if there are any, follow the weights.
 
     Args:
-        optimizer: a `quintic.Muon`, changed.
+        optimizer: a `quintic.Muon`, changed; also as Accelerate or Lightning have wrapped it.
         saved: what `state_dict()` of one optimizer returned, or torch.distributed.checkpoint's
             `get_optimizer_state_dict`. Of KellerJordan/Muon and nanochat, where each rank saves what it owns, the
             state dicts of all ranks in their order.
@@ -107,15 +108,15 @@ def import_state(
     if second_moments not in get_args(SecondMoments):
         raise ValueError(f"second_moments={second_moments!r}: choose 'exact', 'average' or 'drop'")
     ranks = [saved] if isinstance(saved, Mapping) else list(saved)
-    owned = _owned(optimizer)
+    owned = _owned(bare(optimizer))
     return _copy_in(_read(ranks, source, names, owned), owned, second_moments)
 
 
-def import_torch_state(optimizer: Muon, *state_dicts: Mapping[str, Any]) -> list[str]:
+def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[str, Any]) -> list[str]:
     """Copy the state of several PyTorch optimizers at once, as `import_state` does; nothing changes unless all fits.
 
     Args:
-        optimizer: a `quintic.Muon`, changed.
+        optimizer: a `quintic.Muon`, changed; also as Accelerate or Lightning have wrapped it.
         state_dicts: what `torch.optim.Muon.state_dict()` and `torch.optim.AdamW.state_dict()` returned, in any order;
             parameters that none of them knows keep their state.
 
@@ -125,7 +126,7 @@ def import_torch_state(optimizer: Muon, *state_dicts: Mapping[str, Any]) -> list
     Raises:
         ValueError: as `import_state`.
     """
-    owned = _owned(optimizer)
+    owned = _owned(bare(optimizer))
     return _copy_in([entry for saved in state_dicts for entry in _read([saved], "torch", None, owned)], owned, "exact")
 
 

@@ -27,7 +27,19 @@ from quintic.optim.step.runner import Runner
 from quintic.optim.steps_made import StepsMade
 from quintic.optim.validate import check_apart, check_group, check_keys
 
-__all__ = ["OptimizerBase"]
+__all__ = ["OptimizerBase", "bare"]
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a training library's wrappers; the argument itself where there is no wrapper.
+
+    Accelerate's `AcceleratedOptimizer` (also in transformers' `Trainer`) and Lightning's `LightningOptimizer` have it
+    as their attribute `optimizer`.
+    """
+    # Lightning's wrapper is an instance of the wrapped class, too, without what that needs.
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 class OptimizerBase(Optimizer):

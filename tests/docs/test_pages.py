@@ -76,7 +76,7 @@ class Block(NamedTuple):
 
 
 FENCE = re.compile(
-    r"^(?:<!-- (?:ranks: (?P<ranks>\d+)|not run: (?P<why>.+)) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
+    r"^(?:<!-- (?:ranks: (?P<ranks>\d+)|not run: (?P<why>[^\n]+)) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
     r"(?P<code>.*?)^(?P=indent)``` *$",
     re.DOTALL | re.MULTILINE,
 )
@@ -88,6 +88,14 @@ def blocks(page):
         line = text.count("\n", 0, found.start("language")) + 1
         code = textwrap.dedent(found["code"])
         yield Block(line, found["language"], code, int(found["ranks"] or 0), found["why"])
+
+
+def test_a_reason_ends_with_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    omitted = "<!-- not run: no such library here -->\n```python\nimport no_such_library\n```\n"
+    page.write_text(f"{omitted}\n## Between\n\n```python\n1\n```\n\n{omitted}", "utf-8")
+    assert [runs_here(block) for block in blocks(page)] == [False, True, False]
+    assert anchors(page) == {"between"}
 
 
 def runs_here(block):

@@ -28,6 +28,7 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_gradient, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
+from quintic.optim.optimizer_base import bare
 from quintic.optim.parameters import Parameter, parameters_of
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
@@ -62,7 +63,7 @@ Observer = Callable[[Tensor, int, Rounding], None]
 """Called with a parameter, the number of a matrix of it and its rounding."""
 
 
-def reference_step(optimizer: Muon) -> None:
+def reference_step(optimizer: torch.optim.Optimizer) -> None:
     """Do what `optimizer.step()` does, slowly: every matrix by itself, whole, in plain PyTorch, on every rank.
 
     For tests and for `quintic.verify`, not for training. The same weights and state are changed, and the place in
@@ -76,7 +77,8 @@ def reference_step(optimizer: Muon) -> None:
     device and for each other.
 
     Args:
-        optimizer: with gradients in `p.grad`, which are not modified, but for those of tied parameters.
+        optimizer: `quintic.Muon`, also as Accelerate or Lightning have wrapped it, with gradients in `p.grad`, which
+            are not modified, but for those of tied parameters.
 
     Raises:
         TypeError: it is not a `quintic.Muon`.
@@ -84,6 +86,7 @@ def reference_step(optimizer: Muon) -> None:
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
         RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
     """
+    optimizer = bare(optimizer)
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
     run_reference(optimizer, None)

@@ -23,6 +23,7 @@ from quintic.optim.groups.names import model_parameters
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
+from quintic.optim.optimizer_base import bare
 from quintic.optim.parameters import Parameter, parameters_of
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
@@ -51,7 +52,9 @@ _MOST_REPORTED = 1000
 _NO_OPTIONS = ("params", "param_names", "process_group")
 
 
-def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | None = None) -> Verification:
+def verify(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, process_group: ProcessGroup | None = None
+) -> Verification:
     """Make one step on this mesh, compare it with `reference_step`, and undo both.
 
     Call it where `optimizer.step()` would be called, after `backward()`; training then goes on as if nothing had
@@ -70,7 +73,7 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
 
     Args:
         model: its parameters; those the optimizer has must be among them.
-        optimizer: made for the model.
+        optimizer: `quintic.Muon` made for the model, also as Accelerate or Lightning have wrapped it.
         process_group: the ranks that call, and that get the report; None for all.
 
     Returns:
@@ -81,6 +84,7 @@ def verify(model: nn.Module, optimizer: Muon, *, process_group: ProcessGroup | N
         TypeError: the optimizer is not a `quintic.Muon`.
         ValueError, FloatingPointError: as `optimizer.step()`, and `reference_step`; everything is restored before.
     """
+    optimizer = bare(optimizer)
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
