@@ -108,38 +108,28 @@ def copy_runs_(
 
 
 @triton.jit
-def _mean_kernel(received, own, mean, numel, RANKS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
+def _mean_kernel(received, mean, numel, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < numel
     place = element
-    if OWN == 0:
-        total = tl.load(own + element, mask=inside, other=0.0).to(tl.float32)
-    else:
-        total = tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
-    for rank in tl.static_range(1, RANKS):
+    total = tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, RANKS):
         place += numel  # 64 bits wide, which a rank times the entries of each need not be
-        if rank == OWN:
-            total += tl.load(own + element, mask=inside, other=0.0).to(tl.float32)
-        else:
-            total += tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(received + place, mask=inside, other=0.0).to(tl.float32)
     # Rounded once, as a division rounds; times the reciprocal would round twice.
     average = tl.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
     tl.store(mean + element, average.to(mean.dtype.element_ty), mask=inside)
 
 
-def mean_of_ranks_(received: Tensor, mean: Tensor, own: tuple[int, Tensor] | None = None) -> Tensor:
+def mean_of_ranks_(received: Tensor, mean: Tensor) -> Tensor:
     """Write the mean of the first dimension, summed in order in float32 and rounded once; return it.
 
     Args:
         received: (ranks, entries) contiguous, float32, bfloat16 or float16.
         mean: (entries,) contiguous, of the same dtype; changed.
-        own: a rank, and its (entries,) contiguous, of the same dtype, in place of what `received` has of it; they may
-            be `mean`.
     """
     num_ranks, numel = received.shape
-    rank, values = (-1, received) if own is None else own
     if numel:
         grid = (triton.cdiv(numel, _MEAN_BLOCK),)
-        constants = {"RANKS": num_ranks, "OWN": rank, "BLOCK": _MEAN_BLOCK, "num_warps": 4}
-        launch(_mean_kernel, grid, received, values, mean, numel, **constants)
+        launch(_mean_kernel, grid, received, mean, numel, RANKS=num_ranks, BLOCK=_MEAN_BLOCK, num_warps=4)
     return mean

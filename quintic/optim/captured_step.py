@@ -78,7 +78,6 @@ class CapturedStep:
         self._graphs: dict[_Due, _Recorded] = {}
         self._num_eager: Counter[_Due] = Counter()
         self._captured: object = None
-        self._kept_bytes = 0
 
     def __enter__(self) -> "CapturedStep":
         """Return itself."""
@@ -109,9 +108,7 @@ class CapturedStep:
                 round, or one with other placements; nothing was changed.
         """
         optimizer, found = self._optimizer, self._fingerprint()
-        # Other ranks write to memory that is another one where it had to become larger.
-        moved = bool(self._graphs) and self._kept_bytes != optimizer.current.communicators.kept_bytes
-        if found != self._captured or moved:
+        if found != self._captured:
             self.close()
             self._captured = found
         pending_steps = optimizer.next_pending_steps()
@@ -128,7 +125,6 @@ class CapturedStep:
             optimizer.upload_hyperparameters()
         graph, _, done = self._graphs[due]
         graph.replay()
-        optimizer.current.communicators.mark_end()
         if 0 in outside:
             done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
         optimizer.note_step(done, pending_steps, is_replayed=True)
@@ -147,7 +143,6 @@ class CapturedStep:
             return done
 
         graph, done = _captured(work)
-        self._kept_bytes = optimizer.current.communicators.kept_bytes
         return _Recorded(graph, gradients, done)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from quintic.optim.comms.communicators import Communicators, check_transport
+from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
@@ -228,6 +228,4 @@ class Current:
 def _checked(number: int, dictionary: dict[str, Any]) -> Group:
     """Return a group whose options and parameters can be stepped."""
     check_group(number, dictionary)
-    group = Group.of(number, dictionary)
-    check_transport(group, layouts_of(group))
-    return group
+    return Group.of(number, dictionary)

@@ -7,7 +7,6 @@ ranks: `gathered_step.py`. Groups and state, and how they are saved and loaded, 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -127,10 +126,6 @@ class Muon(OptimizerBase):
             of it, and nothing of it is sent between copies, which may be nodes with slow links between them; `"auto"`:
             whichever is estimated to be faster from the plan and the ranks' hosts, see
             `docs/explanation/several-ranks.md`. The bits are the same.
-        transport: how gradients, directions, updates and weights travel between ranks: `"collectives"` of their
-            process group, or `"copy_engines"`: GPUs of one host write into each other's memory, beside their
-            multiprocessors instead of on them. The bits are the same; the memory of messages is kept between steps, in
-            addition to temporary memory, see `docs/explanation/several-ranks.md`.
         launch_order: names of parameters whose messages are sent first, in this order, where ranks divide the work;
             the same on all ranks. None for the largest bucket, then AdamW's.
         work_order: names of parameters that are stepped first once they have arrived, likewise.
@@ -186,7 +181,6 @@ class Muon(OptimizerBase):
         comms: Literal["none", "averaged", "replicated", "sharded", "sharded_sparse"] = "none",
         process_group: ProcessGroup | None = None,
         replicas: Literal["auto", "divide", "repeat"] = "auto",
-        transport: Literal["collectives", "copy_engines"] = "collectives",
         master: Literal["fp32", "mantissa"] | None = None,
         state_dtype: Literal["bf16"] | None = None,
         qk_clip: QKClip | None = None,
@@ -223,7 +217,7 @@ class Muon(OptimizerBase):
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
-        return replace(self._planned().plan, kept_bytes=self._current.communicators.kept_bytes)
+        return self._planned().plan
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...

@@ -56,7 +56,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "decay_coupling": ("lr", "lr_squared"),
     "comms": ("none", "averaged", "replicated", "sharded", "sharded_sparse"),
     "replicas": ("auto", "divide", "repeat"),
-    "transport": ("collectives", "copy_engines"),
     "master": (None, "fp32", "mantissa"),
     "state_dtype": (None, "bf16"),
     "offload": (False, True),

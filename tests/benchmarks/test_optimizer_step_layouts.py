@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +13,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import run
-from shared_memory import SharedMemory
 
 from benchmarks.common import peer_files, results
 from benchmarks.optimizer_step import __main__ as optimizer_step
 from benchmarks.optimizer_step import rows
 from benchmarks.optimizer_step.layouts import collectives, invariance, page, targets
 from benchmarks.optimizer_step.layouts import contestants as layouts
-from quintic.optim.comms import peer_memory
-from quintic.optim.comms.channels import Route
-from quintic.optim.comms.copy_engines import CopyEngines
 
 MIB = 2**20
 
@@ -188,43 +183,6 @@ def test_collectives_are_noted_run_again_and_left_out():
     # What is sent, again and again; a sum of two equal ones; and nothing from rank 1 for rank 0.
     assert without_first == [[1.0] * 6, [1.0] * 8, [0.0] * 4]
     assert without_second == [[2.0] * 2, [2.0] * 8, [4.0] * 4]
-
-
-def messages_of(rank, world_size):
-    channel = CopyEngines(dist.group.WORLD, torch.device("cpu"), SharedMemory)
-    mine = torch.full((4,), rank + 1.0)
-    amounts = [[3, 1], [3, 1]]
-    route = Route(2, rank, lambda i, j: amounts[i][j])
-
-    def step() -> list[torch.Tensor]:
-        with channel.messages():
-            pending = [
-                channel.all_to_all(mine, route),
-                channel.all_gather(mine),
-                channel.broadcasts(mine.clone(), [4, 0]),
-            ]
-            found = [one.wait().clone() for one in pending]
-            for one in pending:
-                one.release()
-        return found
-
-    step()
-    found = collectives.recorded(step)
-    alone = collectives.run_alone(found)
-    for _ in range(2):
-        alone()
-    messages = [one for one in found if isinstance(one, collectives.Message)]
-    with mock.patch.object(peer_memory, "PeerMemory", SharedMemory), collectives.without_sending():
-        if rank == 0:  # alone: nobody waits for anybody
-            step()
-    return [(one.name, one.sent_bytes) for one in messages], [tensor.tolist() for tensor in step()]
-
-
-def test_messages_of_copy_engines_are_noted_and_sent_again():
-    (first, found), (second, _) = run(messages_of, 2, timeout=60)
-    assert first == [("all_to_all", 4 * 1), ("all_gather", 4 * 4), ("broadcasts", 4 * 4)]
-    assert second == [("all_to_all", 4 * 3), ("all_gather", 4 * 4), ("broadcasts", 0)]
-    assert found == [[1.0] * 3 + [2.0] * 3, [1.0] * 4 + [2.0] * 4, [1.0] * 4]
 
 
 # --------------------------------------------------------------------------------------------------------- invariance

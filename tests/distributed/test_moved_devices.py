@@ -46,19 +46,3 @@ def check_warm_ups(rank, world_size):
 
 def test_collectives_run_once_on_every_kind_of_device():
     assert run(check_warm_ups, 2, timeout=60) == [" cpu   cuda   "] * 2
-
-
-def check_channels(rank, world_size):
-    found = Communicators()
-    ranks = tuple(range(world_size))
-    found.spanning(ranks, torch.device("cpu"))
-    first, second = (found.channel(ranks, "copy_engines", torch.device("cuda", index)) for index in (0, 1))
-    assert first is not second
-    assert (first.device.index, second.device.index) == (0, 1)
-    assert found.channel(ranks, "copy_engines", torch.device("cuda", 1)) is second
-    plain = found.channel(ranks, "collectives", torch.device("cuda", 0))
-    assert found.channel(ranks, "collectives", torch.device("cpu")) is plain
-
-
-def test_copy_engines_are_those_of_the_device():
-    run(check_channels, 2, timeout=60)

@@ -7,16 +7,16 @@ import pytest
 import torch
 from allocated import peak_bytes
 from harness import DEVICE, ON_GPUS, run
-from shared_memory import copy_engines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import quintic
-from quintic.optim.comms import channels
 from quintic.optim.comms.collectives import Pending
+from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
 from quintic.optim.step import gathered_step
+from quintic.optim.step.averages import averaging
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
@@ -66,7 +66,8 @@ def messages_alone():
     fakes = {"start_all_to_all": all_to_all, "start_all_gather": all_gather, "start_broadcasts": broadcasts}
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():
-            stack.enter_context(mock.patch.object(channels, name, fake))
+            for module in (averaging, exchange):
+                stack.enter_context(mock.patch.object(module, name, fake))
         yield
 
 
@@ -86,14 +87,6 @@ def measured(rank, world_size, cases):
 
 MATRIX, TRANSPOSED = quintic.Matrix(), quintic.Matrix(transposed=True)
 OPTIONS = ({"compute_dtype": torch.float32}, {"compute_dtype": torch.float16, "normalize": "neuron"})
-
-
-ENGINES = {"transport": "copy_engines"}
-
-
-def measured_with_engines(rank, world_size, cases):
-    with copy_engines():
-        return measured(rank, world_size, [(*case[:3], {**case[3], **ENGINES}) for case in cases])
 
 
 def cases_of(layouts):
@@ -120,14 +113,6 @@ def cases_of(layouts):
 def test_what_a_step_allocates(world_size, layouts):
     cases = cases_of(layouts)
     check(cases, run(measured, world_size, cases, timeout=110))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layouts"), [(2, ("rows", "averaged", "sharded")), (3, ("columns", "replicated"))]
-)
-def test_what_a_step_allocates_besides_memory_that_is_kept(world_size, layouts):
-    cases = cases_of(layouts)
-    check(cases, run(measured_with_engines, world_size, cases, timeout=110))
 
 
 def kept_by_updates(rank, world_size):

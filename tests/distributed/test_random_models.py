@@ -16,7 +16,6 @@ import pytest
 import torch
 from harness import DEVICE, ON_GPUS, run
 from models import gradient, mean_gradient
-from shared_memory import copy_engines
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -88,7 +87,6 @@ def draw(seed: int, world_size: int) -> Drawn:
         "on_nonfinite": choose.choice(["propagate", "skip"]),
         "master": choose.choice([None, "fp32", "mantissa"]) if dtype == torch.bfloat16 else None,
         "offload": choose.random() < 0.2,
-        "transport": choose.choice(["collectives", "collectives", "copy_engines"]),
     }
     options["adamw_weight_decay"] = options["weight_decay"]
     if options["orthogonalizer"] == "svd":
@@ -199,7 +197,7 @@ def meshes_of(world_size: int) -> dict[str, DeviceMesh]:
 def check_seed(rank: int, world_size: int, seed: int) -> None:
     drawn = draw(seed, world_size)
     one_params = {name: nn.Parameter(value) for name, value in initial(drawn).items()}
-    one = optimizer_of(drawn, one_params, "none", without=("offload", "transport"))
+    one = optimizer_of(drawn, one_params, "none", without=("offload",))
     comms = "none" if drawn.meshes else drawn.layout
     meshes = meshes_of(world_size) if drawn.meshes else {}
 
@@ -253,11 +251,10 @@ def check_seed(rank: int, world_size: int, seed: int) -> None:
 
 def check_seeds(rank: int, world_size: int, seeds: Sequence[int]) -> None:
     for seed in seeds:
-        with copy_engines():
-            try:
-                check_seed(rank, world_size, seed)
-            except Exception as error:
-                raise AssertionError(f"seed {seed}: {draw(seed, world_size)}") from error
+        try:
+            check_seed(rank, world_size, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {draw(seed, world_size)}") from error
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -111,14 +111,12 @@ class Layout:
         wrap: lays a model out over the mesh, from `wrappings`.
         cases: names of `CASES`, run one after the other.
         comms: option of the optimizer, for plain tensors.
-        transport: likewise, for all.
     """
 
     mesh: tuple[int, ...]
     wrap: Callable[[nn.Module, DeviceMesh], None] = wrappings.plain
     cases: tuple[str, ...] = ("plain", "cautious", "mantissa")
     comms: str = "none"
-    transport: str = "collectives"
 
     @property
     def world_size(self) -> int:
@@ -148,10 +146,9 @@ def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAP
         AssertionError: says which entries of which parameters are not what they are on one device.
     """
     model, wrap, ranks = layout.model, layout.lay_out, range(world_size)
-    options: dict[str, Any] = {"comms": layout.comms, "transport": layout.transport}
     wrong = []
     for title in layout.cases:
-        lines = disagreements(model, wrap, CASES[title], ranks, rank=rank, gaps=gaps, **options)
+        lines = disagreements(model, wrap, CASES[title], ranks, rank=rank, gaps=gaps, comms=layout.comms)
         wrong += [f"{title}: {line}" for line in lines]
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 

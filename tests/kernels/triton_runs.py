@@ -80,17 +80,3 @@ def test_means_are_those_of_the_twin(ranks, numel, dtype):
     assert torch.equal(out[:numel], mean)
     assert out[-1] == 9
     assert torch.equal(mean_of_ranks(received, "triton"), mean)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("ranks", "own"), [(2, 0), (2, 1), (5, 3)])
-def test_own_entries_are_read_where_they_are(ranks, own, dtype):
-    received = torch.randn(ranks, 4099).to(DEVICE, dtype)
-    values = received[own].clone()
-    mean = mean_of_ranks(received, "triton")
-    received[own] = torch.nan
-    for kernels in ("triton", "torch") if DEVICE == "cpu" else ("triton",):
-        assert torch.equal(mean_of_ranks(received, kernels, own=(own, values)), mean)
-    # In their place, too.
-    mean_of_ranks(received, "triton", out=values, own=(own, values))
-    assert torch.equal(values, mean)

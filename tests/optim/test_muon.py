@@ -590,6 +590,7 @@ def test_distributed_checkpoint_round_trip():
             {},
             "unknown option 'amsgrad'; the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, alg",
         ),
+        ({"transport": "collectives"}, {}, "parameter group 0: unknown option 'transport'; the options are adamw_lr"),
         ({"param_names": ["a", "b"]}, {}, "1 params but 2 param_names"),
         ({}, {"lr": -1.0}, "lr=-1.0 must be a number of at least 0"),
         ({}, {"momentum": 1.0}, r"momentum=1.0 must be a number in \[0, 1\)"),
@@ -679,5 +680,5 @@ def test_every_option_is_documented_once_in_a_group_of_its_kind():
     names = [name for block in documented.values() for name in block]
     assert sorted(names) == sorted(set(inspect.signature(Muon).parameters))
     assert list(documented)[1:] == ["The update", "Precision", "Several ranks", "Safety", "Memory and speed"]
-    assert {"comms", "process_group", "transport"} <= set(documented["Several ranks"])
+    assert {"comms", "process_group", "replicas"} <= set(documented["Several ranks"])
     assert {"master", "state_dtype"} <= set(documented["Precision"])

@@ -1,6 +1,7 @@
 """Who divides the work on copies: sets of ranks, what crosses between hosts, and the estimate that "auto" goes by."""
 
 import itertools
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -85,15 +86,33 @@ def test_copies_that_are_cut():
 # -- what crosses -----------------------------------------------------------------------------------------------------
 
 
+def drawn_exchange(copies, shards, counts):
+    layout = hsdp(copies, shards, shape=(5, 3))
+    pieces = tuple(None if start == stop else ((start, stop), (0, 3)) for (start, stop), _ in layout.boxes)
+    return Exchange(layout.ranks, 0, (5, 3), pieces, layout.copies, tuple(counts))
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_ranks_send_what_others_receive(copies, shards, data):
+    num_ranks = copies * shards
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks).filter(any))
+    ranks = [replace(drawn_exchange(copies, shards, counts), position=position) for position in range(num_ranks)]
+    for i, one in enumerate(ranks):
+        assert sum(one.gathering.receives) == one.num_owned * 15  # whole units, from one copy
+        assert sum(one.scattering.receives) == one.num_units * math.prod(one.piece_shape)
+        for j, other in enumerate(ranks):
+            assert one.gathering.sends[j] == other.gathering.receives[i]
+            assert one.scattering.sends[j] == other.scattering.receives[i]
+
+
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
 def test_traffic_between_places_is_that_of_all_pairs_of_ranks(copies, shards, data):
-    layout = hsdp(copies, shards, shape=(5, 3))
     num_ranks = copies * shards
     some = st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks)
     counts, places = data.draw(some.filter(any)), data.draw(some)
-    pieces = tuple(None if start == stop else ((start, stop), (0, 3)) for (start, stop), _ in layout.boxes)
-    exchange = Exchange(layout.ranks, 0, (5, 3), pieces, layout.copies, tuple(counts))
+    exchange = drawn_exchange(copies, shards, counts)
     sent, received = torch.zeros(num_ranks, dtype=torch.int64), torch.zeros(num_ranks, dtype=torch.int64)
     for position in range(num_ranks):
         one = replace(exchange, position=position)

@@ -41,7 +41,6 @@ options = st.fixed_dictionaries(
         "max_workspace_bytes": st.sampled_from([None, 1, 2**20]),
         "master": st.sampled_from([None, "fp32", "mantissa"]),
         "offload": st.booleans(),
-        "transport": st.sampled_from(["collectives", "copy_engines"]),
         "step_every": st.integers(1, 3),
         "on_nonfinite": st.sampled_from(["propagate", "skip"]),
     }

@@ -40,7 +40,6 @@ def optimizer_of(**options):
         ("qk_clip", 100, "qk_clip=100 must be"),
         ("nesterov", "no", "nesterov='no' must be"),
         ("kernels", "triton", "weight: kernels='triton'"),
-        ("transport", "copy", "transport='copy' must be"),
     ],
 )
 @pytest.mark.parametrize("stepped", [False, True])
@@ -178,6 +177,7 @@ def test_a_group_may_change_its_algorithm():
         ("ns_steps", "did you mean 'orthogonalizer_steps'"),
         ("learning_rate", "did you mean 'lr'"),
         ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
+        ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
     ],
 )
 def test_unknown_keywords_name_the_nearest(key, hint):

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -74,28 +73,6 @@ class Collective:
         return size * (num_ranks - 1)
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message of a step that copy engines send, as this rank sends it: a method of Quintic's channels."""
-
-    channel: Any
-    name: str
-    arguments: Mapping[str, Any]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Return how many bytes leave this rank."""
-        if self.name == "all_to_all":
-            sends = self.arguments["route"].sends
-            return (sum(sends) - sends[self.channel.position]) * self.arguments["send"].dtype.itemsize
-        blank = self.arguments["rows" if self.name == "broadcasts" else "send"]
-        size = math.prod(blank.shape) * blank.dtype.itemsize
-        if self.name == "broadcasts":
-            counts = self.arguments["counts"]
-            size = size * counts[self.channel.position] // sum(counts)
-        return size * (self.channel.num_ranks - 1)
-
-
 def _split(name: str, arguments: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return what a collective sends, and what it fills."""
     tensors = [value for value in arguments.values() if isinstance(value, (Tensor, Blank, list))]
@@ -150,9 +127,9 @@ def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
             setattr(module, attribute, original)
 
 
-def recorded(step: Callable[[], None]) -> list[Collective | Message]:
-    """Make a step and return its collectives and messages in order. All ranks must call it."""
-    found: list[Collective | Message] = []
+def recorded(step: Callable[[], None]) -> list[Collective]:
+    """Make a step and return its collectives in order. All ranks must call it."""
+    found: list[Collective] = []
 
     def make(name: str, original: Any) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -165,68 +142,19 @@ def recorded(step: Callable[[], None]) -> list[Collective | Message]:
 
         return noting
 
-    def make_message(name: str, original: Any) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def noting(channel: Any, *args: Any, **kwargs: Any) -> Any:
-            arguments = dict(signature.bind(channel, *args, **kwargs).arguments)
-            del arguments["self"]
-            blank = _mapped(Tensor, lambda x: Blank(tuple(x.shape), x.dtype, x.device), arguments)
-            before = len(found)
-            pending = original(channel, *args, **kwargs)
-            if len(found) == before:  # it is no collective after all
-                found.append(Message(channel, name, blank))
-            return pending
-
-        return noting
-
-    with _replaced(make), _replaced_messages(make_message):
+    with _replaced(make):
         step()
     return found
 
 
-@contextlib.contextmanager
-def _replaced_messages(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace what sends messages by copy engines by what is made of a name and the original."""
-    module = sys.modules.get("quintic.optim.comms.copy_engines")
-    names = ("all_to_all", "all_gather", "broadcasts") if module is not None else ()
-    kind: Any = getattr(module, "CopyEngines", None)
-    originals = {name: kind.__dict__[name] for name in names}
-    try:
-        for name, original in originals.items():
-            setattr(kind, name, make(name, original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
-
-
-def run_alone(sent: Sequence[Collective | Message]) -> Callable[[], None]:
-    """Return a function that sends in order, all begun before anything is waited for. All ranks must call it.
-
-    Messages have memory of their own, which the second call has enough of.
-    """
-    channels: dict[int, Any] = {}
-    calls: list[tuple[Any, str, dict[str, Any]]] = []
-    for one in sent:
-        arguments = _mapped(Blank, Blank.tensor, one.arguments)
-        if isinstance(one, Collective):
-            calls.append((dist, one.name, arguments | {"async_op": True}))
-            continue
-        if id(one.channel) not in channels:
-            channels[id(one.channel)] = one.channel.without_memory()
-        calls.append((channels[id(one.channel)], one.name, arguments))
+def run_alone(sent: Sequence[Collective]) -> Callable[[], None]:
+    """Return a function that sends in order, all begun before anything is waited for. All ranks must call it."""
+    calls = [(one.name, _mapped(Blank, Blank.tensor, one.arguments) | {"async_op": True}) for one in sent]
 
     def run() -> None:
-        with contextlib.ExitStack() as stack:
-            for channel in channels.values():
-                stack.enter_context(channel.messages())
-            works = [getattr(place, name)(**arguments) for place, name, arguments in calls]
-            for work in works:
-                work.wait()
-            for work, (place, _, _) in zip(works, calls, strict=True):
-                if place is not dist:
-                    work.release()
+        works = [getattr(dist, name)(**arguments) for name, arguments in calls]
+        for work in works:
+            work.wait()
 
     return run
 
@@ -254,23 +182,7 @@ def without_sending() -> Iterator[None]:
 
         return filling
 
-    with _replaced(make), _without_copies():
-        yield
-
-
-@contextlib.contextmanager
-def _without_copies() -> Iterator[None]:
-    """Let ranks write nothing into each other's memory: what is there stays, of earlier steps."""
-    module: Any = sys.modules.get("quintic.optim.comms.peer_memory")
-    if module is None:
-        yield
-        return
-    kind = module.PeerMemory
-    instead: dict[str, Any] = {name: lambda *_: None for name in ("write", "tell", "meet")}
-    instead["arrival"] = lambda *_: lambda: None
-    with contextlib.ExitStack() as stack:
-        for name, function in instead.items():
-            stack.enter_context(mock.patch.object(kind, name, function))
+    with _replaced(make):
         yield
 
 

@@ -196,16 +196,6 @@ LAYOUT_CONTESTANTS = (
         graph=True,
         preload=("torch", "torch.distributed.tensor"),
     ),
-    # Messages beside the multiprocessors instead of on them.
-    LayoutContestant(
-        name="quintic-engines",
-        family="quintic",
-        layouts=("ddp", "sharded", "fsdp2"),
-        build=_quintic(transport="copy_engines"),
-        needs_cuda=True,
-        graph=True,
-        preload=("torch", "torch.distributed.tensor"),
-    ),
     # Each copy's ranks do all of the work, and send nothing to other copies.
     LayoutContestant(
         name="quintic-repeat",

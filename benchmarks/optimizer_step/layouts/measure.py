@@ -246,8 +246,6 @@ class Subject:
         if self.is_quintic:
             plan = self.optimizer.plan()
             of_ranks |= {"planned_mib": plan.peak_workspace_bytes / MIB, "flops": plan.flops}
-            if plan.kept_bytes:
-                of_ranks["kept_mib"] = plan.kept_bytes / MIB
             row.set(buckets=len(plan.buckets), plan=str(plan))
         row.set(worst=self.facts, of_ranks=of_ranks)
         return max(measure.LEAST_STEPS, min(self.job["steps"], int(self.job["seconds"] / max(seconds, 1e-6))))

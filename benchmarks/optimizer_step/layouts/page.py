@@ -33,12 +33,11 @@ Medians of n steps; of each step the time of the slowest rank.
 - **scaling**: one device's time to orthogonalise all matrices, over ranks times the time that the slowest rank needs
   for its own: efficiency of the work's division. Nothing but the orthogonalisation of random numbers, in the batches of
   the plan, on all ranks at the same time with busy devices.
-- **quintic-engines**: the same with `transport="copy_engines"`.
 - **quintic-repeat**: the same with `replicas="repeat"`, of which there is something to see with four ranks or more.
-- **sent**: what leaves a rank in a step's collectives, or messages, at most. **state**: on a rank, at most.
+- **sent**: what leaves a rank in a step's collectives, at most. **state**: on a rank, at most.
 - **peak**: most memory allocated over weights and gradients, with the first step. **temporary**: the same of a later
   step over state, too, and what Quintic's plan promises, of the rank where the former is largest; bold where any needs
-  over {WORKSPACE_TOLERANCE:.0%} more than its plan. What copy engines keep between steps comes on top.
+  over {WORKSPACE_TOLERANCE:.0%} more than its plan.
 - **first step**: wall clock; of Quintic after one device's steps in the same process. A star: compilers' caches were
   empty."""
 

@@ -33,10 +33,10 @@ _Groups = Sequence[Mapping[str, Any]]
 _IDENTITY_KEYS = ("params", "param_names", "algorithm", "view")
 
 # Where the work is done and in how much memory: of this run, not of the one that was saved.
-_PLACE_KEYS = ("comms", "replicas", "transport", "offload", "max_workspace_bytes", "state_dtype")
+_PLACE_KEYS = ("comms", "replicas", "offload", "max_workspace_bytes", "state_dtype")
 
-# What older versions left in every saved group.
-_NO_OPTIONS = ("not_of_groups",)
+# What older versions saved with every group. How messages travelled made no difference to the bits.
+_NO_OPTIONS = ("not_of_groups", "transport")
 
 _NOT_RESTORED = frozenset((*_IDENTITY_KEYS, *CODE_KEYS, *_PLACE_KEYS, *_NO_OPTIONS))
 

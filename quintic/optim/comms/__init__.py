@@ -1,1 +1,1 @@
-"""Communication: collectives, groups of ranks, channels. The only user of torch.distributed."""
+"""Communication: collectives, groups of ranks. The only user of torch.distributed."""

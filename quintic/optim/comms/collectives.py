@@ -1,8 +1,8 @@
-"""The collectives that run in process groups: with `peer_memory.py` the only code that talks to other ranks."""
+"""The collectives that run in process groups: the only code that talks to other ranks."""
 
 import hashlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,12 +48,10 @@ class Pending:
         work: has `wait`; None if there is nothing to wait for.
         received: what is there afterwards.
         sent: what is read until then.
-        lacks_own: whether in what is received this rank's own part is missing, and to be read where it was sent from.
     """
 
-    def __init__(self, work: Any, received: Tensor, *sent: Tensor, lacks_own: bool = False) -> None:
-        self._work, self.lacks_own = work, lacks_own
-        self._release: Callable[[], None] | None = None
+    def __init__(self, work: Any, received: Tensor, *sent: Tensor) -> None:
+        self._work = work
         self._received: Tensor | None = received
         self._sent: tuple[Tensor, ...] | None = sent
 
@@ -64,17 +62,6 @@ class Pending:
             self._work.wait()
         received, self._received, self._sent, self._work = self._received, None, None, None
         return received
-
-    def released_by(self, release: Callable[[], None]) -> "Pending":
-        """Let `release` call a function; return this."""
-        self._release = release
-        return self
-
-    def release(self) -> None:
-        """Give back the memory of what was received: the last work that reads it was started."""
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
 
 
 def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Pending:

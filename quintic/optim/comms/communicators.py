@@ -1,4 +1,4 @@
-"""The process groups of an optimizer, and how messages travel in them.
+"""The process groups of an optimizer.
 
 Ranks that share parameters need a process group. One that exists is used (of a mesh's dimension, the user's, the
 default one), else one is made; either way collectives of every kind run once before the first step, because the first
@@ -6,14 +6,11 @@ ones of a job connect the ranks, and doing that in the middle of a step is known
 often moved after construction: then that is done again for the devices they are on, before the next step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel
 from quintic.optim.comms.collectives import (
     ProcessGroup,
     connects,
@@ -24,42 +21,17 @@ from quintic.optim.comms.collectives import (
     this_rank,
     warm_up,
 )
-from quintic.optim.comms.copy_engines import CopyEngines
 from quintic.optim.comms.sharing import bound_ranks
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 
-__all__ = ["Communicators", "check_transport"]
-
-_Key: TypeAlias = tuple[tuple[int, ...], str]
-"""Ranks, and how messages travel among them."""
-
-
-def check_transport(group: Group, layouts: Sequence[Layout | None]) -> None:
-    """Reject a way to travel that is not for the devices of a group's parameters.
-
-    Args:
-        group: the parameter group.
-        layouts: of its parameters.
-
-    Raises:
-        ValueError: names the first parameter that is on another device.
-    """
-    if group.transport != "copy_engines":
-        return
-    for name, param, layout in zip(group.param_names, group.params, layouts, strict=True):
-        if layout is not None and (param.device.type not in ("cuda", "meta") or torch.version.hip is not None):
-            raise ValueError(
-                f"parameter group {group.number}: transport='copy_engines' is for NVIDIA GPUs, and {name} is on "
-                f"{param.device}; use transport='collectives'"
-            )
+__all__ = ["Communicators"]
 
 
 class Communicators:
     """The process groups of one optimizer, by their ranks."""
 
     def __init__(self) -> None:
-        self._channels: dict[_Key, Channel] = {}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._groups_of_marks: dict[tuple[int, ...], ProcessGroup] = {}
         self._warm: set[tuple[ProcessGroup, str]] = set()
@@ -120,43 +92,6 @@ class Communicators:
             self._groups[ranks] = everyone if everyone is not None and is_everyone else new_group(ranks)
         self._warm_up(self._groups[ranks], device)
         return self._groups[ranks]
-
-    def channel(self, ranks: tuple[int, ...], transport: str, device: torch.device) -> Channel:
-        """Return what sends large messages among these ranks.
-
-        Args:
-            ranks: in ascending order.
-            transport: of the parameter group.
-            device: of all messages among them.
-        """
-        key = ranks, transport
-        if key not in self._channels or not self._channels[key].is_for(device):
-            group = self._groups[ranks]
-            self._channels[key] = CopyEngines(group, device) if transport == "copy_engines" else Channel(group)
-        return self._channels[key]
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return how much memory this rank keeps for messages between steps."""
-        return sum(channel.num_bytes for channel in self._channels.values())
-
-    @contextmanager
-    def messages(self) -> Iterator[None]:
-        """Let the messages of a step be sent within. All ranks must enter it.
-
-        Raises:
-            RuntimeError: as `CopyEngines.messages`.
-        """
-        with ExitStack() as stack:
-            # In one order everywhere: ranks wait for each other.
-            for _, channel in sorted(self._channels.items()):
-                stack.enter_context(channel.messages())
-            yield
-
-    def mark_end(self) -> None:
-        """Say that a step was replayed from a CUDA graph, see `PeerMemory.mark_end`."""
-        for channel in self._channels.values():
-            channel.mark_end()
 
     def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""

@@ -19,7 +19,6 @@ _COLLECTIVE_OPTIONS = (
     "algorithm",
     "comms",
     "replicas",
-    "transport",
     "view",
     "orthogonalizer",
     "compute_dtype",

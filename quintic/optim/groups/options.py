@@ -62,7 +62,6 @@ class Group:
     process_group: Any
     """A `ProcessGroup`, where there are any."""
     replicas: Literal["auto", "divide", "repeat"]
-    transport: Literal["collectives", "copy_engines"]
     master: Literal["fp32", "mantissa"] | None
     state_dtype: Literal["bf16"] | None
     qk_clip: Any

@@ -21,11 +21,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel, Route
-from quintic.optim.comms.collectives import Pending
+from quintic.optim.comms.collectives import (
+    Pending,
+    ProcessGroup,
+    start_all_gather,
+    start_all_to_all,
+    start_broadcasts,
+)
 from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
 __all__ = ["Cargo", "Exchange", "Traffic", "per_key", "piece_numels", "traffic_of"]
+
+
+class Amounts(NamedTuple):
+    """How many entries this rank sends to each rank, and how many it receives from each, in their order."""
+
+    sends: list[int]
+    receives: list[int]
 
 
 @dataclass(frozen=True)
@@ -109,27 +121,28 @@ class Exchange:
         return tuple(copy == self.copies[self.position] for copy in self.copies)
 
     @cached_property
-    def gathering(self) -> Route:
-        """How many entries each rank sends to each while gathering."""
-
-        def amount(sender: int, owner: int) -> int:
-            return self.counts[owner] * self._numels[sender] if self.copies[sender] == self.copies[owner] else 0
-
-        return Route(len(self.ranks), self.position, amount)
+    def gathering(self) -> Amounts:
+        """What this rank sends and receives while gathering, which happens within a copy."""
+        own, rows = self._numels[self.position], list(zip(self._same_copy, self.counts, self._numels, strict=True))
+        return Amounts(
+            [count * own if same else 0 for same, count, _ in rows],
+            [self.num_owned * numel if same else 0 for same, _, numel in rows],
+        )
 
     @cached_property
-    def scattering(self) -> Route:
-        """How many entries each rank sends to each while scattering."""
-        return Route(len(self.ranks), self.position, lambda owner, holder: self.counts[owner] * self._numels[holder])
+    def scattering(self) -> Amounts:
+        """What this rank sends and receives while scattering."""
+        own = self._numels[self.position]
+        return Amounts([self.num_owned * numel for numel in self._numels], [count * own for count in self.counts])
 
     # ------------------------------------------------------------------------------------------------------- movement
 
-    def gather(self, pieces: Tensor, channel: Channel) -> Pending:
+    def gather(self, pieces: Tensor, group: ProcessGroup) -> Pending:
         """Start to collect the units that this rank owns. All ranks of the group must call it.
 
         Args:
             pieces: (num_units, *piece_shape) contiguous: this rank's piece of every unit.
-            channel: of `ranks`.
+            group: of `ranks`.
 
         Returns:
             What `assemble` takes.
@@ -140,7 +153,7 @@ class Exchange:
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
             send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
-        return channel.all_to_all(send, self.gathering)
+        return start_all_to_all(send, *self.gathering, group)
 
     def assemble(self, received: Tensor) -> Tensor:
         """Return (num_owned, *unit_shape) from what `gather` received."""
@@ -153,25 +166,25 @@ class Exchange:
                 target.copy_(part.view(target.shape))
         return units
 
-    def scatter(self, units: Tensor, channel: Channel) -> Pending:
+    def scatter(self, units: Tensor, group: ProcessGroup) -> Pending:
         """Start to hand out the units that this rank owns. All ranks of the group must call it.
 
         Args:
             units: (num_owned, *unit_shape), any strides.
-            channel: of `ranks`.
+            group: of `ranks`.
 
         Returns:
             What `pieces_of` takes.
         """
         if self.is_local or self.is_replicated:
-            return self.all_gather(units, channel)
+            return self.all_gather(units, group)
         sends = self.scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():
                 source = units[place]
                 part.view(source.shape).copy_(source)
-        return channel.all_to_all(send, self.scattering)
+        return start_all_to_all(send, *self.scattering, group)
 
     def pieces_of(self, received: Tensor) -> Tensor:
         """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""
@@ -179,12 +192,12 @@ class Exchange:
             received = self.in_order(received)
         return received.view(self.num_units, *self.piece_shape)
 
-    def all_gather(self, owned: Tensor, channel: Channel) -> Pending:
+    def all_gather(self, owned: Tensor, group: ProcessGroup) -> Pending:
         """Start to give every rank what each owner has. All ranks of the group must call it.
 
         Args:
             owned: (num_owned, ...), the same sizes behind the first on all ranks.
-            channel: of `ranks`.
+            group: of `ranks`.
 
         Returns:
             What `in_order` takes.
@@ -194,13 +207,13 @@ class Exchange:
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.owned] = owned
-            return channel.broadcasts(received, self.counts)
+            return start_broadcasts(received, self.counts, group)
         most = max(self.counts)
         send = owned.contiguous()
         if self.num_owned < most:
             send = owned.new_empty((most, *owned.shape[1:]))
             send[: self.num_owned] = owned
-        return channel.all_gather(send)
+        return start_all_gather(send, len(self.ranks), group)
 
     def in_order(self, received: Tensor) -> Tensor:
         """Return (num_units, ...) from what `all_gather` received, without what was padding."""

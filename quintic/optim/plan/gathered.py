@@ -98,7 +98,7 @@ class SharedBucket:
 
     def stages(self, exchange: Exchange) -> Stages:
         """Return upper bounds of the temporary bytes on a rank, given the exchange as that rank sees it."""
-        return stages_of(self.key, self.kinds, exchange, elsewhere=self.key.elsewhere)
+        return stages_of(self.key, self.kinds, exchange)
 
 
 def shared_buckets(
@@ -139,7 +139,6 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
             copies,
             Matrices.of_group(group, local.dtype, local.device, kernels),
             param.is_contiguous(),
-            group.transport == "copy_engines",
         )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
         yield _Share(ParameterUnit(name, index, unit, first_matrices), key, ranks, holders, cost)

@@ -40,7 +40,6 @@ PLANNED_OPTIONS = (
     "comms",
     "process_group",
     "replicas",
-    "transport",
     "offload",
     "on_nonfinite",
     "tied_to",
@@ -70,9 +69,6 @@ class Plan:
     """Who divides the work on parameters with several copies, where `replicas="auto"` had to choose."""
     averaging_bytes: int = 0
     """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
-    kept_bytes: int = 0
-    """Memory that is kept between steps besides, from the second one on: what other ranks write messages to with
-    `transport="copy_engines"`. The first step receives them in temporary memory."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """Iterate over the buckets."""
@@ -126,8 +122,6 @@ class Plan:
             f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
         )
         lines += map(str, self.choices)
-        if self.kept_bytes:
-            lines.append(f"{self.kept_bytes / 2**20:.1f} MiB for messages besides, kept between steps")
         if offloaded:
             lines.append(
                 f"{sum(one.num_bytes for one in offloaded) / 2**20:.1f} MiB of state in host memory, loaded and stored "

@@ -10,27 +10,21 @@ from quintic.kernels.dispatch import Kernels
 __all__ = ["mean_in_order", "mean_of_ranks"]
 
 
-def mean_of_ranks(
-    received: Tensor, kernels: Kernels, out: Tensor | None = None, own: tuple[int, Tensor] | None = None
-) -> Tensor:
+def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
     """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
 
     Args:
         received: (ranks, entries) contiguous.
         kernels: implementation.
         out: (entries,) contiguous, of the same dtype: where the mean is written, or None for new memory.
-        own: a rank, and its (entries,) contiguous in place of what `received` has of it; they may be `out`.
     """
     if out is None:
         out = received.new_empty(received.shape[1:])
     if kernels == "triton":
         from quintic.kernels.runs import mean_of_ranks_
 
-        return mean_of_ranks_(received, out, own)
-    tensors = list(received.unbind())
-    if own is not None:
-        tensors[own[0]] = own[1]
-    return mean_in_order(tensors, out)
+        return mean_of_ranks_(received, out)
+    return mean_in_order(received.unbind(), out)
 
 
 def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:

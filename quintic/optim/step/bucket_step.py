@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel
+from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie
@@ -108,10 +108,9 @@ class BucketStep:
         raise NotImplementedError
 
     @property
-    def channel(self) -> Channel:
-        """What sends messages among the bucket's ranks."""
-        bucket = self.bucket
-        return self._common.communicators.channel(bucket.ranks, self.group.transport, bucket.device)
+    def process_group(self) -> ProcessGroup:
+        """The process group of the bucket's ranks."""
+        return self._common.communicators[self.bucket.ranks]
 
     def begin(self) -> None:
         """Find the tensors of a step.

@@ -29,17 +29,17 @@ class DividedStep(BucketStep):
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
-        bucket, memory, channel = self.bucket, self.memory, self.channel
+        bucket, memory, process_group = self.bucket, self.memory, self.process_group
         early_mean = self._common.early.of_bucket(bucket)
         table = memory.sparse_table
         if table is not None and (early_mean is not None or not table.is_sparse()):
             table = None
         if table is not None:
-            wait_for_mean = start_mean_of_rows(bucket, table, channel.group)
+            wait_for_mean = start_mean_of_rows(bucket, table, process_group)
         elif early_mean is not None:
             wait_for_mean = partial(_given, early_mean)
         else:
-            wait_for_mean = memory.start_mean(self.active, channel)
+            wait_for_mean = memory.start_mean(self.active, process_group)
         del early_mean
         yield
         gradients = wait_for_mean(None)
@@ -53,7 +53,7 @@ class DividedStep(BucketStep):
         del gradients
         self._step_parts(owned, stepped)
         del owned
-        wait_for_weights = memory.averaging.start_giving(memory.params, channel)
+        wait_for_weights = memory.averaging.start_giving(memory.params, process_group)
         yield
         wait_for_weights()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel
+from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Gathered
 from quintic.optim.step.bucket_step import BucketStep
@@ -54,20 +54,22 @@ class GatheredStep(BucketStep):
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, group, memory, active = self.bucket, self.group, self.memory, self.active
-        units, exchange, channel, state = bucket.units, bucket.exchange, self.channel, self._common.state
+        units, exchange, state = bucket.units, bucket.exchange, self._common.state
+        process_group = self.process_group
         stepped = self.stepped(go, units.everywhere)
         passes = self.passes(active, stepped) if active.params else None
         pieces = _empty_pieces(bucket) if passes is None else passes.directions()
-        gathered = exchange.gather(pieces.contiguous(), channel)
+        gathered = exchange.gather(pieces.contiguous(), process_group)
         del pieces
         yield
         scales = memory.scales_of_units(bucket, group)
         updates, factors = orthogonalized_units(
             bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer
         )
-        scattered = exchange.scatter(updates, channel)
-        gathered.release()
-        neurons = Neurons(bucket, group, memory, state, factors, channel) if group.normalize is not None else None
+        scattered = exchange.scatter(updates, process_group)
+        neurons = None
+        if group.normalize is not None:
+            neurons = Neurons(bucket, group, memory, state, factors, process_group)
         del updates, factors
         yield
         received = exchange.pieces_of(scattered.wait())
@@ -79,9 +81,6 @@ class GatheredStep(BucketStep):
             if group.scale_decay:
                 factors = beside_decay(factors, scales)
             passes.apply(as_rows(received), factors_over(factors, units, exchange.piece))
-        scattered.release()
-        if neurons is not None:
-            neurons.release()
 
 
 class Neurons:
@@ -93,7 +92,7 @@ class Neurons:
         memory: the bucket's own.
         state: of all parameters.
         factors: of the units that this rank owns, for each kind.
-        channel: of the bucket's ranks.
+        process_group: of the bucket's ranks.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Neurons:
         memory: GatheredMemory,
         state: State,
         factors: Sequence[Tensor],
-        channel: Channel,
+        process_group: ProcessGroup,
     ) -> None:
         self._units, self._exchange = bucket.units, bucket.exchange
         self._moments, self._packing = memory.moments_of_units(group, state), memory.moments_packing()
@@ -113,7 +112,7 @@ class Neurons:
             own = of_kind[self._units.owned]
             mine = torch.cat(own).flatten(1) if own else found.flatten(1)
             vectors.append(mine.to(found.dtype))
-        self._pending = self._exchange.all_gather(torch.cat(vectors, dim=1), channel)
+        self._pending = self._exchange.all_gather(torch.cat(vectors, dim=1), process_group)
 
     def wait(self) -> list[Tensor]:
         """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
@@ -121,10 +120,6 @@ class Neurons:
         if not self._exchange.is_local:
             self._packing.unpack(vectors.view(-1), [moment for of_kind in self._moments for moment in of_kind])
         return factors_of_units(vectors.chunk(2, dim=1)[0], self._units)
-
-    def release(self) -> None:
-        """Give back the memory of the factors."""
-        self._pending.release()
 
 
 def _empty_pieces(bucket: Gathered) -> Tensor:

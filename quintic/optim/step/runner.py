@@ -76,7 +76,6 @@ class Runner:
         rows: AnnouncedRows,
         early: EarlyAverages,
     ) -> None:
-        self._communicators = communicators
         orders = orders.resolved(groups)
         layouts = [layouts_of(group) for group in groups]
         travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
@@ -153,8 +152,7 @@ class Runner:
         Raises:
             ValueError: a gradient is sparse.
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
-            RuntimeError: the step before found rows that had not been announced, or the ranks have no memory for
-                `transport="copy_engines"`; nothing was changed.
+            RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
         self._common.num_steps = num_steps
         for tie in self.ties:
@@ -162,8 +160,7 @@ class Runner:
                 tie.add_gradient()
         if self._common.is_alone:
             return self._step(pending_steps)
-        messages = self._communicators.messages
-        with self.agreements.of_step(pending_steps), messages(), self._averages.of_step(pending_steps):
+        with self.agreements.of_step(pending_steps), self._averages.of_step(pending_steps):
             self._common.is_alone = self.agreements.is_alone and not self._averages.is_needed
             return self._step(pending_steps)
 
@@ -181,8 +178,7 @@ class Runner:
             ValueError: a gradient is sparse.
         """
         self.agreements.agree()
-        with self._communicators.messages():
-            return self._averages.make_early(numbers)
+        return self._averages.make_early(numbers)
 
     def _step(self, pending_steps: Sequence[int]) -> Done:
         """Step, given gradients that are averaged where they have to be."""

@@ -34,12 +34,9 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
     Args:
         bucket: its stages do not count.
         group: its parameter group.
-        anywhere: bound them for any device of the type, see `Matrices`, and with messages in temporary memory.
+        anywhere: bound them for any device of the type, see `Matrices`.
     """
     dtype, kernels = bucket.dtype, bucket.kernels
-    copies = group.transport == "copy_engines"
-    # What is received comes into memory that is kept, see `copy_engines.py`; touched rows travel in collectives.
-    elsewhere = copies and not isinstance(bucket, DividedTable) and not anywhere
     if isinstance(bucket, DividedMatrices):
         in_order = all(group.params[part.index].is_contiguous() for part in bucket.parts)
         of = Matrices.of_group(group, dtype, bucket.device, kernels)._replace(anywhere=anywhere)
@@ -55,17 +52,13 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
         dtype,
         kernels,
         is_direct=bucket.is_direct,
-        copies=copies,
-        elsewhere=elsewhere,
         work=work,
     )
     # Where touched rows travel, those sent and those received fit into the memory of whole gradients.
     return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
 
 
-def averaging_stages(
-    entries: Sequence[int], dtype: torch.dtype, kernels: Kernels, *, is_direct: bool, copies: bool
-) -> Stages:
+def averaging_stages(entries: Sequence[int], dtype: torch.dtype, kernels: Kernels, *, is_direct: bool) -> Stages:
     """Return upper bounds of the temporary bytes of averaging whole gradients, see `Averaging.average`.
 
     Args:
@@ -73,18 +66,8 @@ def averaging_stages(
         dtype: of the gradients.
         kernels: implementation.
         is_direct: whether a gradient travels from where it is.
-        copies: whether messages travel by copy engines, into memory that is kept.
     """
-    return _averaging(
-        entries,
-        max(entries),
-        dtype,
-        kernels,
-        is_direct=is_direct,
-        copies=copies,
-        elsewhere=copies,
-        is_in_place=is_direct,
-    )
+    return _averaging(entries, max(entries), dtype, kernels, is_direct=is_direct, is_in_place=is_direct)
 
 
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
@@ -101,8 +84,6 @@ def _averaging(
     kernels: Kernels,
     *,
     is_direct: bool,
-    copies: bool,
-    elsewhere: bool,
     work: int = 0,
     is_in_place: bool = False,
 ) -> Stages:
@@ -114,23 +95,20 @@ def _averaging(
         dtype: of messages.
         kernels: implementation.
         is_direct: whether one tensor travels from where it is, and back.
-        copies: whether messages travel by copy engines: these leave a rank's own entries where they were sent from.
-        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
         work: what owners need besides the mean.
         is_in_place: whether the mean is written to the tensor.
     """
     width = dtype.itemsize
     sent = 0 if is_direct else sum(entries) * width
-    received, gathered = (0 if elsewhere else len(entries) * numel * width for numel in (own, max(entries)))
+    received, gathered = (len(entries) * numel * width for numel in (own, max(entries)))
     sums = own * max(width, 4) if kernels == "torch" else 0
     mean, given = 0 if is_in_place else own * width, max(entries) * width
-    # Collectives receive direct messages where they belong.
-    kept, weights = (sent, gathered) if copies else (0, 0)
     return Stages(
         gathering=sent + received,
-        computing=max(received + sums + kept, work) + mean,
+        computing=max(received + sums, work) + mean,
         updates=0,
-        scattering=weights if is_direct else given + gathered,
+        # Direct messages are received where they belong.
+        scattering=0 if is_direct else given + gathered,
     )
 
 

@@ -41,8 +41,6 @@ class Key(NamedTuple):
     of: Matrices
     in_order: bool
     """Whether parameters lie in memory row by row."""
-    elsewhere: bool
-    """Whether messages are received in memory that is kept."""
 
 
 class _Gathered(NamedTuple):
@@ -74,9 +72,7 @@ def different_positions(exchange: Exchange) -> list[int]:
     return list(found.values())
 
 
-def stages_of(
-    key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False, elsewhere: bool = False
-) -> Stages:
+def stages_of(key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False) -> Stages:
     """Return upper bounds of the temporary bytes of a bucket on the exchange's rank.
 
     Args:
@@ -84,7 +80,6 @@ def stages_of(
         kinds: of its units.
         exchange: as the rank sees it.
         anywhere: bound them for any device of the type, see `Matrices`.
-        elsewhere: leave out what is received: it comes into memory that is kept, see `copy_engines.py`.
     """
     of = key.of._replace(anywhere=anywhere)
     direction = max((direction_dtype(kind.form, key.of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
@@ -96,20 +91,18 @@ def stages_of(
         # The units are a part of the pieces, which they keep alive.
         gathering, computing = directions, directions + work.peak
     else:
-        sent, received = sum(exchange.gathering.sends), 0 if elsewhere else sum(exchange.gathering.receives)
+        sent, received = sum(exchange.gathering.sends), sum(exchange.gathering.receives)
         # What other copies' owners would get stays behind; pieces in another order are put in order.
         copied = (0 if sent == pieces else sent) + (0 if key.in_order else pieces)
         starting = max(starting, directions + (copied + received) * direction.itemsize)
         # What was sent is given back once it has arrived, what was received once it is assembled.
         gathering = (sent + received) * direction.itemsize
         computing = max((received + owned) * direction.itemsize, owned * direction.itemsize + work.peak)
-    updates, scattering, finishing = _results(key, kinds, exchange, work.kept, of, elsewhere)
+    updates, scattering, finishing = _results(key, kinds, exchange, work.kept, of)
     return Stages(gathering, computing, updates, scattering, starting, finishing)
 
 
-def _results(
-    key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices, elsewhere: bool
-) -> tuple[int, int, int]:
+def _results(key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices) -> tuple[int, int, int]:
     """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
 
     Args:
@@ -118,7 +111,6 @@ def _results(
         exchange: as the rank sees it.
         kept: what the updates of the units that it owns keep alive.
         of: what bounds depend on.
-        elsewhere: see `stages_of`.
     """
     item = max(update_dtype(kind.form, key.of.dtype).itemsize for kind in kinds)
     if exchange.is_local:
@@ -127,16 +119,16 @@ def _results(
         size = math.prod(exchange.unit_shape) * item
         # A transpose is put in order before it is sent; 16-bit ones are computed in the order of their directions.
         turned = is_transposed(key.view) and (item != 2 or key.of.kernels == "torch")
-        updates = _all_gathered(exchange, size, kept, elsewhere, copied=exchange.num_owned * size * turned)
+        updates = _all_gathered(exchange, size, kept, copied=exchange.num_owned * size * turned)
     else:
-        received = 0 if elsewhere else piece_entries(exchange) * item
+        received = piece_entries(exchange) * item
         updates = _Gathered(kept, sum(exchange.scattering.sends) * item + received, received, received)
     neurons, factors = _Gathered(0, 0, 0, 0), 0
     if key.of.normalizes:
         # Factors and second moments, side by side.
         size = 2 * width_of(key.of.dtype) * sum(max(kind.shape) for kind in kinds)
         own = exchange.num_owned * size
-        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own, elsewhere)
+        neurons = _Gathered(0, own, own, own) if exchange.is_local else _all_gathered(exchange, size, own)
         neurons = neurons._replace(besides=neurons.besides + own)
         factors = exchange.num_units * size // 2
     factors += factors_of_pieces_bytes(
@@ -150,20 +142,19 @@ def _results(
     )
 
 
-def _all_gathered(exchange: Exchange, size: int, kept: int, elsewhere: bool, *, copied: int = 0) -> _Gathered:
+def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
     """Return the bytes of `Exchange.all_gather`.
 
     Args:
         exchange: as the rank sees it.
         size: bytes of each unit's part.
         kept: what those of this rank keep alive.
-        elsewhere: see `stages_of`.
         copied: what it takes to put them in order first, if that must be.
     """
     everything, most = exchange.num_units * size, max(exchange.counts)
     if exchange.is_sparse:
         return _Gathered(kept + copied, everything, everything, everything)
-    received = 0 if elsewhere else len(exchange.ranks) * most * size
+    received = len(exchange.ranks) * most * size
     if exchange.num_owned < most:
         # With padding, as the others have more.
         besides, sent = kept + copied, most * size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.comms.channels import Channel, Route
+from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.packing import Packing, Run, in_memory_order
 from quintic.optim.rules.means import mean_of_ranks
 
@@ -61,7 +61,6 @@ class Averaging:
         """Entries of the rank that owns most."""
         counts = self.counts
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
-        self._route = Route(len(counts), position, lambda _, owner: counts[owner])
 
         def packing(owners: Iterable[int], starts: Sequence[int]) -> Packing:
             runs = []
@@ -77,12 +76,12 @@ class Averaging:
         self._of_own = packing([position], [0] * len(counts))
         self._of_others = packing([rank for rank in everybody if rank != position], [r * self.most for r in everybody])
 
-    def start_mean(self, gradients: Sequence[Tensor | None], channel: Channel) -> Callable[[Tensor | None], Tensor]:
+    def start_mean(self, gradients: Sequence[Tensor | None], group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
         """Send gradients to the owners. All ranks must call it.
 
         Args:
             gradients: the tensors; None stands for zeros.
-            channel: of the ranks.
+            group: of the ranks.
 
         Returns:
             What waits for the mean of this rank's entries, (entries,), and writes it to the tensor given, which is
@@ -96,21 +95,17 @@ class Averaging:
         else:
             send = torch.empty(sum(self.counts), dtype=self._dtype, device=self._device)
             self._to_owners.pack(gradients, send)
-        pending = channel.all_to_all(send, self._route, own=False)
-        own = (self._position, send[self._own]) if pending.lacks_own else None
+        counts, own = self.counts, self.counts[self._position]
+        pending = start_all_to_all(send, counts, [own] * len(counts), group)
         del send  # once it has arrived it is not needed
 
         def finish(out: Tensor | None) -> Tensor:
-            received = pending.wait().view(len(self.counts), self.counts[self._position])
-            mean = mean_of_ranks(received, self._kernels, out, own)
-            del received
-            pending.release()
-            return mean
+            return mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
 
         return finish
 
     def start_giving(
-        self, tensors: Sequence[Tensor], channel: Channel, own: Tensor | None = None
+        self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
     ) -> Callable[[], None]:
         """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
 
@@ -118,40 +113,40 @@ class Averaging:
 
         Args:
             tensors: changed.
-            channel: of the ranks.
+            group: of the ranks.
             own: (entries,): what this rank owns, to be put into the tensors, too; None if it is there.
         """
+        num_ranks = len(self.counts)
         if self._is_direct:
             whole = in_memory_order(tensors[0])
             if min(self.counts) == self.most:
-                pending = channel.all_gather(whole[self._own], out=whole)
+                pending = start_all_gather(whole[self._own], num_ranks, group, whole)
             else:
-                pending = channel.broadcasts(whole, self.counts)
+                pending = start_broadcasts(whole, self.counts, group)
         elif own is None:
             values = torch.empty(self.most, dtype=self._dtype, device=self._device)
             self._of_own.pack(tensors, values)
-            pending = channel.all_gather(values, own=False)
+            pending = start_all_gather(values, num_ranks, group)
         else:
             self._of_own.unpack(own, tensors)
             if len(own) < self.most:
                 own = torch.nn.functional.pad(own, (0, self.most - len(own)))
-            pending = channel.all_gather(own, own=False)
+            pending = start_all_gather(own, num_ranks, group)
 
         def finish() -> None:
             received = pending.wait()
             if not self._is_direct:
                 self._of_others.unpack(received, tensors)
-            pending.release()
 
         return finish
 
-    def average(self, tensors: Sequence[Tensor], channel: Channel) -> Iterator[None]:
+    def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
-        wait_for_mean = self.start_mean(tensors, channel)
+        wait_for_mean = self.start_mean(tensors, group)
         yield
         own = wait_for_mean(in_memory_order(tensors[0])[self._own] if self._is_direct else None)
         del wait_for_mean  # and what was sent
-        wait_for_others = self.start_giving(tensors, channel, own)
+        wait_for_others = self.start_giving(tensors, group, own)
         yield
         wait_for_others()
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.channels import Channel
+from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import run_of
 from quintic.optim.plan.bucket import Bucket, Divided
@@ -75,13 +75,13 @@ class DividedMemory(BucketMemory):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
 
-    def start_mean(self, local: Operands, channel: Channel) -> Callable[[Tensor | None], Tensor]:
+    def start_mean(self, local: Operands, group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
         """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
         gradients: Sequence[Tensor | None] = local.gradients
         if local.missing:
             found = dict(zip(local.params, local.gradients, strict=True))
             gradients = [found.get(param) for param in self.params]
-        return self.averaging.start_mean(gradients, channel)
+        return self.averaging.start_mean(gradients, group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the parts that this rank owns.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.comms.channels import Channel
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
@@ -225,16 +224,12 @@ class GradientAverages:
         return {number: found[number] for number in due}
 
     def _average_bucket(self, bucket: Divided, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
-        channel = self._channel(bucket.group, bucket.ranks, bucket.device)
-        wait_for_mean = memory.start_mean(memory.local_operands(), channel)
+        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[bucket.ranks])
         yield
         mean = wait_for_mean(None)
         del wait_for_mean  # and what was sent
         averages.keep_bucket(bucket, mean)
         yield
-
-    def _channel(self, number: int, ranks: tuple[int, ...], device: torch.device) -> Channel:
-        return self._communicators.channel(ranks, self._groups[number].transport, device)
 
     def _average(self, number: int) -> None:
         """Average the whole gradients of one group, in place."""
@@ -248,10 +243,10 @@ class GradientAverages:
             if dense is not gradient:
                 param.grad = dense
             gradients.append(dense)
-        channel = self._channel(number, self._ranks[number], gradients[0].device)
+        process_group = self._communicators[self._ranks[number]]
         for of_dtype in self._averagings_of(number, gradients):
             run_overlapping(
-                [averaging.average([gradients[n] for n in indices], channel) for averaging, indices in of_dtype]
+                [averaging.average([gradients[n] for n in indices], process_group) for averaging, indices in of_dtype]
             )
 
     def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> Iterator[list[tuple[Averaging, list[int]]]]:
@@ -271,11 +266,11 @@ class GradientAverages:
         group, ranks = self._groups[number], self._ranks[number]
         kernels, position = choose_kernels(group.kernels, group.params[indices[0]]), ranks.index(this_rank())
         numels = [group.params[index].numel() for index in indices]
-        found, stages, copies = [], [], group.transport == "copy_engines"
+        found, stages = [], []
         for places, owned, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
             averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
             found.append((averaging, [indices[place] for place in places]))
-            stages.append(averaging_stages(averaging.counts, dtype, kernels, is_direct=is_direct, copies=copies))
+            stages.append(averaging_stages(averaging.counts, dtype, kernels, is_direct=is_direct))
         self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
         return found
 
