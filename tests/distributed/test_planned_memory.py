@@ -45,16 +45,16 @@ def optimizer_of(layout, world_size, dtype, view, **options):
 
 
 def all_to_all(send, sends, receives, group):
-    return Pending(None, send.new_zeros(sum(receives)), send)
+    return Pending((), send.new_zeros(sum(receives)), send)
 
 
 def all_gather(send, num_ranks, group, out=None):
     found = send.new_zeros((num_ranks * send.shape[0], *send.shape[1:])) if out is None else out
-    return Pending(None, found, send)
+    return Pending((), found, send)
 
 
 def broadcasts(rows, counts, group):
-    return Pending(None, rows)
+    return Pending((), rows)
 
 
 @contextlib.contextmanager

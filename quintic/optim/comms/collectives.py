@@ -45,22 +45,22 @@ class Pending:
     """A message under way, and the memory it reads and writes, which must not be freed before it has arrived.
 
     Args:
-        work: has `wait`; None if there is nothing to wait for.
+        works: have `wait`, one for each collective; none if there is nothing to wait for.
         received: what is there afterwards.
         sent: what is read until then.
     """
 
-    def __init__(self, work: Any, received: Tensor, *sent: Tensor) -> None:
-        self._work = work
+    def __init__(self, works: Sequence[Any], received: Tensor, *sent: Tensor) -> None:
+        self._works = works
         self._received: Tensor | None = received
         self._sent: tuple[Tensor, ...] | None = sent
 
     def wait(self) -> Tensor:
         """Return what was received; on CUDA devices the current stream waits, not the host."""
         assert self._received is not None, "waited for twice"
-        if self._work is not None:
-            self._work.wait()
-        received, self._received, self._sent, self._work = self._received, None, None, None
+        for work in self._works:
+            work.wait()
+        received, self._received, self._sent, self._works = self._received, None, None, ()
         return received
 
 
@@ -76,7 +76,7 @@ def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int]
     received = send.new_empty(sum(receives))
     send = send.reshape(-1)
     work = dist.all_to_all_single(received, send, list(receives), list(sends), group=group, async_op=True)
-    return Pending(work, received, send)
+    return Pending([work], received, send)
 
 
 def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup, out: Tensor | None = None) -> Pending:
@@ -90,17 +90,17 @@ def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup, out: Ten
     """
     received = send.new_empty((num_ranks * send.shape[0], *send.shape[1:])) if out is None else out
     work = _all_gather(received, send, group=group, async_op=True)
-    return Pending(work, received, send)
+    return Pending([work], received, send)
 
 
 def start_all_max(values: Tensor, group: ProcessGroup) -> Pending:
     """Start to replace a tensor, which must hold no NaN, by all ranks' largest entries. All ranks must call it."""
-    return Pending(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), values)
+    return Pending([dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)], values)
 
 
 def start_sum(values: Tensor, group: ProcessGroup) -> Pending:
     """Start to replace a tensor by the sum of all ranks' ones. All ranks of the group must call it."""
-    return Pending(dist.all_reduce(values, group=group, async_op=True), values)
+    return Pending([dist.all_reduce(values, group=group, async_op=True)], values)
 
 
 def merged_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -177,18 +177,7 @@ def start_broadcasts(rows: Tensor, counts: Sequence[int], group: ProcessGroup) -
         if count:
             source = dist.get_global_rank(group, owner)
             works.append(dist.broadcast(part, source, group=group, async_op=True))
-    return Pending(_All(works), rows)
-
-
-class _All:
-    """Several collectives waited for as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+    return Pending(works, rows)
 
 
 def this_rank() -> int:

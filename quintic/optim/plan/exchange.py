@@ -148,7 +148,7 @@ class Exchange:
             What `assemble` takes.
         """
         if self.is_local or self.is_replicated:
-            return Pending(None, pieces[self.owned])
+            return Pending((), pieces[self.owned])
         send = pieces
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
@@ -203,7 +203,7 @@ class Exchange:
             What `in_order` takes.
         """
         if self.is_local:
-            return Pending(None, owned)
+            return Pending((), owned)
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.owned] = owned

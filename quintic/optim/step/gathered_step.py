@@ -8,16 +8,14 @@
 being gathered and the one before scattered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import ProcessGroup
-from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Gathered
 from quintic.optim.step.bucket_step import BucketStep
-from quintic.optim.step.operands import Operands, State
+from quintic.optim.step.operands import Operands
 from quintic.optim.step.units import (
     UnitsMemory,
     as_rows,
@@ -27,7 +25,7 @@ from quintic.optim.step.units import (
     orthogonalized_units,
 )
 
-__all__ = ["GatheredMemory", "GatheredStep", "Neurons"]
+__all__ = ["GatheredMemory", "GatheredStep"]
 
 
 class GatheredMemory(UnitsMemory):
@@ -67,59 +65,46 @@ class GatheredStep(BucketStep):
             bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer
         )
         scattered = exchange.scatter(updates, process_group)
-        neurons = None
-        if group.normalize is not None:
-            neurons = Neurons(bucket, group, memory, state, factors, process_group)
+        wait_for_neurons = None if group.normalize is None else self._start_neurons(factors)
         del updates, factors
         yield
         received = exchange.pieces_of(scattered.wait())
-        if neurons is None:
+        if wait_for_neurons is None:
             factors = [scales[:, number].view(-1, 1, 1) for number in range(len(units.kinds))]
         else:
-            factors = neurons.wait()
+            factors = wait_for_neurons()
         if passes is not None:
             if group.scale_decay:
                 factors = beside_decay(factors, scales)
             passes.apply(as_rows(received), factors_over(factors, units, exchange.piece))
 
+    def _start_neurons(self, factors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Send NorMuon's factors and second moments from their owners to everybody.
 
-class Neurons:
-    """Factors and second moments of NorMuon on their way from the owners to everybody, started by construction.
+        Args:
+            factors: of the units that this rank owns, for each kind.
 
-    Args:
-        bucket: of the plan.
-        group: its parameter group.
-        memory: the bucket's own.
-        state: of all parameters.
-        factors: of the units that this rank owns, for each kind.
-        process_group: of the bucket's ranks.
-    """
-
-    def __init__(
-        self,
-        bucket: Gathered,
-        group: Group,
-        memory: GatheredMemory,
-        state: State,
-        factors: Sequence[Tensor],
-        process_group: ProcessGroup,
-    ) -> None:
-        self._units, self._exchange = bucket.units, bucket.exchange
-        self._moments, self._packing = memory.moments_of_units(group, state), memory.moments_packing()
-        vectors = [found.flatten(1) for found in factors]
+        Returns:
+            What waits for the factors of all units, for each kind (units, m or 1, n or 1); second moments are up to
+            date then.
+        """
+        units, exchange = self.bucket.units, self.bucket.exchange
+        moments, packing = self.memory.moments_of_units(self.group, self._common.state), self.memory.moments_packing()
+        parts = [found.flatten(1) for found in factors]
         # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
-        for of_kind, found in zip(self._moments, factors, strict=True):
-            own = of_kind[self._units.owned]
+        for of_kind, found in zip(moments, factors, strict=True):
+            own = of_kind[units.owned]
             mine = torch.cat(own).flatten(1) if own else found.flatten(1)
-            vectors.append(mine.to(found.dtype))
-        self._pending = self._exchange.all_gather(torch.cat(vectors, dim=1), process_group)
+            parts.append(mine.to(found.dtype))
+        pending = exchange.all_gather(torch.cat(parts, dim=1), self.process_group)
 
-    def wait(self) -> list[Tensor]:
-        """Return for each kind the factors (units, m or 1, n or 1) of all units; second moments are up to date."""
-        vectors = self._exchange.in_order(self._pending.wait())
-        if not self._exchange.is_local:
-            self._packing.unpack(vectors.view(-1), [moment for of_kind in self._moments for moment in of_kind])
-        return factors_of_units(vectors.chunk(2, dim=1)[0], self._units)
+        def finish() -> list[Tensor]:
+            vectors = exchange.in_order(pending.wait())
+            if not exchange.is_local:
+                packing.unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
+            return factors_of_units(vectors.chunk(2, dim=1)[0], units)
+
+        return finish
 
 
 def _empty_pieces(bucket: Gathered) -> Tensor:
