@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.step.offload.transfers import _StreamCopies
+from quintic.optim.step.offload.transfers import Copies
 
 __all__ = ["DelayedCopies", "SlowCopies"]
 
@@ -124,7 +124,7 @@ class DelayedCopies:
         return event
 
 
-class SlowCopies(_StreamCopies):
+class SlowCopies(Copies):
     """Copies on streams, late in one of the queues.
 
     Args:

@@ -58,12 +58,12 @@ def delayed(policy):
     """Make late copies, or early ones; gives the list of those made."""
     made = []
 
-    def copies_for(device):
+    def new_copies(device):
         slow = "loads" if policy == "late" else "computing"
         made.append(SlowCopies(device, slow) if ON_GPUS else DelayedCopies(policy))
         return made[-1]
 
-    with mock.patch.object(offload, "copies_for", copies_for):
+    with mock.patch.object(offload, "Copies", new_copies):
         yield made
 
 

@@ -107,11 +107,11 @@ def delayed(monkeypatch):
     def install(policy):
         made = []
 
-        def copies_for(device):
+        def new_copies(device):
             made.append(DelayedCopies(policy))
             return made[-1]
 
-        monkeypatch.setattr(offload, "copies_for", copies_for)
+        monkeypatch.setattr(offload, "Copies", new_copies)
         return made
 
     return install
@@ -191,7 +191,7 @@ def test_float64_state(delayed):
 def test_any_gradients_any_order_of_copies_any_time_of_reading(seed, workspace, cadence, rule, master, data):
     with pytest.MonkeyPatch.context() as patch:
         policy = random.Random(seed)
-        patch.setattr(offload, "copies_for", lambda device: DelayedCopies(policy))
+        patch.setattr(offload, "Copies", lambda device: DelayedCopies(policy))
         options = {**RULES[rule], "max_workspace_bytes": workspace, "master": master}
         plain, hosted = pair(torch.bfloat16, **options)
         names = list(plain[0])

@@ -66,7 +66,7 @@ def assert_same(first, second):
 @pytest.fixture(params=["loads", "stores", "computing", "nothing"])
 def slow(request, monkeypatch):
     """Make one of the queues late, so that an event that is missing shows."""
-    monkeypatch.setattr(offload, "copies_for", lambda device: SlowCopies(device, request.param))
+    monkeypatch.setattr(offload, "Copies", lambda device: SlowCopies(device, request.param))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

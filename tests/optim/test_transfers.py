@@ -83,7 +83,7 @@ def test_tensors_that_lie_between_each_other(data):
 
 def test_twins_of_empty_tensors_are_on_the_device():
     """Where a rank holds no entry of any parameter, there are no bytes, and kernels still look at devices."""
-    ring = transfers.Ring(transfers.copies_for(torch.device("meta")), 0, 1)
+    ring = transfers.Ring(transfers.Copies(torch.device("meta")), 0, 1)
     loan = transfers.Loan([torch.empty(16, 0), torch.empty(0, dtype=torch.uint16)])
     for _ in range(2):
         ring.begin([loan])

@@ -23,7 +23,7 @@ from quintic.optim.state.parts import state_of_part
 from quintic.optim.state.placement import planned_state
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
-from quintic.optim.step.offload.transfers import Copies, Loan, Ring, copies_for
+from quintic.optim.step.offload.transfers import Copies, Loan, Ring
 from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.updates import Passes
 
@@ -159,7 +159,7 @@ class Offload:
 
     def _new_ring(self, device: torch.device, kind: int) -> Ring:
         if device not in self._copies:
-            self._copies[device] = copies_for(device)
+            self._copies[device] = Copies(device)
         found = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
         number, size = buffers(found, kind)
         return Ring(self._copies[device], size, max(1, number))

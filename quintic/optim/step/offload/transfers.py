@@ -10,92 +10,50 @@ is copied; `offload.py` does. Where there are no streams (CPUs), copies are made
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "Loan", "Ring", "copies_for"]
+__all__ = ["Copies", "Loan", "Ring"]
 
 # Of tensors in a buffer, in bytes: what every dtype and kernel likes.
 _ALIGNMENT = 256
 
 
-class Copies(Protocol):
-    """A device's queues of copies. Events stand for what was queued before them; None for nothing to wait for."""
+class Copies:
+    """A device's queues of copies: on CUDA devices on streams, elsewhere copies are over when the call returns.
 
-    stored: Any
-    """Event after all stores so far; None if they are over."""
+    Events stand for what was queued before them; None for nothing to wait for. Tensors on the host are pinned where
+    there is CUDA, or it waits for every copy.
+
+    Args:
+        device: of what is computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_streams = device.type == "cuda"
+        if self._has_streams:
+            self._loads, self._stores = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.stored: Any = None
+        """Event after all stores so far; None if they are over."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return (num_bytes,) uint8 on the device, for any of the queues."""
-        ...
-
-    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        """Start to copy to the device when the events are over; return the copies' event."""
-        ...
-
-    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        """Start to copy to the host when everything computed so far is over; return the copies' event."""
-        ...
-
-    def mark(self) -> Any:
-        """Return the event of everything computed so far."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let what is computed from now on wait for an event; the host does not wait."""
-        ...
-
-    def finish(self) -> None:
-        """Let the host wait for all stores."""
-        ...
-
-
-class _DirectCopies:
-    """Copies that are over when the call returns."""
-
-    stored: Any = None
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        _copy(targets, sources)
-
-    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        _copy(targets, sources)
-
-    def mark(self) -> Any:
-        return None
-
-    def wait(self, event: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _StreamCopies:
-    """Copies on streams of a CUDA device. The host's tensors are pinned, or it waits for every copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._loads, self._stores = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.stored: torch.cuda.Event | None = None
-
-    def allocate(self, num_bytes: int) -> Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        # It may have been something else's until now, and will be again.
-        self._loads.wait_stream(torch.cuda.current_stream(self._device))
-        for stream in (self._loads, self._stores):
-            memory.record_stream(stream)
+        if self._has_streams:
+            # It may have been something else's until now, and will be again.
+            self._loads.wait_stream(torch.cuda.current_stream(self._device))
+            for stream in (self._loads, self._stores):
+                memory.record_stream(stream)
         return memory
 
     def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any]) -> Any:
+        """Start to copy to the device when the events are over; return the copies' event."""
+        if not self._has_streams:
+            _copy(targets, sources)
+            return None
         for event in after:
             if event is not None:
                 self._loads.wait_event(event)
@@ -104,6 +62,10 @@ class _StreamCopies:
         return self._loads.record_event()
 
     def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        """Start to copy to the host when everything computed so far is over; return the copies' event."""
+        if not self._has_streams:
+            _copy(targets, sources)
+            return None
         self._stores.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stores):
             _copy(targets, sources)
@@ -111,21 +73,19 @@ class _StreamCopies:
         return self.stored
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event()
+        """Return the event of everything computed so far."""
+        return torch.cuda.current_stream(self._device).record_event() if self._has_streams else None
 
     def wait(self, event: Any) -> None:
+        """Let what is computed from now on wait for an event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
+        """Let the host wait for all stores."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
-
-
-def copies_for(device: torch.device) -> Copies:
-    """Return new queues of a device."""
-    return _StreamCopies(device) if device.type == "cuda" else _DirectCopies(device)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
