@@ -130,20 +130,21 @@ def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[s
     return _copy_in([entry for saved in state_dicts for entry in _read([saved], "torch", None, owned)], owned, "exact")
 
 
-def export_torch_state(optimizer: Muon) -> dict[str, dict[str, Any]]:
+def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return the state as `torch.optim.Muon` and `torch.optim.AdamW` load it.
 
     Where ranks divide the state (`comms="sharded"`) whole tensors are returned on every rank: all ranks must call it,
     as `state_dict`. The state of `DTensor`s is exported as `DTensor`s.
 
     Args:
-        optimizer: a `quintic.Muon`.
+        optimizer: a `quintic.Muon`, also as Accelerate or Lightning have wrapped it.
 
     Returns:
         `{"muon": state dict, "adamw": state dict}`, each with one group per group of the optimizer, in its order. The
         tensors are the optimizer's own where it has them whole. What PyTorch's optimizers do not have is left out:
         second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz triple).
     """
+    optimizer = bare(optimizer)
     saved = optimizer.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
     for group, saved_group in zip(optimizer.typed_groups, saved["param_groups"], strict=True):
