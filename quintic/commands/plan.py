@@ -10,7 +10,7 @@ from quintic.commands.options import rehearsal_options, training_options
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
-from quintic.optim.explain_text import shortened
+from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
 from quintic.rehearsal.table import rehearsal_text
 from quintic.streams import say

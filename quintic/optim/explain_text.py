@@ -4,7 +4,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Cells", "bytes_text", "column_lines", "shortened", "table_lines"]
+from quintic.optim.groups.names import shortened
+
+__all__ = ["Cells", "bytes_text", "column_lines", "table_lines"]
 
 # Everything is on one line per parameter where names, views and reasons have this much room, if they need it.
 _ROOM_FOR_NAME, _ROOM_FOR_VIEW, _ROOM_FOR_WHY = 28, 18, 14
@@ -91,15 +93,6 @@ def column_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
         numbers = [cell.rjust(length) for cell, length in zip(cells, sizes, strict=True)]
         lines.append(_GAP.join([shortened(name, size).ljust(size), *numbers]))
     return lines
-
-
-def shortened(text: str, size: int) -> str:
-    """Return a text that is too long with dots in its middle; of a name its end says more than its beginning."""
-    if len(text) <= size:
-        return text
-    kept = max(2, size - 3)
-    head = kept * 2 // 5
-    return f"{text[:head]}...{text[len(text) - (kept - head) :]}"
 
 
 def bytes_text(count: int) -> str:

@@ -335,6 +335,22 @@ def test_several_matrices_in_one_are_warned_of_once():
     assert "6 parameters may be several matrices" in str(quintic.explain(model))
 
 
+def test_attention_is_recognised_by_its_shape_whatever_its_layers_are_called():
+    perhaps = f"linear layer; by its shape {PERHAPS_FUSED}"
+    with pytest.warns(UserWarning, match=r"perhaps several matrices each.*: mix\.fused\.weight; "):
+        quintic.param_groups(tree(mix=tree(fused=nn.Linear(8, 24), back=nn.Linear(8, 8))))
+    assert whys(tree(fused=nn.Linear(8, 24), back=nn.Linear(8, 8)))["fused.weight"] == perhaps
+    for plain in (
+        tree(wide=nn.Linear(8, 24), narrow=nn.Linear(24, 8)),  # an MLP
+        tree(back=nn.Linear(8, 8), last=nn.Linear(8, 24)),  # nothing takes the outputs apart
+        tree(wide=nn.Linear(8, 24), other=nn.Linear(8, 6)),  # the other is not square
+        tree(wide=nn.Linear(8, 24), other=nn.Linear(16, 16)),
+        tree(wide=nn.Linear(8, 32), other=nn.Linear(8, 8)),
+        tree(wide=nn.Linear(8, 24), other=nn.Linear(8, 8), third=nn.Linear(8, 8)),
+    ):
+        assert set(whys(plain).values()) <= {"linear layer", "1-D"}
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -14,8 +14,7 @@ from torch import nn
 import quintic
 from quintic import Flatten, Heads, Matrix, Muon, Rule, Split
 from quintic.optim.explain import explain
-from quintic.optim.explain_text import shortened
-from quintic.optim.groups.names import numberless
+from quintic.optim.groups.names import numberless, shortened
 
 
 class Model(nn.Module):

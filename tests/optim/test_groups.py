@@ -361,6 +361,17 @@ def test_options_need_not_be_hashable():
     assert [group["betas"] for group in groups if "betas" in group] == [[0.8, 0.9], [0.8, 0.9]]
 
 
+def test_a_rule_for_a_frozen_parameter_says_that_it_is_frozen():
+    model = Decoder()
+    model.tokens.weight.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"rule 'tok\*' matches no trainable .* are frozen and need none: tokens\.weight$"
+    ):
+        quintic.param_groups(model, rules=[Rule("tok*", "adamw")])
+    with pytest.raises(ValueError, match=r"rule 'nothing' matches no trainable parameter that an earlier rule left$"):
+        quintic.param_groups(model, rules=[Rule("nothing", "adamw")])
+
+
 def test_a_rule_that_an_earlier_one_leaves_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"rule 'tokens\.weight' matches no trainable parameter"):
         quintic.param_groups(Decoder(), rules=[Rule("tokens.*", "adamw"), Rule("tokens.weight", "adamw")])

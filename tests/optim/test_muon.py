@@ -464,6 +464,30 @@ def test_plan_reads_as_a_table():
     assert plan.flops == 2 * 5 * (4 * 8 * 8 * 16 + 2 * 8**3)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_table_of_a_plan_fits_the_terminal(monkeypatch, offload):
+    blocks = nn.ModuleDict({"the_long_name_of_a_block": nn.ModuleList([small_model() for _ in range(12)])})
+    plan = Muon(quintic.param_groups(blocks), offload=offload).plan()
+    buckets = len(plan.buckets)
+    for width in (76, 80, 100, 120, 160, 250):
+        text = plan.to_table(width=width)
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        headings = 1 if width >= 160 else 2
+        assert len(lines) >= headings * (1 + buckets) + 1
+        assert len([line for line in lines if " float32 " in line]) == buckets
+        for word in ("method", "12 x 16x8", "first parameter", "work MiB", "(+11)", "weight", "of temporary memory"):
+            assert word in text.replace("\n   ", ""), (word, width)
+        if width == 250:
+            assert text.count("the_long_name_of_a_block") == buckets
+        assert ("host MiB" in text) is offload
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(plan) == plan.to_table(width=80) != plan.to_table(width=160)
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    assert str(plan) == plan.to_table(width=160)
+
+
 # -- saving and loading ------------------------------------------------------------------------------------------------
 
 

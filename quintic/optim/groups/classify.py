@@ -197,9 +197,14 @@ def _looks_fused(use: Use, linear: nn.Linear) -> str | None:
         names.pop()
     if _FUSED_NAME.search(names[-1]):
         return "name"
+    if len(beside) != 1 or len(inputs) != 1:
+        return None
     # Gate and up: the only other layer comes later and takes half of the outputs, which are not just what goes in.
-    is_halved = len(beside) == 1 and [2 * features for features in inputs] == [linear.out_features]
-    return "shape" if is_halved and linear.out_features != 2 * linear.in_features else None
+    if 2 * inputs[0] == linear.out_features != 2 * linear.in_features:
+        return "shape"
+    # Queries, keys and values: three times what goes in, and the only other layer is square and takes a third.
+    is_attention = linear.out_features == 3 * linear.in_features and beside[0].in_features == beside[0].out_features
+    return "shape" if is_attention and inputs[0] == linear.in_features else None
 
 
 def _gate(use: Use, linear: nn.Linear) -> str | None:

@@ -168,7 +168,12 @@ def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convoluti
         raise ValueError(_undecided_message(undecided))
     unused = [rule.pattern for number, rule in enumerate(rules) if number not in used_rules]
     if unused:
-        raise ValueError(f"rule {unused[0]!r} matches no trainable parameter that an earlier rule left")
+        message = f"rule {unused[0]!r} matches no trainable parameter that an earlier rule left"
+        frozen = [name for name, param in model_parameters(model) if not param.requires_grad]
+        frozen = [name for name in frozen if fnmatch.fnmatchcase(name, unused[0])]
+        if frozen:
+            message += f"; these parameters are frozen and need none: {_listed(frozen)}"
+        raise ValueError(message)
     if not decisions:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     return decisions
@@ -178,8 +183,9 @@ def _undecided_message(undecided: Sequence[str]) -> str:
     first = undecided[0].partition(" ")[0]
     count = "this parameter" if len(undecided) == 1 else f"these {len(undecided)} parameters"
     return (
-        f"nobody decided how to optimize {count}: {_listed(undecided)}; add quintic.Rule({first!r}, 'muon' or 'adamw') "
-        f"to rules, with a view if it holds several matrices or is stored as (in_features, out_features)"
+        f"nobody decided how to optimize {count}: {_listed(undecided)}; add quintic.Rule({first!r}, 'adamw') "
+        f"to rules for what is added or looked up (positions, embeddings), or 'muon' for what inputs are multiplied "
+        f"with, and a view if it holds several matrices or is stored as (in_features, out_features)"
     )
 
 

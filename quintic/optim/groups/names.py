@@ -18,6 +18,7 @@ __all__ = [
     "known_as",
     "model_parameters",
     "numberless",
+    "shortened",
     "spellings",
     "unwrapped",
     "without_holders",
@@ -125,3 +126,12 @@ def _unmarked(name: str) -> str:
 
 def _joined(above: str, last: str) -> str:
     return f"{above}.{last}" if above else last
+
+
+def shortened(text: str, size: int) -> str:
+    """Return a text that is too long with dots in its middle; of a name its end says more than its beginning."""
+    if len(text) <= size:
+        return text
+    kept = max(2, size - 3)
+    head = kept * 2 // 5
+    return f"{text[:head]}...{text[len(text) - (kept - head) :]}"

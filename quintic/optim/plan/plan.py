@@ -5,6 +5,7 @@ parameter group, as many as fit the workspace; for AdamW, all parameters of one 
 built once and again only when the groups change; `optimizer.plan()` returns it, and printing it gives a table.
 """
 
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
 from quintic.optim.plan.schedule import Schedule, overlapping_bytes
+from quintic.optim.plan.table import bucket_lines, wrapped
 
 __all__ = [
     "PLANNED_OPTIONS",
@@ -46,6 +48,8 @@ PLANNED_OPTIONS = (
 )
 """Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
 
+# Columns of text where no terminal says how many it has, as for `explain`.
+_WIDTH_ELSEWHERE = 160
 
 SMALL_BYTES = 64 * 1024
 """Allowance for flags, scales and tables of a step on a CUDA device, where each takes 512 bytes at least."""
@@ -97,34 +101,28 @@ class Plan:
                 of_devices.setdefault(bucket.device, []).append(bucket.offloaded)
         return sum(map(buffer_bytes, of_devices.values()))
 
-    def __str__(self) -> str:
-        """Return the plan as a table with one line per bucket."""
-        offloaded = [bucket.offloaded for bucket in self.buckets if bucket.offloaded is not None]
-        host = f"{'host MiB':>9} " if offloaded else ""
-        lines = [
-            f"{'method':18} {'matrices':>16} {'parameters':>14} {'dtype':9} {'device':7} {'kernels':7} {'GFLOP':>9} "
-            f"{'work MiB':>9} {host} first parameter"
-        ]
-        for bucket in self.buckets:
-            matrices = "-"
-            if bucket.shape is not None:
-                matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"
-            others = f" (+{bucket.num_parts - 1})" if bucket.num_parts > 1 else ""
-            if offloaded:
-                host = "        - " if bucket.offloaded is None else f"{bucket.offloaded.num_bytes / 2**20:>9.1f} "
-            lines.append(
-                f"{bucket.method:18} {matrices:>16} {bucket.numel:>14,} "
-                f"{str(bucket.dtype).removeprefix('torch.'):9} {bucket.device!s:7} {bucket.kernels:7} "
-                f"{bucket.flops / 1e9:>9.2f} {bucket.workspace_bytes / 2**20:>9.1f} {host} {bucket.name}{others}"
-            )
-        lines.append(
+    def to_table(self, *, width: int | None = None) -> str:
+        """Return the plan as text, with one line per bucket, or two where one would be too long.
+
+        Args:
+            width: columns of text; None for those of the terminal, or 160 where the output is none. Names that are
+                longer than there is room for are shortened in the middle.
+        """
+        if width is None:
+            width = shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
+        notes = [
             f"one step: {self.flops / 1e9:.2f} GFLOP of orthogonalisation, "
-            f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory"
-        )
-        lines += map(str, self.choices)
+            f"at most {self.peak_workspace_bytes / 2**20:.1f} MiB of temporary memory",
+            *map(str, self.choices),
+        ]
+        offloaded = [bucket.offloaded for bucket in self.buckets if bucket.offloaded is not None]
         if offloaded:
-            lines.append(
+            notes.append(
                 f"{sum(one.num_bytes for one in offloaded) / 2**20:.1f} MiB of state in host memory, loaded and stored "
                 f"through {self.offload_buffer_bytes / 2**20:.1f} MiB of the temporary memory"
             )
-        return "\n".join(lines)
+        return "\n".join([*bucket_lines(self.buckets, width), *wrapped(notes, width)])
+
+    def __str__(self) -> str:
+        """Return the plan as a table that fits the terminal."""
+        return self.to_table()

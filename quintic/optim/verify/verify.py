@@ -88,13 +88,13 @@ def verify(
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
-    problems = [
-        f"{name}: this parameter of the optimizer is none of the model's; make the optimizer after the model is moved, "
-        f"wrapped (fully_shard, parallelize_module) or compiled"
+    foreign = [
+        name
         for group in optimizer.param_groups
         for name, param in zip(group["param_names"], group["params"], strict=True)
         if param not in names
     ]
+    problems = _foreign_problem(foreign)
     kept = Kept(optimizer)
     given: list[Tensor] = []
     roundings: dict[tuple[Tensor, int], Rounding] = {}
@@ -122,6 +122,19 @@ def verify(
     stepped = {renamed[name]: count for name, count in stepped.items()}
     answer = Answer(found, stepped, problems, _options(optimizer, names))
     return merged(all_gather_values(answer, process_group))
+
+
+def _foreign_problem(foreign: Sequence[str]) -> list[str]:
+    """Return a line about parameters that the model does not have; none if there are none."""
+    if not foreign:
+        return []
+    which = f"{foreign[0]}: this parameter of the optimizer is none of the model's"
+    if len(foreign) > 1:
+        others = "1 other" if len(foreign) == 2 else f"{len(foreign) - 1} others"
+        which += f", and so are {others}"
+    return [
+        f"{which}; make the optimizer after the model is moved, wrapped (fully_shard, parallelize_module) or compiled"
+    ]
 
 
 def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tuple[int, ...]], dict[str, str]]:
