@@ -130,8 +130,8 @@ def _foreign_problem(foreign: Sequence[str]) -> list[str]:
         return []
     which = f"{foreign[0]}: this parameter of the optimizer is none of the model's"
     if len(foreign) > 1:
-        others = "1 other" if len(foreign) == 2 else f"{len(foreign) - 1} others"
-        which += f", and so are {others}"
+        verb, others = ("is", "1 other") if len(foreign) == 2 else ("are", f"{len(foreign) - 1} others")
+        which += f", nor {verb} {others}"
     return [
         f"{which}; make the optimizer after the model is moved, wrapped (fully_shard, parallelize_module) or compiled"
     ]
