@@ -12,7 +12,6 @@ When the time is short, rounds of the search are cut, never the seeds at the end
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import random
@@ -27,10 +26,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.results import git_commit, recorded_command, write_result
 from benchmarks.training.baseline_page import page
-from benchmarks.training.baseline_worker import Pool
+from benchmarks.training.workers import Pool, field_of, given_values, with_values
 from quintic.commands.text import prepared
 from quintic.train.config import Config
-from quintic.train.saved_config import from_dict, to_dict
+from quintic.train.saved_config import to_dict
 
 Setting = Mapping[str, float | None]
 
@@ -96,17 +95,6 @@ def vary(setting: Setting, name: str, rng: random.Random) -> dict[str, float | N
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of fields of any section, checked as a file's are."""
-    stored = to_dict(config)
-    for name, value in values.items():
-        section = next((section for section, fields in stored.items() if name in fields), None)
-        if section is None:
-            raise SystemExit(f"--set {name}: no such option of quintic train")
-        stored[section][name] = value
-    return from_dict(stored, origin="--set")
 
 
 class Study:
@@ -208,14 +196,6 @@ class Study:
         return {"setting": setting, "mean": mean, "chosen_by": f"the mean of {seeds} seed(s) at {length}"}
 
 
-def field_of(config: Config, name: str) -> Any:
-    """Return the value of a field, whatever its section."""
-    for section in dataclasses.fields(config):
-        if hasattr(value := getattr(config, section.name), name):
-            return getattr(value, name)
-    raise KeyError(name)
-
-
 def guessed_seconds(options: argparse.Namespace, base: Config) -> float:
     """Return the seconds of a whole run before any was measured, with its worker's start."""
     kind = "cuda" if options.devices[0].startswith("cuda") else "cpu"
@@ -236,8 +216,7 @@ def predicted(options: argparse.Namespace, base: Config, slots: int) -> tuple[in
 def study(options: argparse.Namespace) -> dict[str, Any]:
     """Search, train the seeds, and return everything."""
     start = time.time()
-    given = dict(word.partition("=")[::2] for word in options.set)
-    values = {name: _read(text) for name, text in given.items()}
+    values = given_values(options.set)
     kind = "cuda" if options.devices[0].startswith("cuda") else "cpu"
     fixed = {"device": kind, "compile": False, "rms_every": 0, "save_every": 0, "threads": options.threads}
     base = with_values(Config(), {"data_dir": str(options.out / "data"), **values, **fixed})
@@ -282,13 +261,6 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
         **made.computing,
         "runs": made.runs,
     }
-
-
-def _read(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def main() -> int:

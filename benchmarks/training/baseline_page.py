@@ -89,24 +89,33 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _facts(result: Mapping[str, Any]) -> list[str]:
-    machine, versions, data = result.get("machine"), result.get("versions"), result["data"]
-    computing = "no run ended"
-    if machine is not None and versions is not None:
-        where = machine["cpu"] if machine["device"] == "CPU" else f"{len(result['devices'])} x {machine['device']}"
-        computing = (
-            f"{where}, {machine['cores']} cores, {machine['dtype']}, attention by {machine['attention']}, "
-            f"{result['at_once']} runs at a time on each device; Python {versions['python']}, torch {versions['torch']}"
-        )
-    changed = "".join(f", `{name}` {value}" for name, value in result["changed"].items())
+def computing(result: Mapping[str, Any]) -> str:
+    """Return the machine, the runs at a time and the versions of a result with `machine`, `versions`, `devices`."""
+    machine, versions = result.get("machine"), result.get("versions")
+    if machine is None or versions is None:
+        return "no run ended"
+    where = machine["cpu"] if machine["device"] == "CPU" else f"{len(result['devices'])} x {machine['device']}"
+    return (
+        f"{where}, {machine['cores']} cores, {machine['dtype']}, attention by {machine['attention']}, "
+        f"{result['at_once']} runs at a time on each device; Python {versions['python']}, torch {versions['torch']}"
+    )
+
+
+def text_facts(data: Mapping[str, Any]) -> str:
+    """Return which text was trained on, and how much of it there is."""
     text = f"The text is `{data['source']}`"
     if data["source"].startswith("python"):
         text += " as it is in this version of Python; in another one it differs, and with it every figure"
+    return f"{text}; {data['train_tokens']:,} tokens to train on, {data['val_tokens']:,} to validate."
+
+
+def _facts(result: Mapping[str, Any]) -> list[str]:
+    changed = "".join(f", `{name}` {value}" for name, value in result["changed"].items())
     return [
-        f"`{result['command']}` at commit {result['commit']}: {result['seconds']:.0f} seconds. {computing}.",
+        f"`{result['command']}` at commit {result['commit']}: {result['seconds']:.0f} seconds. {computing(result)}.",
         "",
         f"The default model of a CPU and its default run{changed}; weights and batches of a seed are the same under "
-        f"all settings. {text}; {data['train_tokens']:,} tokens to train on, {data['val_tokens']:,} to validate.",
+        f"all settings. {text_facts(result['data'])}",
     ]
 
 
@@ -194,4 +203,4 @@ def _percent(value: float) -> str:
     return _figure(value, 1)
 
 
-__all__ = ["Finals", "finals", "page", "shares"]
+__all__ = ["Finals", "computing", "finals", "page", "shares", "text_facts"]

@@ -14,7 +14,6 @@ trains only what is missing there. At the end FOLDER/NAME.md has the table and F
 import argparse
 import json
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -25,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import REPOSITORY, add_options, git_commit, read_rows, recorded_command
+from benchmarks.common.results import add_options, git_commit, read_rows, recorded_command
 from benchmarks.training.quality_page import (
     VARIANTS,
     Run,
@@ -37,7 +36,7 @@ from benchmarks.training.quality_page import (
     shown,
     summarize,
 )
-from benchmarks.training.tune import run_setting
+from benchmarks.training.tune import run_setting, share_cores
 from quintic.train.config import Config
 from quintic.train.saved_config import to_dict
 
@@ -139,9 +138,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     config = options.out / "quick-start-defaults.json"
     config.write_text(json.dumps(to_dict(Config())), encoding="utf-8")
-    if options.jobs > 1:  # the runs share the cores; PyTorch's own threads would fight over them
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    share_cores(options.jobs)
     training = Training(options, options.out / f"{options.name}.jsonl", config)
     start = time.monotonic()
     if not options.report_only:

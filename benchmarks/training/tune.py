@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.common.results import read_rows
+from benchmarks.common.results import REPOSITORY, read_rows
 
 
 def main() -> int:
@@ -77,6 +77,13 @@ def _around(grids: list[list[str]]) -> list[list[str]]:
             varied = [*centre[:index], [grid[0], value], *centre[index + 1 :]]
             settings.append(list(itertools.chain(*varied)))
     return settings
+
+
+def share_cores(jobs: int) -> None:
+    """Let child processes import the benchmarks, and take one thread each where several share the cores."""
+    if jobs > 1:  # PyTorch's own threads would fight over them
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def run_setting(base: str, setting: list[str], deadline: float) -> dict[str, object] | None:

@@ -10,7 +10,6 @@ each is compared with its twin of the first variant. Speeds are those of single 
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -20,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.common.results import (
-    REPOSITORY,
     add_options,
     git_commit,
     made_by,
@@ -29,7 +27,7 @@ from benchmarks.common.results import (
     table,
     write_result,
 )
-from benchmarks.training.tune import run_setting
+from benchmarks.training.tune import run_setting, share_cores
 
 HEADS = (
     *("variant", "validation loss, mean", "by seed", "bits per byte, mean", "more than the first, same seed"),
@@ -77,9 +75,7 @@ def main() -> int:
     rows = [row for row in read_rows(log) if row["base"] == options.base]
     done = {(row["variant"], row["seed"]) for row in rows}
     todo = [(name, more, seed) for seed in options.seeds for name, more in options.variant if (name, seed) not in done]
-    if options.jobs > 1:  # the runs share the cores
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    share_cores(options.jobs)
     lock = threading.Lock()
 
     def train(job: tuple[str, str, int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_config
 
-from benchmarks.training import baseline, baseline_page, baseline_worker
+from benchmarks.training import baseline, baseline_page, workers
 from quintic.data.dataset import Dataset
 from quintic.train.config import Config
 from quintic.train.loop import train
@@ -34,20 +34,20 @@ def test_settings_lie_in_the_space_and_are_options(name: str) -> None:
                 assert values.least <= value <= values.most
             else:
                 assert value in values
-        config = baseline.with_values(Config(), setting)
-        assert {option: baseline.field_of(config, option) for option in space} == setting
+        config = workers.with_values(Config(), setting)
+        assert {option: workers.field_of(config, option) for option in space} == setting
     rates = [setting[f"{name}_lr"] for setting in drawn]
     least, most = space[f"{name}_lr"]
     assert statistics.median(rates) == pytest.approx(math.sqrt(least * most), rel=0.35)
     again = random.Random(3)
     assert [baseline.draw(name, again) for _ in range(100)] == drawn
-    default = {option: baseline.field_of(Config(), option) for option in space}
+    default = {option: workers.field_of(Config(), option) for option in space}
     baseline.vary(default, name, rng)  # the default is in the space, too
 
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(SystemExit, match="--set dpeth: no such option"):
-        baseline.with_values(Config(), {"dpeth": 3})
+        workers.with_values(Config(), {"dpeth": 3})
 
 
 def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def job(config: Config, dataset: Dataset, *, seconds: float = 100) -> dict[str, 
 @pytest.mark.slow
 def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="run", optimizer="adamw", clip_norm=0.5, eval_every=2)
-    result = baseline_worker.train(job(config, tiny_dataset))
+    result = workers.train(job(config, tiny_dataset))
     expected = train(config, tiny_dataset, create_run(config), resume=False, command="", say=lambda line: None)
     assert result["bpb"] == expected.score.bpb
     assert [step for step, _ in result["curve"]] == [2, 4, 6]
     diverging = tiny_config(tiny_dataset, tmp_path, optimizer="adamw", adamw_lr=1e30, embedding_lr=1e30, scalar_lr=1e30)
-    assert baseline_worker.train(job(diverging, tiny_dataset))["bpb"] is None
-    assert "at step 0 of 6" in baseline_worker.train(job(config, tiny_dataset, seconds=-1))["cut"]
+    assert workers.train(job(diverging, tiny_dataset))["bpb"] is None
+    assert "at step 0 of 6" in workers.train(job(config, tiny_dataset, seconds=-1))["cut"]
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_is_told_and_replaced(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path)
-    worker = baseline_worker.Worker("cpu", 1)
+    worker = workers.Worker("cpu", 1)
     start = worker._start
     worker._start = lambda: dying(start)  # type: ignore[method-assign]
 
