@@ -5,8 +5,14 @@
     python -m benchmarks.speedrun --shards SHARDS --steps 200 --out FOLDER --only quintic --ablate smear skip
 
 Each contestant is a command of its own, under torchrun; what it prints is read, with the moment at which it came.
-FOLDER/NAME.json has every step, FOLDER/NAME.md the tables, FOLDER/NAME-CONTESTANT.log what was printed. Contestants
-that were measured before, with the same --name, stay in the tables. `peer.py` lists the changes to the peer.
+FOLDER/NAME.json has every step, FOLDER/NAME.md the tables, FOLDER/NAME.svg the curves, all written anew after each
+contestant, and FOLDER/NAME-CONTESTANT-SEED.log what it printed, line by line. Contestants that were measured before,
+with the same --name, stay in the tables. Where this command itself was stopped, the same with --from-logs makes tables
+of the logs, up to where they end. `peer.py` lists the changes to the peer, `optimizer.py` times the step alone.
+
+To try all of this on a CPU, with the text of the Python installation:
+
+    python -m benchmarks.speedrun --preset speedrun-tiny --shards python --only quintic --steps 24 --out FOLDER
 """
 
 import argparse
@@ -44,17 +50,24 @@ from quintic.speedrun.shards import vocabulary_of
 from quintic.speedrun.stages import Track
 
 MODULE = "benchmarks.speedrun"
-HEADS = ("contestant", "seed", "start to first step (s)", *(f"ms, stage {number}" for number in range(1, 5)))
+HEADS = (
+    "contestant",
+    "seed",
+    "start to first step (s)",
+    "warm-up (s)",
+    *(f"ms, stage {number}" for number in range(1, 5)),
+)
 NOTES = """\
 {steps} steps of the track, {tokens:,} tokens, on {machine}; documents cut and batches made alike, {val_tokens:,}
 validation tokens; each contestant with a cache of compiled code that is {cache}. Milliseconds: by the contestants' own
 clocks, which stand still in warm-up and validations, from the third step of a stage to its last. Start: from the
-command to the end of the first counted step. Peer: {peer}."""
+command to the end of the first counted step, of which warm-up is what ours says. Peer: {peer}."""
 
 # Of each stage: the host runs ahead, and the first steps begin with what the stage before left.
 SKIPPED_STEPS = 2
 STEP = re.compile(r"step[: ](\d+)/(\d+) +train[_ ]time[: ](\d+) ?ms")
 SCORE = re.compile(r"step[: ](\d+)/\d+ +(?:val_loss:|validation )([\d.]+|nan) +train[_ ]time[: ](\d+) ?ms")
+WARM_UP = re.compile(r"Warm-up took ([\d.]+) s")
 PEAK = re.compile(r"peak memory[a-z ]*: (\d+) MiB")
 
 
@@ -81,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result["rows"] = [*kept, row]
             failed |= "error" in row
             write_result(path, result, page(result, track, options))
+            draw(result, Path(f"{path}.svg"))
             print_table(heads(result), [cells(row, result)])
     print_table(heads(result), [cells(row, result) for row in result["rows"]])
     return int(failed)
@@ -89,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "speedrun")
-    parser.add_argument("--shards", type=Path, required=True, help="folder made by benchmarks.speedrun.shards")
+    parser.add_argument("--shards", type=Path, required=True, help="folder made by benchmarks.speedrun.shards; python")
     parser.add_argument("--peer", type=Path, help="checkout of modded-nanogpt at f411b3d3")
     parser.add_argument("--only", nargs="+", default=["quintic", "peer"], help="quintic, peer, and names of variants")
     parser.add_argument("--ablate", nargs="*", default=[], metavar="FEATURE", help="ours without each of these")
@@ -101,11 +115,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stop-after", type=float, default=540, help="seconds of a contestant, at most")
     parser.add_argument("--eval-every", type=int, default=50)
-    parser.add_argument("--val-tokens", type=int, default=2**20)
+    parser.add_argument("--val-tokens", type=int, help="by default 1,048,576, of speedrun-tiny its own")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
     parser.add_argument("--cache", type=Path, help="folder of compiled code to begin with; by default a new one each")
+    parser.add_argument("--from-logs", action="store_true", help="run nothing, read the logs that are in FOLDER")
     options = parser.parse_args(words)
-    if "peer" in options.only and options.peer is None:
+    if options.val_tokens is None:
+        options.val_tokens = min(2**20, preset(options.preset).track.validation_tokens)
+    if "peer" in options.only and options.peer is None and not options.from_logs:
         parser.error("the peer needs --peer, a checkout of modded-nanogpt; or --only quintic")
     return options
 
@@ -137,7 +154,12 @@ def contestants(options: argparse.Namespace) -> dict[str, list[str] | None]:
 
 
 def measured(name: str, more: list[str] | None, seed: int, track: Track, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a contestant and return what it printed, as numbers."""
+    """Run a contestant, or read its log, and return what it printed, as numbers."""
+    log = options.out / f"{options.name}-{name.replace(' ', '-')}-{seed}.log"
+    if options.from_logs:
+        lines = read_log(log)
+        found = summary(lines, track)
+        return found if track.steps in found["losses"] else {**found, "error": f"its log ends after {len(lines)} lines"}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         work = folder / "work"
@@ -150,7 +172,7 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
             command = [*torchrun, "train_gpt.py"]
         else:
             values = {
-                "data": options.shards.resolve(),
+                "data": options.shards if str(options.shards) == "python" else options.shards.resolve(),
                 "tokenizer": tokenizer.resolve(),
                 "steps": options.steps,
                 "eval-every": options.eval_every,
@@ -168,7 +190,6 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
-        log = options.out / f"{options.name}-{name.replace(' ', '-')}-{seed}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         lines, code = run(command, work, environment, log, options.stop_after)
         records = work / "runs" / "run" / "metrics.jsonl"
@@ -204,19 +225,27 @@ def run(
     return lines, process.returncode
 
 
+def read_log(log: Path) -> list[tuple[float, str]]:
+    """Return the lines of a log as `run` returns them; of one that was cut off, those that are whole."""
+    whole = log.read_text("utf-8").rpartition("\n")[0] if log.exists() else ""
+    return [(float(line[:8]), line[9:]) for line in whole.splitlines() if line[:8].strip()]
+
+
 def summary(lines: Sequence[tuple[float, str]], track: Track) -> dict[str, Any]:
     """Return what lines of a contestant say: times of stages, losses, the start."""
     steps: dict[int, float] = {}
     losses: dict[int, float] = {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"score_ms": {}}
     for seconds, line in lines:
         if score := SCORE.search(line):
             losses[int(score[1])] = float(score[2])
-            found["train_ms"] = float(score[3])
+            found["train_ms"] = found["score_ms"][int(score[1])] = float(score[3])
         elif step := STEP.search(line):
             steps[int(step[1])] = float(step[3])
             if step[1] == "1":
                 found["start_seconds"] = seconds
+        elif warm_up := WARM_UP.search(line):
+            found["warmup_seconds"] = float(warm_up[1])
         elif peak := PEAK.search(line):
             found["peak_mib"] = float(peak[1])
     found["losses"], found["step_ms"] = losses, steps
@@ -248,11 +277,27 @@ def cells(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         row["contestant"] + (" (failed)" if "error" in row else ""),
         str(row["seed"]),
         shown(row.get("start_seconds"), 1),
+        shown(row.get("warmup_seconds"), 1),
         *(shown(value, 2) for value in row["stage_ms"]),
         shown(None if train_ms is None else train_ms / 1000, 2),
         *(shown(losses.get(step), 4) for step in scored),
         shown(None if peak is None else peak / 1024, 1),
     ]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the validation losses after the first over the time of training, a curve for each contestant and seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for row in result["rows"]:
+        losses = {int(step): loss for step, loss in row["losses"].items() if int(step)}
+        seconds = [row["score_ms"][step] / 1000 for step in row["score_ms"] if int(step)]
+        axes.plot(seconds, list(losses.values()), marker=".", label=f"{row['contestant']}, seed {row['seed']}")
+    axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)", title="The speedrun")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def against_peer(result: dict[str, Any]) -> list[str]:
@@ -265,13 +310,13 @@ def against_peer(result: dict[str, Any]) -> list[str]:
         return []
     times = [
         [
-            statistics.mean(values)
+            None if None in values else statistics.mean(values)
             for values in zip(*(row["stage_ms"] for row in rows), strict=True)
-            if None not in values
         ]
         for rows in mean.values()
     ]
-    ratios = ", ".join(f"{ours / peers:.3f}" for ours, peers in zip(*times, strict=True))
+    pairs = zip(*times, strict=True)
+    ratios = ", ".join("-" if None in (ours, peers) else f"{ours / peers:.3f}" for ours, peers in pairs)
     last = [statistics.mean(list(row["losses"].values())[-1] for row in rows) for rows in mean.values()]
     starts = [statistics.mean(row["start_seconds"] for row in rows) for rows in mean.values()]
     return [
@@ -298,6 +343,8 @@ def page(result: dict[str, Any], track: Track, options: argparse.Namespace) -> s
         *made_by(result["command"], result["commit"], result["versions"]).splitlines(),
         "",
         *notes.splitlines(),
+        "",
+        f"![Validation losses over the time of training]({options.name}.svg)",
         "",
         *table(heads(result), [cells(row, result) for row in result["rows"]]),
         *against_peer(result),

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import AttentionName, DocumentMask, choose_attention, document_mask
+from quintic.kernels.attention.attention import AttentionName, attention, choose_attention, document_mask
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_inputs import IGNORED, SpeedrunInputs, all_targets, document_begins, target_weights
@@ -27,10 +27,12 @@ from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
     BlockWeights,
     FlatRow,
-    Mix,
     Rotary,
-    SpeedrunBlock,
     TokenCoefficients,
+    add_skip,
+    after_attention,
+    feed_forward,
+    query_key_value,
 )
 from quintic.model.speedrun_sizes import RESIDUAL_SCALE, SpeedrunConfig
 
@@ -97,8 +99,7 @@ class SpeedrunGPT(nn.Module):
             last, top = config.dense_starts()
             self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
             self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
-        self.blocks = nn.ModuleList(SpeedrunBlock(plan, heads) for plan in config.layers)
-        self._all_targets = all_targets
+        self._skip, self._project, self._after, self._mlp = add_skip, query_key_value, after_attention, feed_forward
         self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
@@ -142,10 +143,6 @@ class SpeedrunGPT(nn.Module):
                 if module.up is not None:
                     uniform(module.up, (3 * width) ** -0.5)
         self.prefixes.fill_(IGNORED)
-        self.reset_rotary()
-
-    def reset_rotary(self) -> None:
-        """Go back to the rotary frequencies of the start; the next `set_windows` is a first one."""
         self.rotary.reset()
 
     def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
@@ -217,7 +214,7 @@ class SpeedrunGPT(nn.Module):
         x_TC = self._trunk(inputs, self._row(inputs, document_starts, longest_document))
         weights = target_weights(prediction_weights, inputs.device)[: None if config.multi_token else 1]
         prefixes = self.prefixes if config.prefix_tokens else None
-        targets_TK = self._all_targets(inputs, targets, len(weights), bos_id=config.bos_id, prefixes=prefixes)
+        targets_TK = all_targets(inputs, targets, len(weights), bos_id=config.bos_id, prefixes=prefixes)
         if prefixes is not None:
             weights = torch.cat([weights, target_weights(prefix_weight, inputs.device)])
         fp8 = None
@@ -248,32 +245,31 @@ class SpeedrunGPT(nn.Module):
         if self.rotary.windows is None:
             raise ValueError("the model has no windows yet; call set_windows(short, long)")
         short, long = (window + 1 for window in self.rotary.windows)
-        dtype, begins = self.qk_bank.dtype, document_begins(inputs, self.config.bos_id)
-        name = _implementation(self.attention_name, inputs.device, dtype)
-
-        def mask(copies: int) -> DocumentMask:
-            return document_mask(
+        dtype = self.qk_bank.dtype
+        mask, paired_mask = (
+            document_mask(
                 # A token's second position starts no document.
                 F.pad(inputs.unsqueeze(1), (0, copies - 1), value=-1).view(1, -1),
                 bos_id=self.config.bos_id,
                 windows=(short, long),
-                implementation=name,
+                implementation=_implementation(self.attention_name, inputs.device, dtype),
                 dtype=dtype,
                 document_starts=None if document_starts is None else copies * document_starts,
                 longest=None if longest is None else copies * longest,
             )
-
-        cos, sin = self.rotary.tables(2 * len(inputs), dtype)
-        return FlatRow(begins.unsqueeze(1), cos, sin, self.rotary.query_scale, mask(1), mask(2), (short, long))
+            for copies in (1, 2)
+        )
+        starts, (cos, sin) = document_begins(inputs, self.config.bos_id), self.rotary.tables(2 * len(inputs), dtype)
+        return FlatRow(starts.unsqueeze(1), cos, sin, mask, paired_mask, (short, long))
 
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return what the head reads, (T, C)."""
-        config = self.config
-        x0_TC, bigram_TC, values = self.inputs(inputs)
-        x_TC, gates = self._enter(x0_TC, bigram_TC)
-        injected = {"embedding": x0_TC} | ({} if bigram_TC is None else {"bigram": bigram_TC})
+        config, length = self.config, len(inputs)
+        x_TC, injected, values_KTC, gates = self._enter(inputs)
+        # Taken apart here, so that the gradient is put together once.
+        values = () if values_KTC is None else values_KTC.unbind()
         streams = {"entry": x_TC}
-        for plan, block, weights in zip(config.layers, self.blocks, self._block_weights(), strict=True):
+        for plan, weights in zip(config.layers, self._block_weights(), strict=True):
             index, dense_value_TC = plan.index, None
             if index == config.skip_source + 1 and self.late_gates is not None:
                 gates |= self.late_gates(x_TC, self.gate_scale)
@@ -281,40 +277,62 @@ class SpeedrunGPT(nn.Module):
             if config.dense_connections and index == config.num_layers - 1:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
                 x_TC, dense_value_TC, found = self._connect(x_TC, streams["entry"], streams["shared"])
-                attention, mlp = (
-                    Mix(found.get(f"{name}_residual"), found.get(f"{name}_output")) for name in ("attention", "mlp")
+                own |= found
+            if plan.skips:
+                x_TC = self._skip(self.skip_scale, x_TC, own.pop("skip"), streams["early"])
+            of_mlp = {name: own.pop(name) for name in list(own) if name.startswith("mlp_")}
+            if plan.attends:
+                copies = 2 if plan.paired else 1
+                cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
+                q_NHD, k_NHD, v_NHD = self._project(
+                    plan,
+                    weights,
+                    self.rotary.query_scale,
+                    read_TC=streams.get("shared", x_TC) if config.shared_attention_input else x_TC,
+                    cos=cos,
+                    sin=sin,
+                    starts_T1=row.starts,
+                    value_TC=None if plan.value_table is None else values[plan.value_table],
+                    gate_TH=own.pop("value", None),
+                    dense_value_TC=dense_value_TC,
                 )
-                own, weights = own | found, weights._replace(mixes=(attention, mlp))
-            x_TC = block(
-                x_TC,
-                row,
-                weights,
-                row.windows[plan.long],
-                own,
-                {name: added for name, added in injected.items() if name in own},
-                read_TC=streams["shared"] if config.shared_attention_input and "shared" in streams else None,
-                value_TC=None if plan.value_table is None else values[plan.value_table],
-                skipped_TC=streams["early"] if plan.skips else None,
-                dense_value_TC=dense_value_TC,
-            )
+                mask = row.paired_mask if plan.paired else row.mask
+                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
+                composing = {"q_THD": q_NHD, "k_THD": k_NHD, "documents_T": cast(Tensor, row.mask.documents)[0]}
+                x_TC = self._after(
+                    plan,
+                    weights,
+                    x_TC=x_TC,
+                    out_THD=out_NHD.view(length, config.num_heads, -1),
+                    v_THD=v_NHD.view(length, config.num_heads, -1),
+                    gates=own,
+                    injected={name: added for name, added in injected.items() if name in own},
+                    composing=composing if plan.composed else {},
+                )
+            x_TC = self._mlp(weights, x_TC, of_mlp)
             streams |= {"early": x_TC} if index == config.skip_source else {}
             streams |= {"shared": x_TC} if index == config.shared_source else {}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
-    def _enter(self, x0_TC: Tensor, bigram_TC: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what enters the first layer, and the gates of early layers."""
+    def _enter(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
+        """Return what enters the first layer, what later ones add, value embeddings, and the gates of early layers."""
+        x0_TC, bigram_TC, values_KTC = self.inputs(inputs)
         gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
-        return (x0_TC if bigram_TC is None else x0_TC + gates.pop("bigram.0") * bigram_TC), gates
+        if bigram_TC is None:
+            return x0_TC, {"embedding": x0_TC}, values_KTC, gates
+        x_TC = x0_TC + gates.pop("bigram.0") * bigram_TC
+        return x_TC, {"embedding": x0_TC, "bigram": bigram_TC}, values_KTC, gates
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, what is added to its values, and its coefficients."""
         found: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
+        streams, of_values = found.pop("streams"), found.pop("values")
         mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
         for number, source_TC in enumerate((entry_TC, shared_TC, x_TC)):
-            mixed_TC = mixed_TC + found["streams"][:, number : number + 1] * source_TC
-            value_TC = value_TC + found["values"][:, number : number + 1] * source_TC
+            mixed_TC = mixed_TC + streams[:, number : number + 1] * source_TC
+            value_TC = value_TC + of_values[:, number : number + 1] * source_TC
         if "value_gates" in found:
-            found["value"] = found["value_gates"].repeat_interleave(self.config.num_heads // 2, dim=-1)
+            found["value"] = found.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
         return mixed_TC, value_TC, found
 
     def _top(self, x_TC: Tensor, streams: dict[str, Tensor]) -> Tensor:
@@ -332,41 +350,40 @@ class SpeedrunGPT(nn.Module):
         value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
         mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()
         gates = self.value_gates.unbind() if config.value_embeddings else ()
-        scales: tuple[Tensor, ...] = ()
-        mixes: list[Mix] = []
+        scales: Sequence[Tensor | None] = [None] * len(config.layers)
+        mixes: Sequence[Tensor | None] = [None] * (2 * len(config.layers))
         if config.residual_scalars:
-            scales = self.projection_scales.unbind()
-            pairs = zip(self.residual_scales.unbind(), self.output_scales.unbind(), strict=True)
-            mixes = [Mix(*pair) for pair in pairs]
+            # Rows of four float32 begin where a compiled function can read them without a copy.
+            scales = F.pad(self.projection_scales, (0, 2)).unbind()
+            mixes = F.pad(torch.stack([self.residual_scales, self.output_scales], dim=1), (0, 2)).unbind()
         next_scale, next_mix, found = iter(scales), iter(mixes), []
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
-            table = plan.value_table
-            weights = BlockWeights(
-                up,
-                down,
-                (next(next_mix, Mix()) if plan.attends else Mix(), next(next_mix, Mix())),
-                (next(query_keys), next(value_outs), next(value_outs)) if plan.attends else None,
-                next(next_scale, None) if plan.attends else None,
-                gates[table] if table is not None and table < len(gates) else None,
-                self.skip_scale if plan.skips else None,
-            )
-            found.append(weights)
+            weights = BlockWeights(up, down)
+            if plan.attends:
+                table = plan.value_table
+                weights = weights._replace(
+                    attention_mix=next(next_mix, None),
+                    attention=(next(query_keys), next(value_outs), next(value_outs)),
+                    projection_scales=next(next_scale),
+                    value_gate=gates[table] if table is not None and table < len(gates) else None,
+                )
+            found.append(weights._replace(mlp_mix=next(next_mix, None)))
         return found
 
     def compile_parts(self, *, whole: bool = False) -> None:
-        """Compile each layer, and what comes before and after, for one shape of inputs and one pair of windows each.
+        """Compile what surrounds attention, for each number of tokens; layers share the code of each part, by kind.
 
         Args:
-            whole: compile all layers as one graph instead. That takes longer, but sums of gradients from several layers
-                are fused with what makes them. Layers that are compiled one by one share their code, by kind.
+            whole: compile all layers with their attention as one graph instead, for each pair of windows. That takes
+                longer, but sums of gradients from several layers are fused with what makes them.
         """
-        # Ten kinds of layers, in training and validation, with the windows of each stage.
+        # Kinds of layers, in training and in validation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        for module in (self.inputs, self.late_gates, *self.blocks):
-            if module is not None and not whole:
-                module.compile(dynamic=False)
-        for name in ("_all_targets", "_trunk") if whole else ("_all_targets", "_enter", "_connect", "_top"):
+        parts = ("_enter", "_connect", "_skip", "_project", "_after", "_mlp", "_top")
+        for name in ("_trunk",) if whole else parts:
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
+        if self.late_gates is not None and not whole:
+            self.late_gates.compile(dynamic=False)
 
     def parameter_roles(self) -> dict[str, str]:
         """Return each parameter's role by its name, for what chooses rates, decay and how gradients travel.

@@ -51,24 +51,23 @@ class SpeedrunInputs(nn.Module):
             self.smear_gate = nn.Parameter(torch.empty(1, min(_SMEAR_CHANNELS, width), dtype=dtype))
             self.smear_scale = nn.Parameter(torch.empty(1))
 
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """Return normalised embeddings, bigrams and, for each layer that has one, value embeddings: (T, C) each."""
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return normalised embeddings and bigrams, (T, C), and value embeddings, (tables, T, C)."""
         config = self.config
         x_TC = F.embedding(inputs, self.embedding)
         if config.smear:
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(document_begins(inputs, config.bos_id).unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * previous(x_TC)
-        bigram_TC: Tensor | None = None
-        values: tuple[Tensor, ...] = ()
+        bigram_TC = values_KTC = None
         if config.bigram_hash:
             rows, signs = self.bigram_hashes(inputs)
             bigram_TC = F.embedding(rows, self.bigram_embedding) * F.embedding(signs, self.bigram_signs)
         if config.value_embeddings:
             # One lookup in all tables, and one gradient.
             first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
-            values = F.embedding(first.unsqueeze(1) + inputs, self.value_embeddings).unbind()
-        return rms_norm(x_TC), bigram_TC, values
+            values_KTC = F.embedding(first.unsqueeze(1) + inputs, self.value_embeddings)
+        return rms_norm(x_TC), bigram_TC, values_KTC
 
     def bigram_hashes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that tokens take of the bigram embedding, and of the signs: (T,) int64 each, on any device.

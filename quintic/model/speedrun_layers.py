@@ -1,6 +1,7 @@
-"""The layers of the speedrun's model: rotary positions, attention in its variants, blocks, coefficients per token.
+"""The layers of the speedrun's model: rotary positions, coefficients per token, what surrounds attention, the MLP.
 
-Blocks own no weights: the model keeps them in banks, one tensor for all layers, and hands each block its slices.
+These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices. Each
+is compiled for the few kinds of layers that differ in it. Attention itself is not, since its windows change.
 Shape suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head
 dimension.
 """
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import DocumentMask, attention
+from quintic.kernels.attention.attention import DocumentMask
 from quintic.kernels.linear.linear import mlp_relu2
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_sizes import LayerPlan, Starts
@@ -21,12 +22,14 @@ __all__ = [
     "COEFFICIENT_SCALE",
     "BlockWeights",
     "FlatRow",
-    "Mix",
     "Rotary",
-    "SpeedrunBlock",
     "TokenCoefficients",
+    "add_skip",
+    "after_attention",
     "compose_heads",
+    "feed_forward",
     "previous",
+    "query_key_value",
     "rotate_half",
 ]
 
@@ -97,11 +100,11 @@ class Rotary(nn.Module):
         self.windows, self._tables = ((short, long) if long else None), None
 
 
-def rotate_half(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D/4 for i < D/4, by (N, D/4) angles; the last D/2 channels stay."""
-    quarter = x_NHD.shape[-1] // 4
-    first, second, rest = x_NHD.split([quarter, quarter, 2 * quarter], dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel i of (..., H, D) against i + D/4 for i < D/4, by (..., D/4) angles; the last D/2 channels stay."""
+    quarter = x.shape[-1] // 4
+    first, second, rest = x.split([quarter, quarter, 2 * quarter], dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
@@ -141,7 +144,8 @@ class TokenCoefficients(nn.Module):
             values = F.linear(F.gelu(F.linear(x_TC, self.up)), self.down) + values
         values = values * (scale.to(x_TC.dtype) if isinstance(scale, Tensor) else scale)
         sizes = [size for size, _ in self.starts.values()]
-        return dict(zip(self.starts, values.split(sizes, dim=-1), strict=True))
+        # Contiguous, so that what reads them is not compiled again for other strides.
+        return {name: one.contiguous() for name, one in zip(self.starts, values.split(sizes, dim=-1), strict=True)}
 
 
 class FlatRow(NamedTuple):
@@ -150,23 +154,9 @@ class FlatRow(NamedTuple):
     starts: Tensor  # (T, 1) bool: where documents start
     cos: Tensor  # (2T, D / 4) of the rotary angles
     sin: Tensor
-    query_scale: Tensor  # () factor of the products of queries and keys
     mask: DocumentMask
     paired_mask: DocumentMask  # of the 2T positions that paired heads have
-    windows: tuple[int, ...]  # short, long: positions that a query sees, itself included
-
-
-class Mix(NamedTuple):
-    """Scales with which a sublayer's output joins the stream; None for none."""
-
-    residual: Tensor | None = None
-    output: Tensor | None = None
-
-    def join(self, x_TC: Tensor, out_TC: Tensor) -> Tensor:
-        """Return residual * stream + output * what the sublayer computed."""
-        if self.residual is None or self.output is None:
-            return x_TC + out_TC
-        return self.residual.to(x_TC.dtype) * x_TC + self.output.to(x_TC.dtype) * out_TC
+    windows: tuple[int, int]  # short, long: positions that a query sees, itself included
 
 
 class BlockWeights(NamedTuple):
@@ -174,11 +164,11 @@ class BlockWeights(NamedTuple):
 
     up: Tensor  # (4C, C)
     down: Tensor  # (4C, C), transposed
-    mixes: tuple[Mix, Mix]  # of attention and of the MLP
+    mlp_mix: Tensor | None = None  # (4,), scales of the stream and of what the MLP adds first
+    attention_mix: Tensor | None = None  # likewise
     attention: tuple[Tensor, Tensor, Tensor] | None = None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
-    projection_scales: Tensor | None = None  # (2,) factors of values and outputs
+    projection_scales: Tensor | None = None  # (4,), factors of values and outputs first
     value_gate: Tensor | None = None  # (H, 2 x channels)
-    skip_scale: Tensor | None = None  # (1,): the skip's gate is multiplied by its sigmoid
 
 
 # Tokens that composition looks at, the query's own included, and queries that are computed together.
@@ -214,104 +204,118 @@ def compose_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, weights_TH: Tenso
     return seen_TC.view(length, num_heads, head_dim)
 
 
-class SpeedrunBlock(nn.Module):
-    """One layer: attention, unless it has none, and a squared-ReLU MLP (Primer, arXiv 2109.08668)."""
-
-    def __init__(self, plan: LayerPlan, num_heads: int) -> None:
-        super().__init__()
-        self.plan, self.num_heads = plan, num_heads
-
-    def forward(
-        self,
-        x_TC: Tensor,
-        row: FlatRow,
-        weights: BlockWeights,
-        window: int,
-        gates: dict[str, Tensor],
-        injected: dict[str, Tensor],
-        *,
-        read_TC: Tensor | None = None,
-        value_TC: Tensor | None = None,
-        skipped_TC: Tensor | None = None,
-        dense_value_TC: Tensor | None = None,
-    ) -> Tensor:
-        """Return the residual stream after this layer, (T, C).
-
-        Args:
-            x_TC: the stream.
-            row: of these tokens.
-            weights: of this layer.
-            window: positions that a query sees, itself included.
-            gates: of the layer by kind, (T, H) or, for the skip and for what is injected, (T, 1).
-            injected: name -> (T, C) that is added after attention, times the gate of that name.
-            read_TC: the stream that attention reads; None for `x_TC`.
-            value_TC: value embeddings of the tokens.
-            skipped_TC: the stream that the skip brings.
-            dense_value_TC: what dense connections add to the values.
-        """
-        if skipped_TC is not None and weights.skip_scale is not None:
-            x_TC = x_TC + torch.sigmoid(weights.skip_scale).to(x_TC.dtype) * gates["skip"] * skipped_TC
-        if self.plan.attends:
-            read_TC = rms_norm(x_TC if read_TC is None else read_TC)
-            if value_TC is not None:
-                gate_TH = gates["value"] if weights.value_gate is None else _value_gate(read_TC, value_TC, weights)
-                value_TC = (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (self.num_heads, -1))).flatten(1)
-            if dense_value_TC is not None:
-                value_TC = dense_value_TC if value_TC is None else value_TC + dense_value_TC
-            x_TC = weights.mixes[0].join(x_TC, self._attend(read_TC, row, weights, window, gates, value_TC))
-            for name, added_TC in injected.items():
-                x_TC = x_TC + gates[name] * added_TC
-        return weights.mixes[1].join(x_TC, mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT))
-
-    def _attend(
-        self,
-        read_TC: Tensor,
-        row: FlatRow,
-        weights: BlockWeights,
-        window: int,
-        gates: dict[str, Tensor],
-        value_TC: Tensor | None,
-    ) -> Tensor:
-        """Return what attention writes, (T, C)."""
-        plan, length, num_heads = self.plan, read_TC.shape[0], self.num_heads
-        assert weights.attention is not None
-        query_key, value_weight, out_weight = weights.attention
-        if weights.projection_scales is not None:
-            value_scale, out_scale = weights.projection_scales.to(read_TC.dtype).unbind()
-            value_weight, out_weight = value_scale * value_weight, out_scale * out_weight
-        projected = F.linear(read_TC, torch.cat([query_key, value_weight]))
-        q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
-        if value_TC is not None:
-            v_THD = v_THD + value_TC.view(v_THD.shape)
-        # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
-        copies, mask = (2, row.paired_mask) if plan.paired else (1, row.mask)
-        q_NHD, k_NHD, v_NHD = (
-            x.reshape(copies * length, num_heads // copies, -1) for x in (rms_norm(q_THD), rms_norm(k_THD), v_THD)
-        )
-        cos, sin = row.cos[: copies * length], row.sin[: copies * length]
-        sharpness = row.query_scale * q_NHD.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
-        q_NHD = rotate_half(q_NHD * sharpness.to(q_NHD.dtype), cos, sin)
-        k_NHD = rotate_half(k_NHD, cos, sin)
-        if plan.key_offset:
-            rotating, still = k_NHD.chunk(2, dim=-1)
-            still = torch.where(row.starts.unsqueeze(-1), still, previous(still))
-            k_NHD = torch.cat([rotating, still], dim=-1)
-        out_THD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, window).reshape(v_THD.shape)
-        if plan.composed:
-            assert mask.documents is not None
-            seen_THD = compose_heads(q_NHD, k_NHD, v_NHD, gates["compose_in"], mask.documents[0])
-            out_THD = out_THD + gates["compose_out"].unsqueeze(-1) * seen_THD
-        if plan.exclusive:
-            along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD
-        if plan.gated:
-            out_THD = out_THD * gates["attention"].unsqueeze(-1)
-        return F.linear(out_THD.flatten(1), out_weight)
+def add_skip(scale: Tensor, x_TC: Tensor, gate_T1: Tensor, skipped_TC: Tensor) -> Tensor:
+    """Return the stream and what the skip brings, gated, times the sigmoid of a (1,) scale."""
+    return x_TC + torch.sigmoid(scale).to(x_TC.dtype) * gate_T1 * skipped_TC
 
 
-def _value_gate(read_TC: Tensor, value_TC: Tensor, weights: BlockWeights) -> Tensor:
-    """Return the gates of a value embedding, (T, H), from a few channels of what attention reads and of itself."""
-    assert weights.value_gate is not None
-    channels = weights.value_gate.shape[1] // 2
-    seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
-    return 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 for a gate that has learned nothing
+def query_key_value(
+    plan: LayerPlan,
+    weights: BlockWeights,
+    query_scale: Tensor,
+    *,
+    read_TC: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    starts_T1: Tensor,
+    value_TC: Tensor | None,
+    gate_TH: Tensor | None,
+    dense_value_TC: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what attention works on: 2T positions of H/2 heads each with paired heads, otherwise T of H heads.
+
+    Args:
+        plan: what the layer does.
+        weights: of the layer.
+        query_scale: () factor of the products of queries and keys.
+        read_TC: the stream that attention reads.
+        cos: (T, copies, D / 4) of the rotary angles of the positions.
+        sin: likewise.
+        starts_T1: where documents start.
+        value_TC: value embeddings of the tokens.
+        gate_TH: their gate, unless `weights` compute it.
+        dense_value_TC: what dense connections add to the values.
+    """
+    assert weights.attention is not None
+    query_key, value_weight, _ = weights.attention
+    copies, num_heads = cos.shape[1], len(query_key) // (8 * cos.shape[-1])
+    read_TC = rms_norm(read_TC)
+    if value_TC is not None:
+        if weights.value_gate is not None:  # from a few channels of what attention reads and of the embedding
+            channels = weights.value_gate.shape[1] // 2
+            seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
+            gate_TH = 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 for a gate that has learned nothing
+        assert gate_TH is not None
+        value_TC = (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (num_heads, -1))).flatten(1)
+    if dense_value_TC is not None:
+        value_TC = dense_value_TC if value_TC is None else value_TC + dense_value_TC
+    if weights.projection_scales is not None:
+        value_weight = weights.projection_scales[0].to(read_TC.dtype) * value_weight
+    projected = F.linear(read_TC, torch.cat([query_key, value_weight]))
+    q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
+    if value_TC is not None:
+        v_THD = v_THD + value_TC.view(v_THD.shape)
+    # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
+    q, k = (rms_norm(x).unflatten(1, (copies, -1)) for x in (q_THD, k_THD))
+    sharpness = query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
+    q, k = rotate_half(q * sharpness.to(q.dtype), cos, sin), rotate_half(k, cos, sin)
+    if plan.key_offset:
+        rotating, still = k.chunk(2, dim=-1)
+        still = torch.where(starts_T1[..., None, None], still, previous(still))
+        k = torch.cat([rotating, still], dim=-1)
+    return q.flatten(0, 1), k.flatten(0, 1), v_THD.unflatten(1, (copies, -1)).flatten(0, 1).contiguous()
+
+
+def after_attention(
+    plan: LayerPlan,
+    weights: BlockWeights,
+    *,
+    x_TC: Tensor,
+    out_THD: Tensor,
+    v_THD: Tensor,
+    gates: dict[str, Tensor],
+    injected: dict[str, Tensor],
+    composing: dict[str, Tensor],
+) -> Tensor:
+    """Return the stream with what attention writes, (T, C).
+
+    Args:
+        plan: what the layer does.
+        weights: of the layer.
+        x_TC: the stream.
+        out_THD: what attention computed.
+        v_THD: from what values.
+        gates: by kind, (T, H) or, for what is injected and for scales of the stream, (T, 1).
+        injected: name -> (T, C) that is added, times the gate of that name.
+        composing: where heads are composed, what `compose_heads` takes by name.
+    """
+    assert weights.attention is not None
+    if composing:
+        seen_THD = compose_heads(**composing, v_THD=v_THD, weights_TH=gates["compose_in"])
+        out_THD = out_THD + gates["compose_out"].unsqueeze(-1) * seen_THD
+    if plan.exclusive:
+        along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+        out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD
+    if plan.gated:
+        out_THD = out_THD * gates["attention"].unsqueeze(-1)
+    out_weight = weights.attention[2]
+    if weights.projection_scales is not None:
+        out_weight = weights.projection_scales[1].to(x_TC.dtype) * out_weight
+    x_TC = _joined("attention", x_TC, F.linear(out_THD.flatten(1), out_weight), weights.attention_mix, gates)
+    for name, added_TC in injected.items():
+        x_TC = x_TC + gates[name] * added_TC
+    return x_TC
+
+
+def feed_forward(weights: BlockWeights, x_TC: Tensor, gates: dict[str, Tensor]) -> Tensor:
+    """Return the stream after a squared-ReLU MLP (Primer, arXiv 2109.08668); arguments as for `after_attention`."""
+    return _joined("mlp", x_TC, mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT), weights.mlp_mix, gates)
+
+
+def _joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+    """Return residual * stream + output * what the sublayer computed, with scales of tokens, of the layer, or none."""
+    if f"{name}_residual" in gates:
+        return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
+    if mix is None:
+        return x_TC + out_TC
+    return mix[0].to(x_TC.dtype) * x_TC + mix[1].to(x_TC.dtype) * out_TC

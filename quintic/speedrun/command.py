@@ -43,8 +43,9 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
             tokenizer=options.tokenizer,
         )
     )
-    seed, whole = options.seed, options.compile_whole
-    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=seed, compile_whole=whole))
+    capture = options.capture and hardware.device.type == "cuda"
+    compiled = {"compile_whole": options.compile_whole, "capture": capture}
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, **compiled))
     run_dir = ranks.from_first(lambda: _new_folder(options, name))
     print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}

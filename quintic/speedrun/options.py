@@ -51,6 +51,8 @@ class SpeedrunOptions:
     """Compile the model with torch.compile; by default only on a GPU."""
     compile_whole: bool = False
     """Compile all layers as one graph: slower to compile, and sums of gradients are fused."""
+    capture: bool = True
+    """Replay steps of the optimizer as CUDA graphs, on a GPU."""
     threads: int | None = None
     """CPU threads; by default PyTorch's choice."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import quintic
 from quintic.errors import ConfigError
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
@@ -34,6 +35,7 @@ class Race:
         ranks: the processes that train the run.
         seed: of the weights.
         compile_whole: as one graph, where `hardware` compiles.
+        capture: replay steps of the optimizer as CUDA graphs; `close` the race before its process group.
 
     Raises:
         ConfigError: the model needs a vocabulary that is not at hand.
@@ -50,6 +52,7 @@ class Race:
         ranks: Ranks = ALONE,
         seed: int = 0,
         compile_whole: bool = False,
+        capture: bool = False,
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
         self.stream = self._stream(track.at)
@@ -78,6 +81,7 @@ class Race:
         if hardware.compile:
             self.model.compile_parts(whole=compile_whole)
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
+        self.captured = quintic.CapturedStep(self.optimizer) if capture else None
         lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
         self._token_bytes = lengths.to(self.device)
@@ -139,8 +143,11 @@ class Race:
             (nats / passes).backward()
             loss += nats.detach()
         set_rates(self.optimizer, settings)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.captured is None:
+            self.optimizer.step()
+        else:
+            self.captured()  # learning rates and momentum are read from the device, all else is captured anew
+        self.optimizer.zero_grad(set_to_none=self.captured is None)
         if settings.unties and self.model.tied:
             self.optimizer.untie(*names_of_role(self.model, "embedding"))
             self.model.untie()
@@ -172,6 +179,7 @@ class Race:
     def warm_up(self) -> None:
         """Compile what every stage needs, and put everything back to what it was."""
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        captured, self.captured = self.captured, None  # it would be captured again for the state that comes back
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
         with (
@@ -186,3 +194,10 @@ class Race:
         self.model.zero_grad()
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
+        self.captured = captured
+
+    def close(self) -> None:
+        """Stop the stream and free captured steps."""
+        self.stream.close()
+        if self.captured is not None:
+            self.captured.close()

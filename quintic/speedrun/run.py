@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -113,7 +114,7 @@ def train(
     gc.freeze()
     gc.disable()
     try:
-        with race.stream, MetricsLog(run_dir / METRICS_FILE if ranks.is_first else None) as log:
+        with closing(race), MetricsLog(run_dir / METRICS_FILE if ranks.is_first else None) as log:
             log.write("run", **_facts(race, hardware), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
             clock.start()
             for number in range(track.steps + 1):

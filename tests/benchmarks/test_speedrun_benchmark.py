@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speedrun.__main__ import cells, heads, parse, run, summary, the_track
+from benchmarks.speedrun import optimizer
+from benchmarks.speedrun.__main__ import cells, heads, main, measured, parse, run, summary, the_track
 from benchmarks.speedrun.peer import FILES, write_peer
-from benchmarks.speedrun.shards import main
+from benchmarks.speedrun.shards import main as make_shards
 from quintic.data.tokenizer import Tokenizer
 from quintic.speedrun.shards import read_shard, vocabulary_of, write_shard
 from quintic.speedrun.stages import SPEEDRUN
@@ -46,10 +47,28 @@ def test_the_lines_of_both_are_read_alike(step_line: str, score_line: str) -> No
     assert found["start_seconds"] == 61.0
     assert found["train_ms"] == 801
     assert found["stage_ms"] == [100.0] * 4
+    assert found["score_ms"] == {0: 0, 8: 801}
     row = {"contestant": "x", "seed": 1, **json.loads(json.dumps(found))}
     shown = dict(zip(heads({"rows": [row]}), cells(row, {"rows": [row]}), strict=True))
     assert shown["loss, 8 steps"] == "7.2500"
     assert shown["ms, stage 3"] == "100.00"
+
+
+def test_a_log_that_was_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
+    lines = lines_of("step {step}/8  train time {ms} ms  mean", "step {step}/8  validation {loss}  train time {ms} ms")
+    lines.insert(0, (30.0, "Warm-up took 29.5 s; the clock starts"))
+    log = "".join(f"{seconds:8.2f} {line}\n" for seconds, line in lines)
+    (tmp_path / "n-quintic-1.log").write_text(log[: log.index("step 5/8") + 4], "utf-8")
+    options = parse([*OPTIONS, "--out", str(tmp_path), "--name", "n", "--seeds", "1", "2", "--from-logs"])
+    found = measured("quintic", [], 1, the_track(options), options)
+    assert found["warmup_seconds"] == 29.5
+    assert found["stage_ms"] == [100.0, 100.0, None, None]
+    assert found["error"] == "its log ends after 6 lines"
+    assert measured("quintic", [], 2, the_track(options), options)["error"] == "its log ends after 0 lines"
+    words = [*OPTIONS, "--out", str(tmp_path), "--name", "n", "--seeds", "1", "2", "--from-logs"]
+    assert main(words) == 1
+    assert "| quintic (failed) | 1 | 61.0 | 29.5 | 100.00 | 100.00 | - | - |" in (tmp_path / "n.md").read_text("utf-8")
+    assert "quintic, seed 1" in (tmp_path / "n.svg").read_text("utf-8")
 
 
 def test_the_first_steps_of_a_stage_do_not_count() -> None:
@@ -138,9 +157,25 @@ def test_shards_hold_the_tokens_of_the_text(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     words = [f"--{name}={tmp_path / name}.jsonl" for name in ("train", "val")]
     tokens = str(tmp_path / "tokenizer.json")
-    assert main([*words, "--tokenizer", tokens, "--out", str(tmp_path / "o"), "--max-tokens", "5"]) == 0
+    assert make_shards([*words, "--tokenizer", tokens, "--out", str(tmp_path / "o"), "--max-tokens", "5"]) == 0
     expected = [token for text in texts for token in (tokenizer.bos_id, *tokenizer.encode(text))]
     assert read_shard(tmp_path / "o" / "train_000001.bin").tolist() == expected[:5]
     assert read_shard(tmp_path / "o" / "val_000001.bin").tolist() == expected
     vocabulary = vocabulary_of(str(tmp_path / "o" / "tokenizer.json"), bos_id=tokenizer.bos_id)
     assert [len(token) for token in vocabulary] == tokenizer.token_bytes().tolist()
+
+
+def test_the_optimizers_times_are_compared_with_the_races() -> None:
+    times = {"idle": [2.0, 4.0], "host": [1.0, 1.0], "busy": [1.5, 2.5]}
+    rows = [
+        {"contestant": "quintic", **times},
+        {"contestant": "quintic, captured", "error": "RuntimeError: no"},
+        {"contestant": "race", "idle": [4.0, 8.0], "host": [2.0, 4.0], "busy": [4.0, 6.0]},
+    ]
+    found = optimizer.page(
+        {"rows": rows, "command": "c", "commit": "x", "versions": {}, "machine": "m", "steps": 2}
+    ).splitlines()
+    assert "| quintic | 2.00 | 4.00 | 1.00 | 1.00 | 1.50 | 2.50 | 2.00 |" in found
+    assert "- quintic over the race, idle, mean of even and odd: 0.500" in found
+    assert "- quintic over the race, busy, mean of even and odd: 0.400" in found
+    assert "- quintic, captured: RuntimeError: no" in found

@@ -522,7 +522,7 @@ def test_windows_stretch_the_slow_channels_alone():
     stretched = model.rotary.frequencies.clone()
     model.set_windows(384, 2560, stretch=False)
     assert torch.equal(model.rotary.frequencies, stretched)
-    model.reset_rotary()
+    model.rotary.reset()
     model.set_windows(384, 896)
     assert torch.equal(model.rotary.frequencies, start)
 

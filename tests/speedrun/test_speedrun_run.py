@@ -1,5 +1,6 @@
 """The smallest speedrun through every transition: the same on one and on two ranks, with and without warm-up."""
 
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -14,7 +15,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from harness import run
+from host_graphs import GRAPHS, capture_on_hosts
 
+from quintic import CapturedStep
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError
 from quintic.report.history import METRICS_FILE, read_metrics
@@ -28,6 +31,8 @@ from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
+# Fifteen parts of the kinds that its layers have, in three lengths of training and one of validation.
+NUM_GRAPHS = 4 * 15
 HARDWARE = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
 
 
@@ -67,7 +72,11 @@ def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: boo
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
     race = race_of(shards, ranks)
     result = train(race, HARDWARE, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
-    return result.loss, float(sum(param.detach().double().abs().sum() for param in race.model.parameters()))
+    return result.loss, sum_of_weights(race)
+
+
+def sum_of_weights(race: Race) -> float:
+    return float(sum(param.detach().double().abs().sum() for param in race.model.parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +149,30 @@ def test_two_ranks_have_the_losses_of_one_after_a_warm_up(alone, shards: Path, t
         assert two[2] == pytest.approx(one[2], abs=5e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
+def test_the_warm_up_compiles_what_all_stages_need_and_little_twice(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is traced is in question here, not the code that is made of it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    race = race_of(shards, hardware=replace(HARDWARE, compile=True))
+    race.warm_up()
+    assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
+    steps = {step for start in TINY.track.starts for step in (start - 1, start, start + 1)}
+    for number in sorted(steps & set(range(TINY.track.steps))):
+        race.train_step(TINY.track.at(number), race.stream)
+        race.evaluate(TINY.track.at(number), batches=1)
+    race.evaluate(TINY.track.at(TINY.track.steps), batches=1)
+    race.close()
+    assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
+    assert not counters["graph_break"]
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
@@ -149,6 +182,27 @@ def test_it_learns_compiled_on_a_gpu(whole: bool, alone, shards: Path, tmp_path:
     race = race_of(shards, hardware=hardware, compile_whole=whole)
     result = train(race, hardware, tmp_path, facts={}, say=lambda text: None)
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
+
+
+def test_captured_steps_have_the_weights_of_others(
+    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+) -> None:
+    torch.set_num_threads(1)
+    race = race_of(shards)
+    capture_on_hosts(monkeypatch, race.optimizer)
+    race.captured = CapturedStep(race.optimizer)
+    num_graphs = []
+
+    def count(line: str) -> None:
+        if "train time" in line and "validation" not in line:
+            num_graphs.append(len(GRAPHS))
+
+    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=count)
+    # Odd and even steps are captured when two of each were made, and again when the two weights have parted.
+    assert num_graphs == [0] * 4 + [1] + [2] * 11 + [0] * 4 + [1] + [2] * 3
+    assert not GRAPHS  # closed
+    assert (result.loss, sum_of_weights(race)) == alone[1]
+    assert losses_of(tmp_path) == losses_of(alone[0])
 
 
 def test_the_optimizer_has_the_races_rates() -> None:
