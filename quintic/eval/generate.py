@@ -29,9 +29,12 @@ _ROWS = 32  # prompts that are continued together
 def default_prompts(data: str) -> tuple[str, ...]:
     """Return prompts that suit a data source, `--data` of a run.
 
+    The empty one starts a document: what a small model writes of its own accord looks like the texts that it has read.
     None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
     """
-    return ("import os\n", "class Reader:\n") if data == "python" else GENERAL_PROMPTS
+    if data.startswith("hf:"):
+        return GENERAL_PROMPTS
+    return ("import os\n", "class Reader:\n") if data == "python" else ("", "")
 
 
 @torch.no_grad()

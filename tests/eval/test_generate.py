@@ -212,4 +212,6 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
 
 def test_prompts_suit_the_data() -> None:
     assert default_prompts("python") == ("import os\n", "class Reader:\n")
-    assert not any(prompt.endswith(" ") for data in ("python", "text") for prompt in default_prompts(data))
+    assert default_prompts("my/texts") == ("", "")  # two documents, as people write them there
+    assert "The capital of France is" in default_prompts("hf:owner/name")
+    assert not any(prompt.endswith(" ") for data in ("python", "text", "hf:o/n") for prompt in default_prompts(data))
