@@ -162,7 +162,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "data": {key: value for key, value in dataset.summary().items() if key != "path"},
         **runs.computing,
         "failures": runs.failures,
-        "lines": [{**line._asdict(), "losses": losses_by_rate(line, options.seeds, runs, base)} for line in lines],
+        "lines": [
+            {
+                **line._asdict(),
+                "values": with_defaults(line.values, base),
+                "losses": losses_by_rate(line, options.seeds, runs, base),
+            }
+            for line in lines
+        ],
     }
 
 

@@ -94,6 +94,8 @@ def page(result: Mapping[str, Any], name: str) -> str:
     for study in dict.fromkeys(line["study"] for line in result["lines"]):
         own = [line for line in result["lines"] if line["study"] == study]
         lines += ["", f"## {study[0].upper()}{study[1:]}", "", *_table(own)]
+        if study in ("weight decay", "warm-up"):
+            lines += ["", *_differences(own)]
     wanted = {
         _key(line, rate, seed): False for line in result["lines"] for rate in line["rates"] for seed in result["seeds"]
     }
@@ -114,6 +116,7 @@ def _key(line: Mapping[str, Any], rate: float, seed: int) -> tuple[Any, ...]:
 
 def _table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     rates = sorted({rate for line in lines for rate in line["rates"]})
+    has_vertex = len(rates) > 2
     rows = []
     for line in lines:
         losses, middle = losses_of(line), medians(line)
@@ -133,8 +136,29 @@ def _table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
             )
             between = f"{mid} ({low} to {high})"
         seeds = str(max(map(len, losses.values()), default=0))
-        rows.append([line["label"], *cells, between, seeds])
-    return table(("", *(f"rate {rate:g}" for rate in rates), "between the rates", "seeds"), rows)
+        rows.append([line["label"], *cells, *([between] if has_vertex else []), seeds])
+    heads = ["between the rates"] if has_vertex else []
+    return table(("", *(f"rate {rate:g}" for rate in rates), *heads, "seeds"), rows)
+
+
+def _differences(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of what each line loses against the first one, at the same rate and seed."""
+    rates = sorted({rate for line in lines for rate in line["rates"]})
+    first = losses_of(lines[0])
+    rows = []
+    for line in lines[1:]:
+        losses, cells = losses_of(line), []
+        for rate in rates:
+            twins = losses.get(rate, {}).keys() & first.get(rate, {}).keys()
+            apart = sorted(losses[rate][seed] - first[rate][seed] for seed in twins)
+            apart = [value for value in apart if math.isfinite(value)]
+            cells.append(
+                f"{statistics.median(apart):+.3f} ({apart[0]:+.3f} to {apart[-1]:+.3f}), n={len(apart)}"
+                if apart
+                else "-"
+            )
+        rows.append([line["label"], *cells])
+    return table((f"loss more than of {lines[0]['label']}, same seed", *(f"rate {rate:g}" for rate in rates)), rows)
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:
@@ -158,6 +182,8 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
             for line, style in zip(own, _STYLES, strict=False):
                 points = {rate: loss for rate, loss in medians(line).items() if math.isfinite(loss)}
                 losses = losses_of(line)
+                if not points:
+                    continue
                 below = [loss - min(losses[rate].values()) for rate, loss in points.items()]
                 above = [max(filter(math.isfinite, losses[rate].values())) - loss for rate, loss in points.items()]
                 axes.errorbar(

@@ -107,16 +107,41 @@ def cells_of(page: str, label: str) -> list[str]:
 
 
 def test_the_page_has_medians_and_best_rates() -> None:
-    page = transfer_page.page(result([line("width", "width 32", 0.03), line("width", "width 64", 0.5)]), "name")
+    lines = [line("width", "width 32", 0.03), line("width", "width 64", 0.5)]
+    again = {**lines[0], "study": "warm-up", "label": "warm-up 2 %", "rates": [0.01, 0.02]}
+    again["losses"] = {rate: again["losses"][rate] for rate in ("0.01", "0.02")}
+    page = transfer_page.page(result([*lines, again]), "name")
     cells = cells_of(page, "width 32")
     values = sorted(parabola(0.04, 0.03 * factor) for factor in (1 / 1.1, 1, 1.1))
     assert cells[3] == f"**{values[1]:.3f} ({values[0]:.3f} to {values[2]:.3f})**"
     assert sum("**" in cell for cell in cells) == 1
     assert cells[-2:] == ["0.03 (0.027 to 0.033)", "3"]
     assert cells_of(page, "width 64")[-2] == "> 0.08 (> 0.08 to > 0.08)"
-    assert "24 runs were trained." in page
+    assert cells_of(page, "warm-up 2 %")[1:] == [
+        cells[1],
+        f"**{cells[2].strip('*')}**",
+        "3",
+    ]  # nothing lies between two
+    assert "24 runs were trained." in page  # the same run in two studies is one
     assert "not trained" not in page
     assert "![Loss by learning rate](name.svg)" in page
+
+
+def test_warm_ups_are_compared_with_their_twins() -> None:
+    first, second = line("warm-up", "warm-up 0 %", 0.03), line("warm-up", "warm-up 10 %", 0.03)
+    for number, seed in enumerate(("0", "1", "2")):
+        second["losses"]["0.02"][seed] += (0.5, -0.25, 0.125)[number]
+    del second["losses"]["0.04"]["0"]
+    first["losses"]["0.04"]["1"] = None
+    del second["losses"]["0.08"]
+    page = transfer_page.page(result([first, second]), "name").split("same seed |")[1]
+    cells = cells_of(page, "warm-up 10 %")
+    assert cells[1:] == [
+        "+0.000 (+0.000 to +0.000), n=3",
+        "+0.125 (-0.250 to +0.500), n=3",
+        "+0.000 (+0.000 to +0.000), n=1",
+        "-",
+    ]
 
 
 def test_the_page_says_what_is_missing() -> None:
