@@ -94,10 +94,11 @@ def computing(result: Mapping[str, Any]) -> str:
     machine, versions = result.get("machine"), result.get("versions")
     if machine is None or versions is None:
         return "no run ended"
+    runs = "run" if result["at_once"] == 1 else "runs"
     where = machine["cpu"] if machine["device"] == "CPU" else f"{len(result['devices'])} x {machine['device']}"
     return (
         f"{where}, {machine['cores']} cores, {machine['dtype']}, attention by {machine['attention']}, "
-        f"{result['at_once']} run{'' if result['at_once'] == 1 else 's'} at a time on each device; Python {versions['python']}, torch {versions['torch']}"
+        f"{result['at_once']} {runs} at a time on each device; Python {versions['python']}, torch {versions['torch']}"
     )
 
 
