@@ -68,7 +68,7 @@ class SpeedrunGPT(nn.Module):
     def __init__(self, config: SpeedrunConfig, *, attention: str = "auto", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.attention_name = config, attention
-        self.tied = config.tied  # whether the embedding holds the head's transpose
+        self.tied = config.tied  # whether the embedding holds the head's transpose; False once they are untied
         width, heads = config.width, config.num_heads
         attending = sum(plan.attends for plan in config.layers)
 
@@ -149,21 +149,12 @@ class SpeedrunGPT(nn.Module):
         """Set how many tokens before its own a query sees, in layers with short and with long windows.
 
         From the second call on, rotary frequencies follow a changed long window by YaRN, and the products of queries
-        and keys grow by 1 + 0.2 ln(new / old).
-
-        Args:
-            short: tokens, at least 1.
-            long: tokens, at least 1.
-            stretch: False leaves the frequencies as they are, as the race does for its last validation.
+        and keys grow by 1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
 
         Raises:
             ValueError: a window below 1.
         """
         self.rotary.set_windows(short, long, stretch=stretch)
-
-    def untie(self) -> None:
-        """Say that head and embedding have become two matrices."""
-        self.tied = False
 
     @torch.no_grad()
     def set_prefixes(self, prefixes: Tensor) -> None:
@@ -177,8 +168,6 @@ class SpeedrunGPT(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Restore it."""
         self.tied = bool(state)
-
-    # ---------------------------------------------------------------------------------------------------------- passes
 
     def forward(
         self,
@@ -268,7 +257,7 @@ class SpeedrunGPT(nn.Module):
         x_TC, injected, values_KTC, gates = self._enter(inputs)
         # Taken apart here, so that the gradient is put together once.
         values = () if values_KTC is None else values_KTC.unbind()
-        streams = {"entry": x_TC}
+        streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
         for plan, weights in zip(config.layers, self._block_weights(), strict=True):
             index, dense_value_TC = plan.index, None
             if index == config.skip_source + 1 and self.late_gates is not None:
@@ -310,8 +299,7 @@ class SpeedrunGPT(nn.Module):
                     composing=composing if plan.composed else {},
                 )
             x_TC = self._mlp(weights, x_TC, of_mlp)
-            streams |= {"early": x_TC} if index == config.skip_source else {}
-            streams |= {"shared": x_TC} if index == config.shared_source else {}
+            streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
     def _enter(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
@@ -386,12 +374,7 @@ class SpeedrunGPT(nn.Module):
             self.late_gates.compile(dynamic=False)
 
     def parameter_roles(self) -> dict[str, str]:
-        """Return each parameter's role by its name, for what chooses rates, decay and how gradients travel.
-
-        The roles are "qk_bank", "vo_bank", "mlp_bank", "head", "embedding", "value_embedding", "bigram"; "value_gates",
-        "smear_gate"; "scalars", "residual_scales", "output_scales"; and, where numbers per token are computed,
-        "gate_weights", "gate_bias", "connection_weights", "connection_bias".
-        """
+        """Return each parameter's role by its name, by which the optimizer groups them (quintic/speedrun/recipe.py)."""
         renamed = dict.fromkeys(("projection_scales", "smear_scale", "skip_scale"), "scalars")
         renamed |= {"value_embeddings": "value_embedding", "bigram_embedding": "bigram", "gate_scale": "gate_bias"}
         roles = {}

@@ -61,7 +61,7 @@ class SpeedrunConfig:
     sigmoid_logits: bool = True  # logits are 23 sigmoid((x + 5) / 7.5), otherwise 15 tanh(x / 15)
     multi_token: bool = True  # the second and third of `prediction_weights` count
     prefix_tokens: bool = True  # the loss predicts the longest token that a target begins with, too: `set_prefixes`
-    tied: bool = True  # head and embedding are one matrix until `untie`; the optimizer's side copies one to the other
+    tied: bool = True  # head and embedding are one matrix until untied; the optimizer's side copies one to the other
     fp8_head: bool = False  # products of the head in 8 bits in training, with the race's constant scales
 
     def __post_init__(self) -> None:

@@ -150,7 +150,7 @@ class Race:
         self.optimizer.zero_grad(set_to_none=self.captured is None)
         if settings.unties and self.model.tied:
             self.optimizer.untie(*names_of_role(self.model, "embedding"))
-            self.model.untie()
+            self.model.tied = False
         return loss / settings.batch_tokens, batch.epoch
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ Source: the order of documents is that of the modded-nanogpt speedrun's loader.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from quintic.speedrun.stages import StepSettings
 
 __all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
 
-_STATE_VERSION = 1
 _BATCHES_AHEAD = 4
 _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 
@@ -66,17 +65,6 @@ class FlatBatch:
         return FlatBatch(change(self.inputs), change(self.targets), change(self.document_starts), self.epoch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Position:
-    """What comes next."""
-
-    step: int = 0
-    chunk: int = 0
-    epoch: int = 0
-    shard: int = 0
-    document: int = 0
-
-
 class _Shard:
     """Tokens, and where their documents begin and how long they are."""
 
@@ -103,83 +91,8 @@ class _Shard:
         return lengths
 
 
-class _Walker:
-    """Makes one rank's chunks in order; shards are loaded ahead in a thread of their own."""
-
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        settings: Callable[[int], StepSettings],
-        load: Callable[[Path], _Shard],
-        shares: tuple[int, int, int],
-        device: torch.device,
-    ) -> None:
-        self._paths, self._settings, self._load, self._device = tuple(paths), settings, load, device
-        self._chunks, self._rank, self._size = shares
-        self._ahead: Prefetcher[_Shard] | None = None
-        self.go_to(_Position())
-
-    def go_to(self, position: _Position) -> None:
-        """Continue from a position."""
-        self.close()
-        self.position = position
-        self._shard: _Shard | None = None
-
-    def close(self) -> None:
-        """Stop loading shards."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
-
-    def __call__(self) -> tuple[FlatBatch, _Position]:
-        """Return this rank's next chunk, and the position after it and those of the other ranks."""
-        settings = self._settings(self.position.step)
-        tokens = settings.batch_tokens // self._chunks
-        for number in range(self._size):
-            shard, first, lengths = self._next_lengths(tokens, settings.document_tokens)
-            if number == self._rank:
-                batch = _flat(shard, first, lengths, self.position.epoch)
-        chunk = self.position.chunk + self._size
-        step = self.position.step
-        if chunk == self._chunks:
-            step, chunk = step + 1, 0
-        self.position = replace(self.position, step=step, chunk=chunk)
-        if self._device.type == "cuda":
-            # In this thread the current device is the first one; pinning there would open a context on it.
-            with torch.cuda.device(self._device):
-                batch = batch.pinned()
-        return batch, self.position
-
-    def _next_lengths(self, tokens: int, cut: int) -> tuple[_Shard, int, npt.NDArray[np.int64]]:
-        """Return (shard, first document, lengths) of the next chunk of any rank, and go past it."""
-        for _ in range(len(self._paths) + 1):
-            shard = self._loaded()
-            first = self.position.document
-            lengths = shard.chunk(first, tokens, cut)
-            if lengths is not None:
-                self.position = replace(self.position, document=first + len(lengths))
-                return shard, first, lengths
-            number = self.position.shard + 1
-            epoch, number = self.position.epoch + number // len(self._paths), number % len(self._paths)
-            self.position = replace(self.position, epoch=epoch, shard=number, document=0)
-            self._shard = None
-        raise DataError(
-            f"{self._paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut at "
-            f"{cut}; give more text (--data)"
-        )
-
-    def _loaded(self) -> _Shard:
-        if self._shard is None:
-            if self._ahead is None:
-                numbers = itertools.count(self.position.shard)
-                paths, load = self._paths, self._load
-                self._ahead = Prefetcher(lambda: load(paths[next(numbers) % len(paths)]), depth=1)
-            self._shard = self._ahead.get()
-        return self._shard
-
-
 class ChunkStream(Iterator[FlatBatch]):
-    """Endless chunks of one rank, made ahead in a background thread, with a state that resumes exactly.
+    """Endless chunks of one rank, made ahead in a background thread, from shards loaded ahead in another.
 
     Use it in a `with` block, or `close` it.
 
@@ -214,12 +127,10 @@ class ChunkStream(Iterator[FlatBatch]):
         self._device = torch.device(device)
         if str(self._device) == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._identity = {"version": _STATE_VERSION, "chunks": chunks, "shards": [path.name for path in paths]}
-        self._size = size
-        load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
-        self._walker = _Walker(paths, settings, load, (chunks, rank, size), self._device)
-        self._position = self._walker.position
-        self._prefetcher: Prefetcher[tuple[FlatBatch, _Position]] | None = None
+        self._paths, self._settings = tuple(paths), settings
+        self._shares = chunks, rank, size
+        self._load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
+        self._threads: list[Prefetcher[Any]] = []
 
     def __next__(self) -> FlatBatch:
         """Return the next chunk.
@@ -227,49 +138,53 @@ class ChunkStream(Iterator[FlatBatch]):
         Raises:
             DataError: a shard cannot be used, or the shards do not fill a chunk.
         """
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._walker, _BATCHES_AHEAD)
-        batch, self._position = self._prefetcher.get()
+        if not self._threads:
+            shards = Prefetcher(map(self._load, itertools.cycle(self._paths)).__next__, depth=1)
+            batches = _batches(shards, self._paths, self._settings, self._shares, self._device)
+            self._threads = [Prefetcher(batches.__next__, _BATCHES_AHEAD), shards]
+        batch: FlatBatch = self._threads[0].get()
         return batch.to(self._device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return, fit for JSON, what comes after the last chunk that was returned; the same on all ranks."""
-        return {**self._identity, "position": asdict(self._position)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place: the next chunk is the one that followed when the state was taken.
-
-        The number of ranks may have changed, if the place is one that they can share.
-
-        Raises:
-            DataError: the state is of other shards or chunks.
-        """
-        for name, value in self._identity.items():
-            if state.get(name) != value:
-                raise DataError(
-                    f"the saved data state has {name} {state.get(name)!r}, this run {value!r}; use the same"
-                )
-        position = _Position(**state["position"])
-        if position.chunk % self._size:
-            raise DataError(
-                f"the saved data state stands at chunk {position.chunk}, which {self._size} ranks do not share"
-            )
-        self.close()
-        self._walker.go_to(position)
-        self._position = position
-
     def close(self) -> None:
-        """Stop the threads. A later chunk starts them again."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-        self._walker.go_to(self._position)
+        """Stop the threads."""
+        for thread in self._threads:
+            thread.close()
 
     def __enter__(self) -> "ChunkStream":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _batches(
+    shards: Prefetcher[_Shard],
+    paths: Sequence[Path],
+    settings: Callable[[int], StepSettings],
+    shares: tuple[int, int, int],
+    device: torch.device,
+) -> Iterator[FlatBatch]:
+    """Yield one rank's chunks, while walking through those of all."""
+    chunks, rank, size = shares
+    shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
+    for number in itertools.count():
+        step = settings(number // chunks)
+        tokens, cut = step.batch_tokens // chunks, step.document_tokens
+        while (lengths := shard.chunk(document, tokens, cut)) is None:
+            if num_unused == len(paths):
+                raise DataError(
+                    f"{paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut at "
+                    f"{cut}; give more text (--data)"
+                )
+            shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
+        if number % size == rank:
+            batch = _flat(shard, document, lengths, num_ended // len(paths))
+            if device.type == "cuda":
+                # In this thread the current device is the first one; pinning there would open a context on it.
+                with torch.cuda.device(device):
+                    batch = batch.pinned()
+            yield batch
+        document, num_unused = document + len(lengths), 0
 
 
 def validation_batches(

@@ -112,26 +112,6 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
         assert found == expected[rank::size]
 
 
-@hypothesis.settings(max_examples=20)
-@given(shards=TEXTS, stop=st.integers(0, 11), size=st.sampled_from([1, 2]), resumed=st.sampled_from([1, 2]))
-def test_a_saved_stream_goes_on_where_it_was(shards, stop, size, resumed, folder: Path):
-    settings = settings_of(Settings(16, 5), Settings(24, 7))
-    paths = write(folder, shards)
-    with ChunkStream(paths, settings, chunks=4, bos_id=BOS) as stream:
-        expected = [lists(next(stream)) for _ in range(28)]
-    with ChunkStream(paths, settings, chunks=4, size=size, bos_id=BOS) as stream:
-        for _ in range(stop if size == resumed else stop // 2 * 2):
-            next(stream)
-        state = stream.state_dict()
-    given_out = (stop if size == resumed else stop // 2 * 2) * size
-    with ChunkStream(paths, settings, chunks=4, rank=resumed - 1, size=resumed, bos_id=BOS) as stream:
-        next(stream)  # what came before does not count
-        stream.load_state_dict(state)
-        assert stream.state_dict() == state
-        found = [lists(next(stream)) for _ in range(2)]
-    assert found == expected[given_out + resumed - 1 :: resumed][:2]
-
-
 def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2, BOS, 3, BOS, 4, 5, BOS, 6, 7]])
     with ChunkStream(paths, lambda step: Settings(5, 8), chunks=1, bos_id=BOS) as stream:
@@ -152,16 +132,6 @@ def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
 def test_ranks_that_do_not_divide_the_chunks_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="3 ranks cannot share the 8 chunks"):
         ChunkStream([tmp_path], lambda step: Settings(8, 8), chunks=8, size=3, bos_id=BOS)
-
-
-def test_a_state_of_other_shards_is_refused(tmp_path: Path):
-    paths = write(tmp_path, [[BOS, 1] * 20])
-    with ChunkStream(paths, lambda step: Settings(4, 4), chunks=1, bos_id=BOS) as stream:
-        state = stream.state_dict()
-        with pytest.raises(DataError, match="has shards"):
-            stream.load_state_dict({**state, "shards": ["other.bin"]})
-        with pytest.raises(DataError, match="has chunks"):
-            stream.load_state_dict({**state, "chunks": 2})
 
 
 def test_a_damaged_shard_is_reported_where_it_is_read(tmp_path: Path):
