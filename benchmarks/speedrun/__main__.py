@@ -60,11 +60,11 @@ HEADS = (
 NOTES = """\
 {steps} steps of the track, {tokens:,} tokens, on {machine}; documents cut and batches made alike, {val_tokens:,}
 validation tokens; each contestant with a cache of compiled code that is {cache}. Milliseconds: by the contestants' own
-clocks, which stand still in warm-up and validations, from the third step of a stage to its last. Start: from the
-command to the end of the first counted step, of which warm-up is what ours says. Peer: {peer}."""
+clocks, which stand still in warm-up and validations, after eight steps or a quarter of a stage.
+Start: from the command to the end of the first counted step, of which warm-up is what ours says. Peer: {peer}."""
 
-# Of each stage: the host runs ahead, and the first steps begin with what the stage before left.
-SKIPPED_STEPS = 2
+# Of each stage, at most a quarter: the first steps begin with what the stage before left, and ours capture graphs.
+SKIPPED_STEPS = 8
 STEP = re.compile(r"step[: ](\d+)/(\d+) +train[_ ]time[: ](\d+) ?ms")
 SCORE = re.compile(r"step[: ](\d+)/\d+ +(?:val_loss:|validation )([\d.]+|nan) +train[_ ]time[: ](\d+) ?ms")
 WARM_UP = re.compile(r"Warm-up took ([\d.]+) s")
@@ -251,8 +251,7 @@ def summary(lines: Sequence[tuple[float, str]], track: Track) -> dict[str, Any]:
     found["losses"], found["step_ms"] = losses, steps
     found["stage_ms"] = []
     for start, end in zip(track.starts, (*track.starts[1:], track.steps), strict=True):
-        # The first step is number 1; a short stage has nothing to leave out.
-        first = start + SKIPPED_STEPS if end - start > 2 * SKIPPED_STEPS else start
+        first = start + min(SKIPPED_STEPS, (end - start) // 4)  # the first step is number 1
         known = end in steps and (first == 0 or first in steps)
         found["stage_ms"].append((steps[end] - steps.get(first, 0.0)) / (end - first) if known else None)
     return found
