@@ -1,27 +1,29 @@
 """Parameters whole, whatever their layout: what several ranks hold of weights, gradients and state, brought together.
 
-For the reference of a step, which has no messages of its own, and for state that goes from one parameter to another.
-Whole tensors are gathered one at a time, and every rank gets all of them.
+For state that is saved, or goes from one parameter to another, and for the reference of a step, which has no messages
+of its own. Whole tensors are gathered one at a time, and every rank gets all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, this_rank
-from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, start_broadcasts, this_rank
+from quintic.optim.comms.sharing import DIVIDING, layouts_of
 from quintic.optim.current import Current
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
+from quintic.optim.layout.views import View
 from quintic.optim.state.parts import CUT_KEYS, divided_state
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averages.gradient_averages import OfGroup
 
-__all__ = ["Parameter", "parameters_of"]
+__all__ = ["Parameter", "parameters_of", "whole_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,15 @@ class Parameter:
         """Return the whole of what each rank has some parts of."""
         assert self.divided is not None
         assert self.process_group is not None
-        positions = range(len(self.divided.ranks))
-        sizes = [sum(part.numel for part in self.divided.parts if part.owner == owner) for owner in positions]
-        found = all_gather_uneven(local, sizes, self.process_group)
+        parts = sorted(self.divided.parts, key=lambda part: part.owner)
+        sizes = [sum(part.numel for part in parts if part.owner == owner) for owner in range(len(self.ranks))]
+        rows = local.new_empty(sum(sizes))
+        rows.split(sizes)[self.ranks.index(this_rank())].copy_(local)
+        # As bytes: backends do not know every dtype.
+        num_bytes = [size * rows.itemsize for size in sizes]
+        start_broadcasts(rows.view(torch.uint8), num_bytes, self.process_group).wait()
         whole = torch.empty_like(self.param, dtype=local.dtype)
-        for part in self.divided.parts:
-            run = found[part.owner][part.offset : part.offset + part.numel]
+        for part, run in zip(parts, rows.split([part.numel for part in parts]), strict=True):
             in_memory_order(whole)[part.start : part.stop].copy_(run)
         return whole
 
@@ -124,30 +129,39 @@ class Parameter:
         shape, view = self.layout.shape, self.group.view
         by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
         result = buffer.clone()
+        targets = second_moments(result, shape, view)
         for (block, matrix), holder in self.sole_holders().items():
-            second_moments(result, shape, view)[block][matrix].copy_(by_rank[holder][block][matrix])
+            targets[block][matrix].copy_(by_rank[holder][block][matrix])
         return result
 
-    def sole_holders(self) -> dict[tuple[int, int], int]:
+    def sole_holders(self) -> Mapping[tuple[int, int], int]:
         """Return the matrices whose state one of several ranks alone has, as (block of the view, number in it)."""
-        found: dict[tuple[int, int], int] = {}
-        if self.layout is None:
-            return found
         if self.divided is not None:
-            for part in self.divided.parts:
-                found |= dict.fromkeys(part.unit.matrices if part.unit else (), self.divided.ranks[part.owner])
-            return found
-        for unit in self.group.view.units(self.layout.shape):
-            holders = [r for r in self.ranks if intersection(self.layout.box_of(r), unit.box) is not None]
-            if len(holders) == 1:
-                found |= dict.fromkeys(unit.matrices, holders[0])
-        return found
+            parts, ranks = self.divided.parts, self.divided.ranks
+            return {matrix: ranks[part.owner] for part in parts if part.unit for matrix in part.unit.matrices}
+        return {} if self.layout is None else _sole_holders(self.layout, self.group.view)
+
+
+@lru_cache(maxsize=1024)
+def _sole_holders(layout: Layout, view: View) -> Mapping[tuple[int, int], int]:
+    """Return the matrices of which one rank alone holds anything."""
+    found: dict[tuple[int, int], int] = {}
+    for unit in view.units(layout.shape):
+        rows = zip(layout.ranks, layout.boxes, strict=True)
+        holders = [rank for rank, box in rows if intersection(box, unit.box) is not None]
+        if len(holders) == 1:
+            found |= dict.fromkeys(unit.matrices, holders[0])
+    return found
 
 
 def parameters_of(current: Current) -> Iterator[Parameter]:
     """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
+    return _connected(current, list(map(layouts_of, current.groups)))
+
+
+def _connected(current: Current, layouts: Sequence[Sequence[Layout | None]]) -> Iterator[Parameter]:
+    """Connect the ranks of these layouts, and yield the parameters that this rank has a part in."""
     divided, early = divided_parameters(current.groups), current.early.fresh()
-    layouts = list(map(layouts_of, current.groups))
     current.communicators.connect(current.groups, layouts)
     for group, found in zip(current.groups, layouts, strict=True):
         for name, param, layout in zip(group.param_names, group.params, found, strict=True):
@@ -157,3 +171,46 @@ def parameters_of(current: Current) -> Iterator[Parameter]:
                 process_group = current.communicators[tuple(sorted(layout.ranks))]
                 average = early.get(group.number)
                 yield Parameter(name, param, group, layout, process_group, divided.get(param), average)
+
+
+def whole_states(current: Current, states: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
+
+    Matrices that are whole on one rank and nowhere else (experts, heads) are stepped without any exchange, so that only
+    this rank knows their second moments. All ranks that share parameters with such state must call it; without any,
+    nothing is communicated. Temporary memory: that of one parameter's state, besides the result.
+
+    Args:
+        current: of the optimizer.
+        states: of all parameters, made; second moments are changed in place where no state is divided.
+    """
+    layouts = [
+        [layout if layout is not None and _has_state_apart(group, layout) else None for layout in layouts_of(group)]
+        for group in current.groups
+    ]
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    if not any(layout for of_group in layouts for layout in of_group):
+        return found
+    # In one order everywhere: ranks of several process groups wait for each other.
+    for one in sorted(_connected(current, layouts), key=lambda one: one.ranks):
+        if one.layout is None:
+            continue
+        state = states[one.param]
+        if one.divided is None:
+            moments = state["second_momentum_buffer"]
+            moments.copy_(one.whole_second_moments(moments))
+            continue
+        found[one.param] = whole = dict(state)
+        for key in CUT_KEYS:
+            if key in state:  # in the host's memory, where the state is there
+                whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
+        if "second_momentum_buffer" in state:
+            whole["second_momentum_buffer"] = one.whole_second_moments(state["second_momentum_buffer"])
+    return found
+
+
+def _has_state_apart(group: Group, layout: Layout) -> bool:
+    """Return whether a rank may have state of a shared parameter that others need for a whole one, and lack."""
+    if group.comms in DIVIDING:
+        return True
+    return group.algorithm == "muon" and group.normalize is not None and bool(_sole_holders(layout, group.view))

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import DEVICE, run
 from torch import nn
 
 import quintic
-from quintic.optim.comms.collectives import merged_over_ranks
 from quintic.optim.interchange import export_torch_state, import_torch_state
 
 # -0, +0, infinity, the smallest subnormal, and NaNs of both signs with payloads.
@@ -27,20 +25,6 @@ def odd_values(numel, dtype):
 
 def bits_of(tensor):
     return tensor.contiguous().view(INTEGERS[tensor.dtype]).cpu() if tensor.dtype in INTEGERS else tensor.cpu()
-
-
-def merged(rank, world_size, dtype):
-    values = odd_values(13, dtype)
-    mine = torch.where(torch.arange(13, device=DEVICE) % world_size == rank, values, 0)
-    [found], [count] = (merged_over_ranks([t], dist.group.WORLD) for t in (mine, torch.full((1,), rank, device=DEVICE)))
-    return bits_of(found), bits_of(values), int(count)
-
-
-@pytest.mark.parametrize("dtype", ODD_BITS, ids=str)
-def test_merging_over_ranks_keeps_bits(dtype):
-    for found, expected, count in run(merged, 3, dtype):
-        assert torch.equal(found, expected)
-        assert count == 0 + 1 + 2
 
 
 def model(dtype=torch.float32):

@@ -22,7 +22,6 @@ __all__ = [
     "has_process_group",
     "host_name",
     "hosts_of",
-    "merged_over_ranks",
     "new_group",
     "num_ranks",
     "start_all_gather",
@@ -101,32 +100,6 @@ def start_all_max(values: Tensor, group: ProcessGroup) -> Pending:
 def start_sum(values: Tensor, group: ProcessGroup) -> Pending:
     """Start to replace a tensor by the sum of all ranks' ones. All ranks of the group must call it."""
     return Pending([dist.all_reduce(values, group=group, async_op=True)], values)
-
-
-def merged_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return tensors with every entry from the rank that has it, to the last bit. All ranks of the group must call it.
-
-    Args:
-        tensors: of one device and of two, four or eight bytes per entry, the same shapes and dtypes on all ranks; zero
-            where another rank has the entry. Not modified.
-        group: the process group.
-    """
-    result: list[Tensor] = [torch.empty(0)] * len(tensors)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(number)
-    for dtype, numbers in by_dtype.items():
-        flat = torch.cat([tensors[number].flatten() for number in numbers])
-        sizes = [tensors[number].numel() for number in numbers]
-        if dtype.itemsize == 2 and flat.numel() % 2:
-            flat = torch.cat([flat, flat.new_zeros(1)])
-        # As integers: a sum of floating-point numbers makes +0 of -0 and changes the payload of NaNs. Two entries of
-        # two bytes are one integer: where a rank has only one of them, the other adds zero, and nothing is carried.
-        dist.all_reduce(flat.view({2: torch.int32, 4: torch.int32, 8: torch.int64}[dtype.itemsize]), group=group)
-        parts = flat[: sum(sizes)].split(sizes)
-        for number, part in zip(numbers, parts, strict=True):
-            result[number] = part.view(tensors[number].shape)
-    return result
 
 
 def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -> list[Tensor]:

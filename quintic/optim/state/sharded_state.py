@@ -1,20 +1,18 @@
-"""State of `comms="sharded"`, which every rank has a part of: whole for saving, in parts after loading."""
+"""State of `comms="sharded"`, which every rank has a part of: whose parts are which, and those of a saved whole."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import merged_over_ranks, this_rank
-from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.packing import in_memory_order
-from quintic.optim.state.parts import CUT_KEYS, Part, parts_of
-from quintic.optim.state.state import second_moments
+from quintic.optim.state.parts import Part, parts_of
 
-__all__ = ["DividedState", "Division", "divided_parameters", "in_order_of", "part_of_saved", "whole_states"]
+__all__ = ["DividedState", "Division", "divided_parameters", "in_order_of", "part_of_saved"]
 
 
 class Division(NamedTuple):
@@ -62,51 +60,6 @@ def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
             rows = zip(group.params, group.param_names, parts_of(group, ranks), strict=True)
             found |= {param: DividedState(name, group, parts, ranks) for param, name, parts in rows}
     return found
-
-
-def whole_states(
-    groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the state of parameters whose state is divided, whole. All ranks must call it.
-
-    Mantissas are int32. Temporary memory: that of one parameter's state, besides the result.
-
-    Args:
-        groups: parameter groups.
-        state: of their parameters.
-        communicators: of the optimizer.
-    """
-    divided = divided_parameters(groups)
-    if divided:
-        communicators.connect(groups, [layouts_of(group) for group in groups])
-    found: dict[Tensor, dict[str, Tensor]] = {}
-    for param, this in divided.items():
-        group = communicators[this.ranks]
-        whole = dict(state[param])
-        for key in [key for key in CUT_KEYS if key in whole]:  # not a set, which every process orders in its own way
-            dtype = torch.int32 if whole[key].dtype == torch.uint16 else whole[key].dtype
-            mine = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            for part in this.own:
-                run = whole[key][part.offset : part.offset + part.numel]
-                in_memory_order(mine)[part.start : part.stop] = run.to(dtype)
-            [merged] = merged_over_ranks([mine], group)
-            whole[key] = merged.to(whole[key].device)  # the host's memory, where the state is there
-        if "second_momentum_buffer" in whole:
-            kept = _owned_moments(whole["second_momentum_buffer"], param, this)
-            [whole["second_momentum_buffer"]] = merged_over_ranks([kept], group)
-        found[param] = whole
-    return found
-
-
-def _owned_moments(buffer: Tensor, param: Tensor, divided: DividedState) -> Tensor:
-    kept = torch.zeros_like(buffer)
-    view = divided.group.view
-    sources, targets = second_moments(buffer, param.shape, view), second_moments(kept, param.shape, view)
-    for part in divided.own:
-        assert part.unit is not None
-        for block, matrix in part.unit.matrices:
-            targets[block][matrix] = sources[block][matrix]
-    return kept
 
 
 def part_of_saved(

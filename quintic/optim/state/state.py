@@ -17,17 +17,13 @@ How saved state comes back: `loading.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import has_process_group, merged_over_ranks, this_rank
-from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import layouts_of
-from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout, intersection, layout_of, local_tensor, numel_of, relative
+from quintic.optim.comms.collectives import has_process_group, this_rank
+from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
 from quintic.optim.rules.update import second_moment_shape
 
@@ -35,7 +31,6 @@ __all__ = [
     "CODE_KEYS",
     "STATE_KEYS",
     "as_saved",
-    "complete_second_moments",
     "copy_",
     "master_key",
     "master_of",
@@ -85,45 +80,6 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
 
-def complete_second_moments(
-    groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Tensor]], communicators: Communicators
-) -> None:
-    """Give every rank NorMuon's second moments of matrices that are whole on one rank and nowhere else.
-
-    Such matrices (experts, heads) are stepped without any exchange, so that only the rank that holds one knows its
-    second moments. Those of all other matrices are known to all ranks after every step. Collective over the ranks that
-    share a parameter with such matrices; without one, nothing is communicated.
-
-    Args:
-        groups: parameter groups.
-        state: of their parameters.
-        communicators: of the optimizer.
-    """
-    shared: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-    layouts: list[list[Layout | None]] = []
-    for group in groups:
-        layouts.append([None] * len(group.params))
-        if group.algorithm != "muon" or group.normalize is None:
-            continue
-        of_group = layouts_of(group)
-        for index, (param, layout) in enumerate(zip(group.params, of_group, strict=True)):
-            if layout is None or this_rank() not in layout.ranks:
-                continue
-            holders = _sole_holders(layout, group.view)
-            if bool((holders >= 0).any()):
-                buffer = state[param]["second_momentum_buffer"]
-                shared.setdefault(tuple(sorted(layout.ranks)), []).append((buffer, holders.to(buffer.device)))
-                layouts[-1][index] = layout
-    if not shared:
-        return
-    communicators.connect(groups, layouts)
-    for ranks, found in sorted(shared.items()):
-        mine = [torch.where(holders == this_rank(), buffer, 0) for buffer, holders in found]
-        everything = merged_over_ranks(mine, communicators[ranks])
-        for (buffer, holders), whole in zip(found, everything, strict=True):
-            buffer.copy_(torch.where(holders >= 0, whole, buffer))
-
-
 def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return PyTorch's state dict of an optimizer with views and callables as text.
 
@@ -143,26 +99,6 @@ def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _as_text(option: object) -> str | None:
     return None if option is None else str(option)
-
-
-@lru_cache(maxsize=1024)
-def _sole_holders(layout: Layout, view: View) -> Tensor:
-    """Return for each second moment the rank that alone holds any of its matrix, -1 where several do; int64, CPU."""
-    shape = layout.shape
-    length = num_second_moments(shape, view)
-    # On the CPU, whatever the default device is.
-    result = torch.full((length,), -1, dtype=torch.int64, device="cpu")
-    blocks = second_moments(result, shape, view)
-    for unit in view.units(shape):
-        holders = [
-            rank
-            for rank, box in zip(layout.ranks, layout.boxes, strict=True)
-            if intersection(box, unit.box) is not None
-        ]
-        if len(holders) == 1:
-            for block, matrix in unit.matrices:
-                blocks[block][matrix] = holders[0]
-    return result
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
