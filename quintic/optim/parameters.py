@@ -130,27 +130,33 @@ class Parameter:
         by_rank = {rank: second_moments(one, shape, view) for rank, one in zip(self.ranks, everyone, strict=True)}
         result = buffer.clone()
         targets = second_moments(result, shape, view)
-        for (block, matrix), holder in self.sole_holders().items():
-            targets[block][matrix].copy_(by_rank[holder][block][matrix])
+        for (block, matrix), holders in self.holders().items():
+            targets[block][matrix].copy_(by_rank[holders[0]][block][matrix])
         return result
 
-    def sole_holders(self) -> Mapping[tuple[int, int], int]:
-        """Return the matrices whose state one of several ranks alone has, as (block of the view, number in it)."""
+    def holders(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """Return the ranks that have a matrix' state, of matrices (block of the view, number in it) that others lack.
+
+        Those are matrices with divided state, and those that are whole on one rank of each copy, which may step it
+        without any exchange (`replicas="repeat"`, if there are several copies).
+        """
         if self.divided is not None:
             parts, ranks = self.divided.parts, self.divided.ranks
-            return {matrix: ranks[part.owner] for part in parts if part.unit for matrix in part.unit.matrices}
-        return {} if self.layout is None else _sole_holders(self.layout, self.group.view)
+            return {matrix: (ranks[part.owner],) for part in parts if part.unit for matrix in part.unit.matrices}
+        return {} if self.layout is None else _holders(self.layout, self.group.view)
 
 
 @lru_cache(maxsize=1024)
-def _sole_holders(layout: Layout, view: View) -> Mapping[tuple[int, int], int]:
-    """Return the matrices of which one rank alone holds anything."""
-    found: dict[tuple[int, int], int] = {}
+def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, ...]]:
+    """Return the ranks that hold a matrix, of those matrices of which one rank of each copy alone holds anything."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    if layout.is_replicated:
+        return found
     for unit in view.units(layout.shape):
         rows = zip(layout.ranks, layout.boxes, strict=True)
-        holders = [rank for rank, box in rows if intersection(box, unit.box) is not None]
-        if len(holders) == 1:
-            found |= dict.fromkeys(unit.matrices, holders[0])
+        holders = tuple(rank for rank, box in rows if intersection(box, unit.box) is not None)
+        if len(holders) == layout.num_copies:
+            found |= dict.fromkeys(unit.matrices, holders)
     return found
 
 
@@ -176,8 +182,8 @@ def _connected(current: Current, layouts: Sequence[Sequence[Layout | None]]) -> 
 def whole_states(current: Current, states: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
 
-    Matrices that are whole on one rank and nowhere else (experts, heads) are stepped without any exchange, so that only
-    this rank knows their second moments. All ranks that share parameters with such state must call it; without any,
+    Matrices that are whole on one rank of each copy (experts, heads) may be stepped without any exchange, so that only
+    these ranks know their second moments. All ranks that share parameters with such state must call it; without any,
     nothing is communicated. Temporary memory: that of one parameter's state, besides the result.
 
     Args:
@@ -213,4 +219,4 @@ def _has_state_apart(group: Group, layout: Layout) -> bool:
     """Return whether a rank may have state of a shared parameter that others need for a whole one, and lack."""
     if group.comms in DIVIDING:
         return True
-    return group.algorithm == "muon" and group.normalize is not None and bool(_sole_holders(layout, group.view))
+    return group.algorithm == "muon" and group.normalize is not None and bool(_holders(layout, group.view))

@@ -87,6 +87,31 @@ def test_second_moments_of_experts_are_saved_to_the_bit():
         assert torch.equal(found, expected)
 
 
+def saved_by_copies(rank, world_size, replicas):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(DEVICE, (2, 2))
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(2, 4, 6, 5, device=DEVICE).unbind()
+    cut, cut_gradient = (distribute_tensor(one, mesh, [Replicate(), Shard(0)]).clone() for one in (whole, gradient))
+    found = []
+    for value, value_gradient in ((whole, gradient), (cut, cut_gradient)):
+        weight = nn.Parameter(value)
+        group = {"params": [("experts", weight)], "view": quintic.Experts()}
+        optimizer = quintic.Muon([group], normalize="neuron", replicas=replicas)
+        weight.grad = value_gradient
+        optimizer.step()
+        found.append(bits_of(optimizer.state_dict()["state"][0]["second_momentum_buffer"]))
+    return found
+
+
+@pytest.mark.parametrize("replicas", ["repeat", "divide"])
+def test_second_moments_of_experts_with_copies_are_those_of_one_device(replicas):
+    for expected, found in run(saved_by_copies, 4, replicas):
+        assert expected.count_nonzero() == expected.numel()
+        assert torch.equal(found, expected)
+
+
 # -- to and from PyTorch's optimizers ----------------------------------------------------------------------------------
 
 

@@ -244,13 +244,13 @@ def _compare_matrices(
     """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
     view, shape = found.group.view, found.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
-    holders = found.sole_holders() if found.divided is not None else {}
+    holders = found.holders() if found.divided is not None else {}
     for key in ("weight", "momentum_buffer"):
         wholes = [_whole_value(found, values, key) for values in (before, expected, taken)]
         batches = [view.batches(whole) for whole in wholes]
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
-            is_elsewhere = key != "weight" and holders.get((block, index), this_rank()) != this_rank()
+            is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), found.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
             change = _largest(right - old)
@@ -288,12 +288,12 @@ def _compare_second_moments(
 ) -> Iterator[Difference]:
     """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
     view, shape = found.group.view, found.param.shape
-    holders = found.sole_holders()
+    holders = found.holders()
     key = "second_momentum_buffer"
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
-        if right.numel() == 0 or holders.get((block, index), this_rank()) != this_rank():
+        if right.numel() == 0 or this_rank() not in holders.get((block, index), found.ranks):
             continue
         rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
         allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
