@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from quintic.optim.current import Current
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.parameters import Parameter, parameters_of
+from quintic.optim.parameters import parameters_of
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.placement import needed_state, state_on_device
 
@@ -50,20 +49,13 @@ def carry(
         for key, value in kept.items():
             if key in CUT_KEYS:
                 whole = given.whole_of(key, local_tensor(values[key]))
-                piece = _local(taken, key, whole.mT if transposed else whole)
+                piece = taken.local_of(key, whole.mT if transposed else whole)
                 if piece.numel():
                     local_tensor(value).copy_(piece)
             elif key == "second_momentum_buffer":
                 value.copy_(given.whole_second_moments(values[key]))
             else:
                 value.copy_(values[key])
-
-
-def _local(taken: Parameter, key: str, whole: Tensor) -> Tensor:
-    """Return what this rank has of a whole state."""
-    if taken.divided is not None:  # in the order of the parameter's memory
-        whole = torch.empty_like(taken.param, dtype=whole.dtype).copy_(whole)
-    return taken.local_of(key, whole)
 
 
 def _check(source: tuple[Group, int], target: tuple[Group, int], *, transposed: bool) -> None:

@@ -18,7 +18,7 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.state.parts import CUT_KEYS, divided_state
+from quintic.optim.state.parts import CUT_KEYS, own_runs
 from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.averages.gradient_averages import OfGroup
@@ -105,9 +105,13 @@ class Parameter:
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
         """Return what this rank has of a whole weight or state."""
-        if self.divided is None:
+        if self.divided is None or key not in CUT_KEYS:
             return self.piece(whole, this_rank())
-        return divided_state({key: whole}, self.divided.parts, self.divided.ranks.index(this_rank()))[key]
+        own = self.divided.own
+        flat = whole.new_empty(sum(part.numel for part in own))
+        for run, of_whole in own_runs(flat, whole, own, self.param):
+            run.copy_(of_whole)
+        return flat
 
     def piece(self, whole: Tensor, rank: int) -> Tensor:
         """Return what a rank holds of a whole tensor, sharing memory."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintic
-from quintic.optim.state.parts import divided_state, parts_of
+from quintic.optim.state.parts import own_runs, parts_of
 
 VIEWS = [
     (quintic.Matrix(), (9, 14)),
@@ -71,11 +71,14 @@ def test_parts_tile_the_state(view, shape, num_ranks):
     for index, parts in enumerate(parts_of(group, range(num_ranks))):
         found = torch.full((state.numel(),), -1.0)
         for rank in range(num_ranks):
-            own = divided_state({"momentum_buffer": state}, parts, rank)["momentum_buffer"]
-            for part in parts:
-                if part.owner == rank:
-                    assert part.index == index
-                    found[part.start : part.stop] = own[part.offset : part.offset + part.numel]
+            own = [part for part in parts if part.owner == rank]
+            flat = torch.full((sum(part.numel for part in own),), -1.0)
+            for run, of_state in own_runs(flat, state, own, group.params[index]):
+                run.copy_(of_state)
+            assert (flat >= 0).all()  # without gaps
+            for part in own:
+                assert part.index == index
+                found[part.start : part.stop] = flat[part.offset : part.offset + part.numel]
         assert torch.equal(found.view(shape), state)
 
 

@@ -5,7 +5,7 @@ move: it must not get another owner when other groups are added, or when options
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.state.owners import assign_owners, shape_cost
 
-__all__ = ["CUT_KEYS", "Part", "divided_state", "parts_of", "shaped", "state_of_part"]
+__all__ = ["CUT_KEYS", "Part", "own_runs", "parts_of", "shaped", "state_of_part"]
 
 CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
 """State of a parameter's shape."""
@@ -149,20 +149,21 @@ def _cost(unit: Unit) -> int:
     return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes([b - a for a, b in unit.box]))
 
 
-def divided_state(state: Mapping[str, Tensor], parts: Sequence[Part], position: int) -> dict[str, Tensor]:
-    """Return what one rank keeps of a parameter's state: of tensors of the parameter's shape its own parts, flat.
+def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part of a rank in its flat state, and the same entries of a whole tensor.
 
     Args:
-        state: whole, as `init_state` returns it.
-        parts: of the parameter.
-        position: of the rank.
+        flat: the rank's state of a parameter; it shares memory with what is yielded.
+        whole: of the parameter's shape.
+        own: the rank's parts of the parameter.
+        param: the parameter, which says what the order of memory is.
     """
-    return {key: _own(value, parts, position) if key in CUT_KEYS else value for key, value in state.items()}
-
-
-def _own(value: Tensor, parts: Sequence[Part], position: int) -> Tensor:
-    runs = [in_memory_order(value)[part.start : part.stop] for part in parts if part.owner == position]
-    return torch.cat(runs) if runs else value.new_empty(0)
+    ordered = whole.contiguous()
+    if not param.is_contiguous():
+        ordered = torch.empty_like(param, dtype=whole.dtype, device=whole.device).copy_(whole)
+    entries = in_memory_order(ordered)
+    for part in own:
+        yield flat[part.offset : part.offset + part.numel], entries[part.start : part.stop]
 
 
 def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dic
     """Return a part's own state, shaped as the part: of the flat tensors, which hold all parts of this rank, its run.
 
     Args:
-        state: of the parameter, as `divided_state` returns it.
+        state: of the parameter, as this rank has it.
         part: of this rank.
         param: the parameter.
     """

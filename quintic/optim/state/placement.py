@@ -16,9 +16,8 @@ from torch import Tensor
 from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
-from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.rules.narrow_state import dtype_of_averages
-from quintic.optim.state.parts import CUT_KEYS, Part
+from quintic.optim.state.parts import CUT_KEYS, Part, own_runs
 from quintic.optim.state.state import STATE_KEYS, num_second_moments
 
 __all__ = ["Needed", "fits", "init_state", "needed_state", "planned_state", "state_on_device"]
@@ -156,9 +155,8 @@ def _copy_weights(master: Tensor, param: Tensor, own: Sequence[Part] | None) -> 
     if own is None:
         local_tensor(master).copy_(weights)
         return
-    flat = in_memory_order(weights)
-    for part in own:
-        master[part.offset : part.offset + part.numel].copy_(flat[part.start : part.stop])
+    for run, of_weights in own_runs(master, weights, own, weights):
+        run.copy_(of_weights)
 
 
 def _lies_as(value: Tensor, param: Tensor) -> bool:

@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.sharing import dividing_ranks, layouts_of
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.packing import in_memory_order
-from quintic.optim.state.parts import Part, parts_of
+from quintic.optim.state.parts import Part, own_runs, parts_of
 
-__all__ = ["DividedState", "Division", "divided_parameters", "in_order_of", "part_of_saved"]
+__all__ = ["DividedState", "Division", "divided_parameters", "part_of_saved"]
 
 
 class Division(NamedTuple):
@@ -72,14 +70,4 @@ def part_of_saved(
     """
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
-    flat = in_order_of(param, source)
-    for part in divided.own:
-        yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
-
-
-def in_order_of(param: Tensor, value: Tensor) -> Tensor:
-    """Return the entries of a tensor of a parameter's shape in the order of the parameter's memory, (entries,)."""
-    ordered = value.contiguous()
-    if not param.is_contiguous():
-        ordered = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
-    return in_memory_order(ordered)
+    yield from own_runs(target, source, divided.own, param)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS, Part
+from quintic.optim.state.parts import CUT_KEYS, Part, own_runs
 from quintic.optim.state.placement import fits, init_state, needed_state
-from quintic.optim.state.sharded_state import Division, divided_parameters, in_order_of
+from quintic.optim.state.sharded_state import Division, divided_parameters
 from quintic.optim.state.state import STATE_KEYS, copy_, piece_of
 from quintic.optim.state.watching import Change, WatchedParameters
 
@@ -295,9 +295,7 @@ def _copies(
         if piece is not None:
             yield local_tensor(target), piece
     else:
-        flat = in_order_of(entry.param, value)
-        for part in own:
-            yield target[part.offset : part.offset + part.numel], flat[part.start : part.stop]
+        yield from own_runs(target, value, own, entry.param)
 
 
 def _divided_otherwise(name: str) -> ValueError:
