@@ -144,10 +144,10 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
         tensors are the optimizer's own where it has them whole. What PyTorch's optimizers do not have is left out:
         second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz triple).
     """
-    optimizer = bare(optimizer)
-    saved = optimizer.state_dict()
+    muon: Muon = bare(optimizer)
+    saved = muon.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
-    for group, saved_group in zip(optimizer.typed_groups, saved["param_groups"], strict=True):
+    for group, saved_group in zip(muon.typed_groups, saved["param_groups"], strict=True):
         algorithm: Algorithm = group.algorithm
         target = exported[algorithm]
         first = sum(len(other["params"]) for other in target["param_groups"])
