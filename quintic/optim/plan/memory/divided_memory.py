@@ -46,7 +46,7 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
         parts = bucket.parts if anywhere else bucket.own
         work = vectors_bytes(max((part.numel for part in parts), default=0), group, dtype, bucket.device, kernels)
     marks = MARK_BYTES * bucket.rows.padded_rows if isinstance(bucket, DividedTable) else 0
-    stages = _averaging(
+    stages = averaging_stages(
         bucket.entries,
         max(bucket.entries) if anywhere else bucket.entries[bucket.position],
         dtype,
@@ -58,18 +58,6 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
     return stages._replace(gathering=marks + stages.gathering, computing=marks + stages.computing)
 
 
-def averaging_stages(entries: Sequence[int], dtype: torch.dtype, kernels: Kernels, *, is_direct: bool) -> Stages:
-    """Return upper bounds of the temporary bytes of averaging whole gradients, see `Averaging.average`.
-
-    Args:
-        entries: of each rank.
-        dtype: of the gradients.
-        kernels: implementation.
-        is_direct: whether a gradient travels from where it is.
-    """
-    return _averaging(entries, max(entries), dtype, kernels, is_direct=is_direct, is_in_place=is_direct)
-
-
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
     """Return how many entries of whole gradients may travel together; None for any number."""
     # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
@@ -77,7 +65,7 @@ def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
     return None if budget is None else max(1, budget // (6 * dtype.itemsize))
 
 
-def _averaging(
+def averaging_stages(
     entries: Sequence[int],
     own: int,
     dtype: torch.dtype,
@@ -87,11 +75,11 @@ def _averaging(
     work: int = 0,
     is_in_place: bool = False,
 ) -> Stages:
-    """Return upper bounds for a message to owners, their work on what they have of it, and a message back.
+    """Return upper bounds in bytes for a message to owners, their work on what they have of it, and a message back.
 
     Args:
         entries: of each rank.
-        own: entries of this rank.
+        own: entries of this rank, or the most of any.
         dtype: of messages.
         kernels: implementation.
         is_direct: whether one tensor travels from where it is, and back.

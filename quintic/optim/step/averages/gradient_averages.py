@@ -270,7 +270,8 @@ class GradientAverages:
         for places, owned, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
             averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
             found.append((averaging, [indices[place] for place in places]))
-            stages.append(averaging_stages(averaging.counts, dtype, kernels, is_direct=is_direct))
+            counts, most = averaging.counts, averaging.most
+            stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
         self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
         return found
 
