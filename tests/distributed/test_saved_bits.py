@@ -29,7 +29,7 @@ def bits_of(tensor):
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    shapes = {"bank": (8, 6), "wide": (6, 10), "table": (3000, 2), "bias": (7,)}
+    shapes = {"bank": (10, 6), "wide": (6, 10), "table": (3000, 2), "bias": (7,)}
     return {name: nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for name, shape in shapes.items()}
 
 
