@@ -131,6 +131,10 @@ def find_messages(rank, world_size, shape, replicas, hosts, options):
     return found.sets, found.counting
 
 
+def on_eight(case):
+    return pytest.param(*case, marks=pytest.mark.slow, id=f"eight ranks as {case[0]}")
+
+
 @pytest.mark.parametrize(
     ("shape", "replicas", "hosts", "options", "expected"),
     [
@@ -139,11 +143,11 @@ def find_messages(rank, world_size, shape, replicas, hosts, options):
         ((2, 2), "repeat", None, {"max_workspace_bytes": 512}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
         ((2, 2), "repeat", None, {"offload": True}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
         ((2, 2), "auto", (0, 0, 1, 1), {}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
-        ((2, 4), "repeat", None, {}, [{(0, 1, 2, 3)}] * 4 + [{(4, 5, 6, 7)}] * 4),
+        on_eight(((2, 4), "repeat", None, {}, [{(0, 1, 2, 3)}] * 4 + [{(4, 5, 6, 7)}] * 4)),
         # Two of four copies are on one host.
-        ((4, 2), "auto", (0, 0, 0, 0, 1, 1, 1, 1), {}, None),
+        on_eight(((4, 2), "auto", (0, 0, 0, 0, 1, 1, 1, 1), {}, None)),
         # Biases and the like are copies on ranks of one tensor-parallel group, too.
-        ((2, 2, 2), "repeat", (0, 0, 0, 0, 1, 1, 1, 1), {}, None),
+        on_eight(((2, 2, 2), "repeat", (0, 0, 0, 0, 1, 1, 1, 1), {}, None)),
     ],
     ids=str,
 )
@@ -231,7 +235,7 @@ def connect_late(rank, world_size, first):
             assert_same(everything(model, optimizer), everything(early, other))
 
 
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("first", [pytest.param(way, marks=() if way == "step" else pytest.mark.slow) for way in FIRST])
 def test_hosts_that_are_known_late(first):
     run(connect_late, 4, first, timeout=100)
 

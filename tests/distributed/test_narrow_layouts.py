@@ -135,6 +135,6 @@ def check_loaded_otherwise(rank, world_size, folder, name, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "bf16"), ("bf16", None)])
-@pytest.mark.parametrize("name", ["sharded-2", "fsdp2-2"])
+@pytest.mark.parametrize("name", ["sharded-2", pytest.param("fsdp2-2", marks=pytest.mark.slow)])
 def test_checkpoints_go_from_one_dtype_to_the_other(name, before, after, tmp_path):
     run(check_loaded_otherwise, 2, str(tmp_path), name, before, after, timeout=100)

@@ -235,7 +235,10 @@ def loads(rank, world_size, comms, everything, order):
     return found
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(3, 2), (2, 3), (1, 3)])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(3, 2), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow)],
+)
 def test_a_loaded_state_finds_its_owner(saving, loading):
     everything = run(saves, saving, "none" if saving == 1 else "sharded", timeout=60)[0]
     [expected] = run(loads, 1, "none", everything, NAMES)
