@@ -120,20 +120,20 @@ def test_the_module_answers_without_torch() -> None:
 def test_a_torch_for_cpus_is_recognised(
     version: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quintic.commands import options
+    from quintic.commands import presets
 
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
     (tmp_path / "torch" / "version.py").write_text(version)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch")
-    assert options._is_torch_for_gpus() is expected
-    monkeypatch.setattr(options, "_GPU_DEVICES", (str(tmp_path),))
-    shown = options._preset_of_machine(None, guess=True)
+    assert presets._is_torch_for_gpus() is expected
+    monkeypatch.setattr(presets, "_GPU_DEVICES", (str(tmp_path),))
+    shown = presets.preset_of_machine(None, guess=True)
     assert shown == ("gpu" if expected else "cpu")
-    monkeypatch.setattr(options, "_GPU_DEVICES", (str(tmp_path / "missing"),))
-    assert options._preset_of_machine(None, guess=True) == ("gpu" if expected and sys.platform == "win32" else "cpu")
-    assert options._preset_of_machine("cpu", guess=False) == "cpu"
+    monkeypatch.setattr(presets, "_GPU_DEVICES", (str(tmp_path / "missing"),))
+    assert presets.preset_of_machine(None, guess=True) == ("gpu" if expected and sys.platform == "win32" else "cpu")
+    assert presets.preset_of_machine("cpu", guess=False) == "cpu"
 
 
 # -- public names -----------------------------------------------------------------------------------------------------

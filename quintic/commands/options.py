@@ -6,16 +6,13 @@ and what they start from.
 """
 
 import dataclasses
-import importlib.util
 import os
-import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from quintic.commands.parsing import options_of, parse, taken
-from quintic.commands.presets import preset, with_recipe
+from quintic.commands.presets import preset, preset_of_machine, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.options import SpeedrunOptions
@@ -52,9 +49,6 @@ _FREE_WHEN_RESUMED = frozenset(
         "run.rms_every", "run.tensorboard", "run.wandb",
     }
 )  # fmt: skip
-
-# Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
 
 _DESCRIPTIONS = {
     "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
@@ -335,7 +329,7 @@ def training_options(arguments: list[str], command: str) -> Start:
         default = load_config(Path(path))
     else:
         device, _ = taken(rest, "--device")
-        name = name if name is not None else _preset_of_machine(device, guess=asks_help)
+        name = name if name is not None else preset_of_machine(device, guess=asks_help)
         default = preset(name)
     recipe, _ = taken(rest, "--recipe")
     if recipe is not None:
@@ -351,41 +345,6 @@ def training_options(arguments: list[str], command: str) -> Start:
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
     return Start(config=_absolute(config), resumed=None, preset=name, seeds=int(seeds or 1))
-
-
-def _preset_of_machine(device: str | None, *, guess: bool) -> str:
-    """Name the preset that suits this machine.
-
-    Args:
-        device: value of `--device`, if given.
-        guess: do without PyTorch, which takes seconds to import: what a help text shows as defaults may be wrong.
-    """
-    if device == "cpu":
-        return "cpu"
-    if "torch" not in sys.modules:
-        if not _is_torch_for_gpus():
-            return "cpu"
-        if guess:
-            return "gpu" if sys.platform == "win32" or any(map(os.path.exists, _GPU_DEVICES)) else "cpu"
-    import torch
-
-    return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def _is_torch_for_gpus() -> bool:
-    """Whether the PyTorch that would be imported was built with CUDA or ROCm; True where that cannot be told."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except ImportError:
-        return False
-    if spec is None or spec.origin is None:
-        return False
-    try:
-        version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return True
-    built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
-    return not built_with or any(value.strip() != "None" for value in built_with)
 
 
 def _absolute(config: Config) -> Config:

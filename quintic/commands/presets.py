@@ -1,13 +1,21 @@
 """Named defaults for the options of training: a preset suits a machine, a recipe has another trainer's constants."""
 
+import importlib.util
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 
-__all__ = ["PRESETS", "gpu_preset", "preset", "with_recipe"]
+__all__ = ["PRESETS", "gpu_preset", "preset", "preset_of_machine", "with_recipe"]
+
+# Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
 
 
 def gpu_preset() -> Config:
@@ -47,6 +55,41 @@ def preset(name: str) -> Config:
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
     return PRESETS[name]()
+
+
+def preset_of_machine(device: str | None, *, guess: bool) -> str:
+    """Name the preset that suits this machine.
+
+    Args:
+        device: value of `--device`, if given.
+        guess: do without PyTorch, which takes seconds to import: what a help text shows as defaults may be wrong.
+    """
+    if device == "cpu":
+        return "cpu"
+    if "torch" not in sys.modules:
+        if not _is_torch_for_gpus():
+            return "cpu"
+        if guess:
+            return "gpu" if sys.platform == "win32" or any(map(os.path.exists, _GPU_DEVICES)) else "cpu"
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def _is_torch_for_gpus() -> bool:
+    """Whether the PyTorch that would be imported was built with CUDA or ROCm; True where that cannot be told."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    built_with = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)", version, re.MULTILINE)
+    return not built_with or any(value.strip() != "None" for value in built_with)
 
 
 # At width 768, batches of 2^19 tokens and depth 12. What differs from group to group is in `recipe.py`.
