@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,15 @@ def test_other_text_is_refused(tiny_dataset: Dataset, tmp_path: Path, monkeypatc
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def heeded_hang_up() -> Iterator[None]:
+    """SIGHUP as a terminal's program has it, also where the tests themselves were started with `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeded_hang_up")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))],
@@ -422,6 +431,7 @@ def test_a_second_process_leaves_the_run_to_the_first(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heeded_hang_up")
 def test_a_closed_terminal_saves(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """With nothing left to print to."""
     terminal, inner = os.openpty()
