@@ -123,7 +123,7 @@ def cases(world_size):
     return [*found[::every], (("sharded", "sharded"), "mantissa", "adamw")]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_transposed_handover_is_no_event(world_size):
     assert run(wrong_handovers, world_size, cases(world_size), timeout=100) == [[]] * world_size
 

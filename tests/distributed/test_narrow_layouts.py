@@ -80,8 +80,8 @@ def check_state(rank, world_size, layout, title, offload):
     assert dtypes == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("title", ["narrow", "narrow_mantissa"])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("title", [pytest.param("narrow", marks=pytest.mark.slow), "narrow_mantissa"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_state_has_the_bits_of_one_device(name, title, offload):
     run(check_state, LAYOUTS[name].world_size, LAYOUTS[name], title, offload, timeout=100)

@@ -105,7 +105,7 @@ def cases_of(layouts):
     ("world_size", "layouts"),
     [
         (1, ("none",)),
-        (2, ("rows", "averaged", "sharded", "replicated")),
+        pytest.param(2, ("rows", "averaged", "sharded", "replicated"), marks=pytest.mark.slow),
         (3, ("columns", "averaged", "sharded", "replicated")),
         (4, ("copies",)),
     ],
