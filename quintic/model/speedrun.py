@@ -286,7 +286,8 @@ class SpeedrunGPT(nn.Module):
                     dense_value_TC=dense_value_TC,
                 )
                 mask = row.paired_mask if plan.paired else row.mask
-                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
+                window = row.windows[1 if plan.long else 0]  # PyTorch 2.11 compiles no index that is a bool
+                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, window)
                 composing = {"q_THD": q_NHD, "k_THD": k_NHD, "documents_T": cast(Tensor, row.mask.documents)[0]}
                 x_TC = self._after(
                     plan,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
@@ -21,10 +22,6 @@ _EAGER_STEPS = 2
 
 # What a replay reads from device memory, and what says nothing about a step.
 _NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
-
-
-_MOST_GRAPHS = 8
-"""Each keeps the temporary memory of a step."""
 
 _Due = tuple[bool, ...]
 """Which groups a step has."""
@@ -186,10 +183,10 @@ class CapturedStep:
             if reason is not None:
                 raise ValueError(f"{reason}: step with optimizer.step(), or without this option")
         num_graphs = math.lcm(*(int(group["step_every"]) for group in groups))
-        if num_graphs > _MOST_GRAPHS:
+        if num_graphs > MOST_GRAPHS:
             raise ValueError(
                 f"step_every of the groups comes to the same set of groups after {num_graphs} steps, and each set "
-                f"needs a graph, of which there may be {_MOST_GRAPHS}: choose numbers with more divisors in common"
+                f"needs a graph, of which there may be {MOST_GRAPHS}: choose numbers with more divisors in common"
             )
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         if hooks:

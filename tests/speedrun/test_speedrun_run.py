@@ -175,6 +175,7 @@ def test_the_warm_up_compiles_what_all_stages_need_and_little_twice(
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
 def test_it_learns_compiled_on_a_gpu(whole: bool, alone, shards: Path, tmp_path: Path) -> None:
     hardware = choose_hardware(RunConfig(device="cuda"))
