@@ -3,6 +3,7 @@
     python -m benchmarks.speedrun.shards --train train.parquet --val val.parquet --tokenizer FOLDER --out SHARDS
     python -m benchmarks.speedrun --shards SHARDS --peer CHECKOUT --steps 200 --out FOLDER
     python -m benchmarks.speedrun --shards SHARDS --steps 200 --out FOLDER --only quintic --ablate smear skip
+    python -m benchmarks.speedrun --shards SHARDS --steps 200 --out FOLDER --only --variant "eager=--no-capture"
 
 Each contestant is a command of its own, under torchrun; what it prints is read, with the moment at which it came.
 FOLDER/NAME.json has every step, FOLDER/NAME.md the tables, FOLDER/NAME.svg the curves, all written anew after each
@@ -105,10 +106,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add_options(parser, "speedrun")
     parser.add_argument("--shards", type=Path, required=True, help="folder made by benchmarks.speedrun.shards; python")
     parser.add_argument("--peer", type=Path, help="checkout of modded-nanogpt at f411b3d3")
-    parser.add_argument("--only", nargs="+", default=["quintic", "peer"], help="quintic, peer, and names of variants")
+    parser.add_argument("--only", nargs="*", default=["quintic", "peer"], help="quintic, peer, and names of variants")
     parser.add_argument("--ablate", nargs="*", default=[], metavar="FEATURE", help="ours without each of these")
     parser.add_argument(
-        "--variant", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), help="ours with other options"
+        "--variant", action="append", default=[], metavar="NAME=OPTIONS", help="ours with other options"
     )
     parser.add_argument("--preset", default="speedrun", help="speedrun-tiny tries this script on a CPU, without peer")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
@@ -146,7 +147,8 @@ def contestants(options: argparse.Namespace) -> dict[str, list[str] | None]:
     found: dict[str, list[str] | None] = {}
     for name in options.only:
         found[name] = None if name == "peer" else []
-    for name, more in options.variant:
+    for variant in options.variant:
+        name, _, more = variant.partition("=")
         found[name] = shlex.split(more)
     for feature in options.ablate:
         found[f"without {feature}"] = ["--without", feature]
