@@ -56,5 +56,5 @@ def capture_on_hosts(patch, optimizer):
         return HostGraph(work, done, params), done
 
     GRAPHS.clear()
-    patch.setattr(captured_step, "_captured", captured)
+    patch.setattr(captured_step, "capture", captured)
     patch.setattr(captured_step, "_check_devices", lambda *_: None)

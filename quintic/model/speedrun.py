@@ -286,8 +286,7 @@ class SpeedrunGPT(nn.Module):
                     dense_value_TC=dense_value_TC,
                 )
                 mask = row.paired_mask if plan.paired else row.mask
-                window = row.windows[1 if plan.long else 0]  # PyTorch 2.11 compiles no index that is a bool
-                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, window)
+                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
                 composing = {"q_THD": q_NHD, "k_THD": k_NHD, "documents_T": cast(Tensor, row.mask.documents)[0]}
                 x_TC = self._after(
                     plan,
@@ -359,19 +358,13 @@ class SpeedrunGPT(nn.Module):
             found.append(weights._replace(mlp_mix=next(next_mix, None)))
         return found
 
-    def compile_parts(self, *, whole: bool = False) -> None:
-        """Compile what surrounds attention, for each number of tokens; layers share the code of each part, by kind.
-
-        Args:
-            whole: compile all layers with their attention as one graph instead, for each pair of windows. That takes
-                longer, but sums of gradients from several layers are fused with what makes them.
-        """
+    def compile_parts(self) -> None:
+        """Compile what surrounds attention, for each number of tokens; layers share the code of each part, by kind."""
         # Kinds of layers, in training and in validation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        parts = ("_enter", "_connect", "_skip", "_project", "_after", "_mlp", "_top")
-        for name in ("_trunk",) if whole else parts:
+        for name in ("_enter", "_connect", "_skip", "_project", "_after", "_mlp", "_top"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
-        if self.late_gates is not None and not whole:
+        if self.late_gates is not None:
             self.late_gates.compile(dynamic=False)
 
     def parameter_roles(self) -> dict[str, str]:

@@ -57,6 +57,7 @@ class Rotary(nn.Module):
         self.windows: tuple[int, int] | None = None
         """(short, long): tokens before its own that a query sees; None before `set_windows`."""
         self._tables: tuple[Tensor, Tensor] | None = None
+        """Cosines and sines, which stay where they are: CUDA graphs read them."""
         self.register_buffer("frequencies", torch.empty(head_dim // 4, dtype=torch.float64))
         self.register_buffer("query_scale", torch.empty((), dtype=torch.float64))
 
@@ -65,7 +66,8 @@ class Rotary(nn.Module):
         """Go back to the frequencies of the start; the next `set_windows` is a first one."""
         self.frequencies.copy_(self.base ** -torch.linspace(0, 1, len(self.frequencies), dtype=torch.float64))
         self.query_scale.fill_(0.1)
-        self.windows = self._tables = None
+        self.windows = None
+        self._renew()
 
     @torch.no_grad()
     def set_windows(self, short: int, long: int, *, stretch: bool) -> None:
@@ -79,16 +81,29 @@ class Rotary(nn.Module):
             kept = ((self.windows[1] * self.frequencies / (2 * torch.pi) - 1) / (32 - 1)).clamp(0, 1)
             self.frequencies.mul_(ratio + kept * (1 - ratio))
             self.query_scale.mul_(1 - 0.2 * math.log(ratio))
-        self.windows, self._tables = (short, long), None
+        self.windows = short, long
+        self._renew()
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the positions, (length, head_dim / 4) each, kept until windows change."""
+        """Return cosines and sines of the positions, (length, head_dim / 4) each, that follow changes of the windows.
+
+        They have other memory after a call with a larger length or another dtype.
+        """
         if self._tables is None or len(self._tables[0]) < length or self._tables[0].dtype != dtype:
-            positions = torch.arange(length, dtype=torch.float64, device=self.frequencies.device)
-            angles = torch.outer(positions, self.frequencies)
-            self._tables = angles.cos().to(dtype), angles.sin().to(dtype)
+            memory = torch.empty((2, length, len(self.frequencies)), dtype=dtype, device=self.frequencies.device)
+            self._tables = memory[0], memory[1]
+            self._renew()
         cos, sin = self._tables
         return cos[:length], sin[:length]
+
+    def _renew(self) -> None:
+        """Bring the tables up to date with the frequencies."""
+        if self._tables is not None:
+            cos, sin = self._tables
+            positions = torch.arange(len(cos), dtype=torch.float64, device=cos.device)
+            angles = torch.outer(positions, self.frequencies)
+            cos.copy_(angles.cos())
+            sin.copy_(angles.sin())
 
     def get_extra_state(self) -> Tensor:
         """Return the windows for a state dict; 0 for none yet."""
@@ -97,7 +112,8 @@ class Rotary(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Restore what `get_extra_state` returned."""
         short, long = state.tolist()
-        self.windows, self._tables = ((short, long) if long else None), None
+        self.windows = (short, long) if long else None
+        self._renew()
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.kernels.graphs import capture
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
@@ -139,7 +140,7 @@ class CapturedStep:
             optimizer.steps_made.count_skips(done)
             return done
 
-        graph, done = _captured(work)
+        graph, done = capture(work)
         return _Recorded(graph, gradients, done)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
@@ -204,16 +205,6 @@ def _divided(pending_steps: Sequence[int], sparse: Container[int]) -> tuple[list
     inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
     outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
     return inside, outside
-
-
-def _captured(work: Callable[[], Done]) -> tuple[Any, Done]:
-    """Return what is launched on the device, as a graph that has not run yet, and the result."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, as NCCL's watchdog, ask for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        done = work()
-    return graph, done
 
 
 def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> None:

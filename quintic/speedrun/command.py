@@ -44,8 +44,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
         )
     )
     capture = options.capture and hardware.device.type == "cuda"
-    compiled = {"compile_whole": options.compile_whole, "capture": capture}
-    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, **compiled))
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     run_dir = ranks.from_first(lambda: _new_folder(options, name))
     print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}

@@ -49,10 +49,8 @@ class SpeedrunOptions:
     """Attention implementation; 'auto' takes the fastest the device has."""
     compile: bool | None = None
     """Compile the model with torch.compile; by default only on a GPU."""
-    compile_whole: bool = False
-    """Compile all layers as one graph: slower to compile, and sums of gradients are fused."""
     capture: bool = True
-    """Replay steps of the optimizer as CUDA graphs, on a GPU."""
+    """Replay passes and steps of the optimizer as CUDA graphs, on a GPU."""
     threads: int | None = None
     """CPU threads; by default PyTorch's choice."""
 

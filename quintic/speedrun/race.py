@@ -14,10 +14,11 @@ from torch import Tensor
 import quintic
 from quintic.errors import ConfigError
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
+from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import StepSettings, Track
-from quintic.speedrun.stream import ChunkStream, validation_batches
+from quintic.speedrun.stream import ChunkStream, FlatBatch, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware
 
@@ -34,8 +35,7 @@ class Race:
         hardware: where it computes; `dtype` is that of matrices and tables.
         ranks: the processes that train the run.
         seed: of the weights.
-        compile_whole: as one graph, where `hardware` compiles.
-        capture: replay steps of the optimizer as CUDA graphs; `close` the race before its process group.
+        capture: replay passes and steps as CUDA graphs; `close` the race before its process group.
 
     Raises:
         ConfigError: the model needs a vocabulary that is not at hand.
@@ -51,7 +51,6 @@ class Race:
         *,
         ranks: Ranks = ALONE,
         seed: int = 0,
-        compile_whole: bool = False,
         capture: bool = False,
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
@@ -69,6 +68,8 @@ class Race:
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
         self.model = model.to_empty(device=self.device)
         self.model.init_weights(seed)
+        longest = max(track.validation_chunk, *(track.at(step).batch_tokens // track.chunks for step in track.starts))
+        self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
         if config.prefix_tokens:
             if data.vocabulary is None:
                 raise ConfigError(
@@ -79,9 +80,10 @@ class Race:
             table[: len(data.vocabulary)] = torch.tensor(prefixes(data.vocabulary))
             self.model.set_prefixes(table.to(self.device))
         if hardware.compile:
-            self.model.compile_parts(whole=compile_whole)
+            self.model.compile_parts()
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.captured = quintic.CapturedStep(self.optimizer) if capture else None
+        self.passes = CapturedPasses(self._make_pass) if capture else None
         lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
         self._token_bytes = lengths.to(self.device)
@@ -129,29 +131,33 @@ class Race:
             for name in self._announced:
                 rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
                 self.optimizer.announce_rows(name, rows, more=number < passes - 1)
-            nats = self.model(
-                batch.inputs,
-                batch.targets,
-                document_starts=batch.document_starts,
-                prediction_weights=weights[:-1],
-                prefix_weight=weights[-1],
-                longest_document=settings.document_tokens,
-                reduction="sum",
-            )
-            # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
-            # small beside it.
-            (nats / passes).backward()
-            loss += nats.detach()
+            loss += (self.passes or self._make_pass)(batch, weights, settings)
         set_rates(self.optimizer, settings)
         if self.captured is None:
             self.optimizer.step()
         else:
             self.captured()  # learning rates and momentum are read from the device, all else is captured anew
-        self.optimizer.zero_grad(set_to_none=self.captured is None)
+        self.optimizer.zero_grad(set_to_none=self.passes is None)
         if settings.unties and self.model.tied:
             self.optimizer.untie(*names_of_role(self.model, "embedding"))
             self.model.tied = False
         return loss / settings.batch_tokens, batch.epoch
+
+    def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
+        """Return the loss of a chunk, and add to the gradients."""
+        nats: Tensor = self.model(
+            batch.inputs,
+            batch.targets,
+            document_starts=batch.document_starts,
+            prediction_weights=weights[:-1],
+            prefix_weight=weights[-1],
+            longest_document=settings.document_tokens,
+            reduction="sum",
+        )
+        # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
+        # small beside it.
+        (nats / (self.track.chunks // self.ranks.size)).backward()
+        return nats.detach()
 
     @torch.no_grad()
     def evaluate(self, settings: StepSettings, *, batches: int | None = None) -> tuple[float, float | None]:
@@ -191,13 +197,15 @@ class Race:
                 if number in self.track.starts:
                     self.evaluate(self.track.at(number), batches=1)
             self.evaluate(self.track.at(self.track.steps), batches=1)
-        self.model.zero_grad()
+        self.model.zero_grad(set_to_none=self.passes is None)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
         self.captured = captured
 
     def close(self) -> None:
-        """Stop the stream and free captured steps."""
+        """Stop the stream and free what was captured."""
         self.stream.close()
         if self.captured is not None:
             self.captured.close()
+        if self.passes is not None:
+            self.passes.close()

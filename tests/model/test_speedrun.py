@@ -644,11 +644,11 @@ def compare(plain, compiled, inputs, targets, tolerance, *, bias_tolerance=None,
         assert float(difference) < (bias_tolerance or tolerance if name.endswith(".bias") else tolerance), name
 
 
-def compare_compiled(**options):
+def compare_compiled():
     plain, compiled = (build(num_layers=4).float() for _ in range(2))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled.compile_parts(**options)
+    compiled.compile_parts()
     compare(plain, compiled, *tokens(), 1e-4)
     assert not torch._dynamo.utils.counters["graph_break"]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -658,11 +658,10 @@ def compare_compiled(**options):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
-@pytest.mark.parametrize("whole", [False, True])
-def test_compiled_parts_have_no_breaks_and_compute_the_same(whole, monkeypatch):
+def test_compiled_parts_have_no_breaks_and_compute_the_same(monkeypatch):
     # What is traced is in question here, not the code that is made of it, which takes minutes.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compare_compiled(whole=whole)
+    compare_compiled()
 
 
 @pytest.mark.slow
@@ -675,8 +674,7 @@ def test_compiled_code_computes_the_same():
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
-@pytest.mark.parametrize("whole", [False, True])
-def test_bfloat16_on_a_gpu_is_close_to_float32(whole):
+def test_bfloat16_on_a_gpu_is_close_to_float32():
     options = {"vocab_size": 1024, "width": 512, "num_heads": 4, "head_dim": 128, "gate_channels": 64}
     config = sizes(**options, bigram_rows=500)
     models = [
@@ -694,7 +692,7 @@ def test_bfloat16_on_a_gpu_is_close_to_float32(whole):
     plain, compiled = (model.cuda() for model in models)
     for model in models:
         model.set_windows(128, 384)
-    compiled.compile_parts(whole=whole)
+    compiled.compile_parts()
     inputs = torch.randint(4, 1024, (2048,), generator=generator)
     starts = torch.tensor([0, 300, 301, 1100, 2048])
     inputs[starts[:-1]] = BOS

@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
@@ -21,6 +23,7 @@ from quintic import CapturedStep
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError
 from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.speedrun import graphs
 from quintic.speedrun.presets import BYTES_BOS, PRESETS, preset, switches, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.recipe import build_optimizer, set_rates
@@ -176,11 +179,11 @@ def test_the_warm_up_compiles_what_all_stages_need_and_little_twice(
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
-def test_it_learns_compiled_on_a_gpu(whole: bool, alone, shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_path: Path) -> None:
     hardware = choose_hardware(RunConfig(device="cuda"))
     assert hardware.compile
-    race = race_of(shards, hardware=hardware, compile_whole=whole)
+    race = race_of(shards, hardware=hardware, capture=captures)
     result = train(race, hardware, tmp_path, facts={}, say=lambda text: None)
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
@@ -202,6 +205,45 @@ def test_captured_steps_have_the_weights_of_others(
     # Odd and even steps are captured when two of each were made, and again when the two weights have parted.
     assert num_graphs == [0] * 4 + [1] + [2] * 11 + [0] * 4 + [1] + [2] * 3
     assert not GRAPHS  # closed
+    assert (result.loss, sum_of_weights(race)) == alone[1]
+    assert losses_of(tmp_path) == losses_of(alone[0])
+
+
+class HostPass:
+    """Stands for the CUDA graph of a pass: makes it when it is replayed, and not when it is captured."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make, self.loss = make, torch.zeros(())
+
+    def replay(self) -> None:
+        self.loss.copy_(self.make())
+
+    def reset(self) -> None:
+        self.make = None
+
+
+def test_captured_passes_have_the_weights_of_others(
+    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+) -> None:
+    torch.set_num_threads(1)
+    captured: list[HostPass] = []
+    tables = set()
+
+    def capture(make: Callable[[], Tensor], pool: object) -> tuple[HostPass, Tensor]:
+        captured.append(HostPass(make))
+        tables.add(race.model.rotary.tables(1, torch.float32)[0].data_ptr())
+        return captured[-1], captured[-1].loss
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    race = race_of(shards)
+    race.passes = graphs.CapturedPasses(race._make_pass)
+    race.warm_up()
+    assert len(captured) == 4  # one for each stage, whose windows differ
+    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+    assert len(captured) == 4
+    assert tables == {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
+    assert [graph.make for graph in captured] == [None] * 4  # closed
     assert (result.loss, sum_of_weights(race)) == alone[1]
     assert losses_of(tmp_path) == losses_of(alone[0])
 
