@@ -135,6 +135,7 @@ def ours(model: SpeedrunGPT, gradients: dict[Tensor, Tensor], rows: Tensor, name
 
 def race(model: SpeedrunGPT, gradients: dict[Tensor, Tensor], checkout: Path) -> Contestant:
     """Return the step of `NorMuonAndAdam`, with our rates, decays and orders."""
+    torch._dynamo.config.recompile_limit = 64  # it compiles its step for each shape
     optimizer_class = load(checkout / "train_gpt.py", ["NorMuonAndAdam"]).NorMuonAndAdam
     # Labels to which it gives a meaning of its own.
     labels = {"head": "lm_head", "embedding": "embed"}

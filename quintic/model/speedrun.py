@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from quintic.kernels.attention.attention import AttentionName, attention, choose_attention, document_mask
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_inputs import IGNORED, SpeedrunInputs, all_targets, document_begins, target_weights
+from quintic.model.speedrun_inputs import (
+    IGNORED,
+    LookedUp,
+    SpeedrunInputs,
+    all_targets,
+    document_begins,
+    target_weights,
+)
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
     BlockWeights,
@@ -254,9 +261,10 @@ class SpeedrunGPT(nn.Module):
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return what the head reads, (T, C)."""
         config, length = self.config, len(inputs)
-        x_TC, injected, values_KTC, gates = self._enter(inputs)
+        looked_up = self.inputs.look_up(inputs)
+        x_TC, injected, gates = self._enter(inputs, looked_up)
         # Taken apart here, so that the gradient is put together once.
-        values = () if values_KTC is None else values_KTC.unbind()
+        values = () if looked_up.values is None else looked_up.values.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
         for plan, weights in zip(config.layers, self._block_weights(), strict=True):
             index, dense_value_TC = plan.index, None
@@ -302,14 +310,14 @@ class SpeedrunGPT(nn.Module):
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
-    def _enter(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
-        """Return what enters the first layer, what later ones add, value embeddings, and the gates of early layers."""
-        x0_TC, bigram_TC, values_KTC = self.inputs(inputs)
+    def _enter(self, inputs: Tensor, found: LookedUp) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return what enters the first layer, what later ones add, and the gates of early layers."""
+        x0_TC, bigram_TC = self.inputs(inputs, found)
         gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
         if bigram_TC is None:
-            return x0_TC, {"embedding": x0_TC}, values_KTC, gates
+            return x0_TC, {"embedding": x0_TC}, gates
         x_TC = x0_TC + gates.pop("bigram.0") * bigram_TC
-        return x_TC, {"embedding": x0_TC, "bigram": bigram_TC}, values_KTC, gates
+        return x_TC, {"embedding": x0_TC, "bigram": bigram_TC}, gates
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, what is added to its values, and its coefficients."""

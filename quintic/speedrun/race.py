@@ -81,6 +81,7 @@ class Race:
             self.model.set_prefixes(table.to(self.device))
         if hardware.compile:
             self.model.compile_parts()
+        self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.captured = quintic.CapturedStep(self.optimizer) if capture else None
         self.passes = CapturedPasses(self._make_pass) if capture else None

@@ -246,6 +246,8 @@ def product_relu2(
         activation: (m, n) contiguous, or None.
         scales: () float32 factors of `a` and `b`, for 8-bit operands.
     """
+    if b.stride(1) != 1 and b.stride(0) == 1:  # a view of what is stored the other way round
+        b, transposed = b.mT, not transposed
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
     out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):

@@ -1,4 +1,4 @@
-"""Triton kernels of `lookup` over runs of positions and rows. lookup.py has the formulas and the plain twins."""
+"""Triton kernels over runs of positions and rows. lookup.py and rows.py have the formulas and the plain twins."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,14 @@ from torch import Tensor
 from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 
-__all__ = ["launch_lookup", "launch_lookup_backward"]
+__all__ = ["launch_add_to_rows", "launch_lookup", "launch_lookup_backward"]
 
 # Positions and rows of a tile, entries of a product at a time, and most columns that a program writes: each computes
 # the scores anew. Not tuned yet.
 _POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 4
+
+# Where nothing is multiplied: positions at a time, and columns.
+_FEW_POSITIONS, _MANY_COLUMNS = 8, 1024
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -130,6 +133,31 @@ def _tables_kernel(x, keys, values, grad, lse, delta, grad_keys, grad_values, or
         tl.store(grad_values + place, for_values.to(grad_keys.dtype.element_ty), mask=is_entry)
 
 
+# fmt: off
+@jit
+def _rows_kernel(table, rows, order, grad, count, width, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+    # fmt: on
+    """The first of the positions that have a row in common adds them all."""
+    first = tl.program_id(0)
+    row = tl.load(rows + first)
+    before = tl.load(rows + first - 1, mask=first > 0, other=-1)
+    if before != row:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < width
+        place = table + row.to(tl.int64) * width + column
+        total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        left = tl.full((), 1, dtype=tl.int32)
+        while left > 0:
+            here = first + tl.arange(0, POSITIONS)
+            mine = tl.load(rows + here, mask=here < count, other=-1) == row
+            i = tl.load(order + here, mask=mine, other=0)
+            tile = tl.load(grad + i[:, None] * width + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            total += tl.sum(tile.to(tl.float32), axis=0)
+            first += POSITIONS
+            left = tl.min(mine.to(tl.int32), axis=0)
+        tl.store(place, total.to(table.dtype.element_ty), mask=inside)
+
+
 # ------------------------------------------------------------------------------------------------------------ launches
 
 
@@ -163,3 +191,13 @@ def launch_lookup_backward(
     in_tables = (x, keys, values, grad, lse, delta, grad_keys, grad_values, order, tokens, starts, owners)
     _launch(_tables_kernel, keys.shape[0], _ROWS, width, *in_tables, TIED=tied)
     return grad_x, grad_keys, grad_values
+
+
+def launch_add_to_rows(table: Tensor, rows: Tensor, grad: Tensor) -> None:
+    """Add each position's (C,) gradient to its row of a contiguous table."""
+    in_order, order = rows.int().sort(stable=True)
+    count, width = grad.shape
+    columns = min(_MANY_COLUMNS, triton.next_power_of_2(width))
+    sizes = {"POSITIONS": _FEW_POSITIONS, "COLUMNS": columns}
+    grid = (count, triton.cdiv(width, columns))
+    launch(_rows_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_WARPS)

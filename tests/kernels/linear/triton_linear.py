@@ -86,6 +86,7 @@ def test_products_of_any_strides(dtype):
     expected = product_relu2(a, b, dtype=dtype)
     wide = torch.randn(70, 100).to(DEVICE, dtype)
     wide[:, 3:51] = a
+    assert torch.equal(product_relu2(a, b.mT, dtype=dtype, transposed=True), expected)
     for left in (a.mT.contiguous().mT, wide[:, 3:51]):
         for right in (b, b.mT.contiguous().mT):
             torch.testing.assert_close(product_relu2(left, right, dtype=dtype), expected)

@@ -1,4 +1,4 @@
-"""The kernels of segments.py compile for Hopper, on a machine without a GPU."""
+"""The kernels of lookups compile for Hopper, on a machine without a GPU."""
 
 import pytest
 
@@ -45,3 +45,12 @@ def test_lookup(activations, tables, columns):
         assert ".local" not in compiled.asm["ptx"]
     for tied in (False, True):
         assert ".local" not in compile_for(segments._tables_kernel, activations, tables, columns, TIED=tied).asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("columns", [segments._MANY_COLUMNS, 16])
+def test_rows(dtype, columns):
+    types = {"table": dtype, "rows": "*i32", "order": "*i64", "grad": dtype}
+    sizes = {"POSITIONS": segments._FEW_POSITIONS, "COLUMNS": columns}
+    compiled = compiling.compile_kernel(segments._rows_kernel, sizes, types, segments._WARPS, 3, [*types, "width"])
+    assert ".local" not in compiled.asm["ptx"]
