@@ -24,7 +24,6 @@ from quintic.kernels.linear.fp8_quantize import (
     MULTIPLE,
     SMALLEST_SCALE,
     choose_fp8_kernels,
-    next_multiple,
     quantized_twin,
     unit_of,
 )
@@ -95,8 +94,8 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (m, n') e4m3 contiguous, n' the next multiple of 16, padded with zeros, and (m, 1) float32 scales."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST[_E4M3]).clamp_min(SMALLEST_SCALE)
-    padding = next_multiple(x.shape[1]) - x.shape[1]
-    return quantized_twin(F.pad(wide, (0, padding)), scales, _E4M3).contiguous(), scales
+    padded = F.pad(wide, (0, -x.shape[1] % MULTIPLE))
+    return quantized_twin(padded, scales, _E4M3).contiguous(), scales
 
 
 def _product(
@@ -106,8 +105,9 @@ def _product(
     (left, left_scales), (right, right_scales) = a, b
     if left.is_cuda and choose_fp8_kernels(kernels, left) == "triton":
         # Tensor cores with scales of rows write bfloat16 alone; Hopper's add with fewer bits where `fast`.
-        out: Tensor = torch._scaled_mm(
-            left, right.mT, left_scales, right_scales.mT, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-        return out.to(dtype)
-    return (left.float() @ right.float().mT * left_scales * right_scales.mT).to(dtype)
+        scales = left_scales, right_scales.mT
+        out: Tensor = torch._scaled_mm(left, right.mT, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    else:
+        out = left.float() @ right.float().mT * left_scales * right_scales.mT
+    # A conversion that changes nothing, last in `forward`: PyTorch 2.11 compiles gradients of zero (its issue 180642).
+    return out if out.dtype == dtype else out.to(dtype)
