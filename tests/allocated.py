@@ -25,7 +25,10 @@ def peak_bytes(function: Callable[[], Any], device_type: str = "cpu") -> int:
     with (
         mock.patch.object(cpu_orthogonalize, "_KEPT", cpu_orthogonalize._Kept()),
         mock.patch.object(cpu_orthogonalize, "_MAX_KEPT", 0),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        # Without `acc_events` PyTorch 2.11 warns that a second cycle would begin anew; there is one.
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile,
     ):
         result = function()
     del result

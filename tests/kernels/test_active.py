@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 
 import quintic
 from quintic.kernels import active, dispatch
@@ -34,7 +34,9 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flash, "_obstacle_to_import", lambda package: None)
     monkeypatch.setattr(dispatch, "triton_is_installed", lambda: True)
-    with FakeTensorMode():
+    # PyTorch 2.11 would make a real tensor on the device before the first fake one.
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
+    with fake_tensor.FakeTensorMode():
         yield
 
 
