@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -22,6 +23,9 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
         num_stages: as for a launch; Gluon has none.
         aligned: arguments that are multiples of 16; without them, nothing is copied asynchronously in stages.
         options: other options of the compiler.
+
+    Returns:
+        What Triton made, with what the assembler said of it as `log`, which is empty if it was in Triton's cache.
     """
     names = kernel.arg_names
     assert set(constants) <= set(names)
@@ -34,13 +38,21 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
         attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
         source = ASTSource(kernel, signature, values, attributes)
         options["num_stages"] = num_stages
-    compiled = triton.compile(source, target=HOPPER, options=options)
+    with _assembler_log() as log:
+        compiled = triton.compile(source, target=HOPPER, options=options)
     assert compiled.asm["cubin"]
+    compiled.log = log.getvalue()
     return compiled
 
 
+def spilt_bytes(compiled):
+    """Return what a thread writes to memory for want of registers, to read it again; PTX does not tell."""
+    [spilt] = re.findall(r"(\d+) bytes spill stores", compiled.log)
+    return int(spilt)
+
+
 @contextlib.contextmanager
-def assembler_log():
+def _assembler_log():
     """Collect what the assembler says of the kernels compiled meanwhile; nothing of those from the cache."""
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):

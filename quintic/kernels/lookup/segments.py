@@ -9,11 +9,11 @@ from quintic.kernels.launch import launch
 __all__ = ["launch_add_to_rows", "launch_lookup", "launch_lookup_backward"]
 
 # Positions and rows of a tile, entries of a product at a time, and most columns that a program writes: each computes
-# the scores anew. Not tuned yet.
-_POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 4
+# the scores anew. Not tuned yet; with fewer warps registers are spilt to memory.
+_POSITIONS, _ROWS, _CHUNK, _COLUMNS, _WARPS = 64, 32, 64, 256, 8
 
-# Where nothing is multiplied: positions at a time, and columns.
-_FEW_POSITIONS, _MANY_COLUMNS = 8, 1024
+# Where nothing is multiplied: positions at a time, columns, and warps.
+_FEW_POSITIONS, _MANY_COLUMNS, _FEW_WARPS = 8, 1024, 4
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -200,4 +200,4 @@ def launch_add_to_rows(table: Tensor, rows: Tensor, grad: Tensor) -> None:
     columns = min(_MANY_COLUMNS, triton.next_power_of_2(width))
     sizes = {"POSITIONS": _FEW_POSITIONS, "COLUMNS": columns}
     grid = (count, triton.cdiv(width, columns))
-    launch(_rows_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_WARPS)
+    launch(_rows_kernel, grid, table, in_order, order, grad, count, width, **sizes, num_warps=_FEW_WARPS)
