@@ -80,13 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"rows": []}
     if Path(f"{path}.json").exists():
         result = json.loads(Path(f"{path}.json").read_text("utf-8"))
-    result |= {
+    facts = {
         "command": recorded_command(MODULE, words, names(options)),
         "commit": options.commit or git_commit(),
         "machine": f"{options.ranks} x {device_name(torch.cuda.is_available())}",
         "versions": versions(nccl=options.ranks > 1 and torch.cuda.is_available()),
         "steps": track.steps,
     }
+    # Logs do not say where they were written.
+    result = {**facts, **result} if options.from_logs else {**result, **facts}
     failed = False
     for name, more in contestants(options).items():
         for seed in options.seeds:
@@ -197,7 +199,9 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
         records = work / "runs" / "run" / "metrics.jsonl"
         found = summary(lines, track)
         if records.exists():
-            found["records"] = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
+            lines_of_log = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
+            # Rates of all groups would be most of the file, and follow from the preset.
+            found["records"] = [{key: one[key] for key in one if key != "lr"} for one in lines_of_log]
             found.setdefault("peak_mib", (found["records"][-1].get("peak_memory_bytes") or 0) / 2**20)
         if code:
             found["error"] = f"exit code {code}: " + " ".join(text for _, text in lines[-3:])[-200:]

@@ -184,9 +184,11 @@ class Race:
         return nats / tokens, nats / math.log(2) / num_bytes if num_bytes else None
 
     def warm_up(self) -> None:
-        """Compile what every stage needs, and put everything back to what it was."""
+        """Compile what every stage needs, and put everything back to what it was.
+
+        The optimizer's steps are captured, too, in the third stage: graphs launch kernels of their own.
+        """
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
-        captured, self.captured = self.captured, None  # it would be captured again for the state that comes back
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
         with (
@@ -201,7 +203,6 @@ class Race:
         self.model.zero_grad(set_to_none=self.passes is None)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
-        self.captured = captured
 
     def close(self) -> None:
         """Stop the stream and free what was captured."""

@@ -22,6 +22,7 @@ from host_graphs import GRAPHS, capture_on_hosts
 from quintic import CapturedStep
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError
+from quintic.optim import captured_step
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.speedrun import graphs
 from quintic.speedrun.presets import BYTES_BOS, PRESETS, preset, switches, without
@@ -188,20 +189,26 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
+@pytest.mark.parametrize("warm_up", [False, True])
 def test_captured_steps_have_the_weights_of_others(
-    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+    warm_up: bool, alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
 ) -> None:
     torch.set_num_threads(1)
     race = race_of(shards)
     capture_on_hosts(monkeypatch, race.optimizer)
     race.captured = CapturedStep(race.optimizer)
-    num_graphs = []
+    num_graphs, captures, in_warm_up = [], [], []
+    on_hosts = captured_step.capture
+    monkeypatch.setattr(captured_step, "capture", lambda work: captures.append(work) or on_hosts(work))
 
     def count(line: str) -> None:
+        if "Warm-up took" in line:
+            in_warm_up.append(len(captures))
         if "train time" in line and "validation" not in line:
             num_graphs.append(len(GRAPHS))
 
-    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=count)
+    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=warm_up, say=count)
+    assert in_warm_up == [2 if warm_up else 0]
     # Odd and even steps are captured when two of each were made, and again when the two weights have parted.
     assert num_graphs == [0] * 4 + [1] + [2] * 11 + [0] * 4 + [1] + [2] * 3
     assert not GRAPHS  # closed
