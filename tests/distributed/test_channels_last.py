@@ -47,8 +47,18 @@ def on_ranks(rank, world_size, comms, options):
     return found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("comms", ["averaged", "replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("comms", "options"),
+    [
+        ("averaged", OPTIONS[0]),
+        ("replicated", OPTIONS[1]),
+        ("sharded", OPTIONS[1]),
+        pytest.param("averaged", OPTIONS[1], marks=pytest.mark.slow),
+        pytest.param("replicated", OPTIONS[0], marks=pytest.mark.slow),
+        pytest.param("sharded", OPTIONS[0], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_channels_last_on_several_ranks(comms, options):
     ranks = 3
 

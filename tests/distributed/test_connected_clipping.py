@@ -39,11 +39,12 @@ def clip(rank, world_size, title, layout):
     ("title", "layout"),
     [
         *(("expert and dense", layout) for layout in LAYOUTS),
-        ("pairs of experts", "averaged"),
         ("chain", "cut"),
-        ("ring", "copied"),
-        ("islands", "averaged"),
         ("an island of one", "cut"),
+        *(
+            pytest.param(title, layout, marks=pytest.mark.slow)
+            for title, layout in (("pairs of experts", "averaged"), ("ring", "copied"), ("islands", "averaged"))
+        ),
     ],
 )
 def test_connected_ranks_clip_by_one_norm(title, layout):

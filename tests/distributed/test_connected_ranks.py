@@ -35,12 +35,18 @@ def stop_those_connected(rank, world_size, title, layout, on_nonfinite):
 @pytest.mark.parametrize(
     ("title", "layout"),
     [
-        *((title, "averaged") for title in SHARED),
+        *((title, "averaged") for title in ("expert and dense", "chain", "islands")),
         *(("expert and dense", layout) for layout in LAYOUTS if layout != "averaged"),
-        ("ring", "cut"),
-        ("islands", "cut"),
-        ("islands", "copied"),
         ("an island of one", "cut"),
+        *(
+            pytest.param(title, layout, marks=pytest.mark.slow)
+            for title, layout in (
+                *((title, "averaged") for title in SHARED if title not in ("expert and dense", "chain", "islands")),
+                ("ring", "cut"),
+                ("islands", "cut"),
+                ("islands", "copied"),
+            )
+        ),
     ],
 )
 def test_a_bad_gradient_stops_the_ranks_that_are_connected(title, layout):
@@ -208,6 +214,6 @@ def verify_mistakes(rank, world_size, title):
     check(is_right=True)
 
 
-@pytest.mark.parametrize("title", ["expert and dense", "chain"])
+@pytest.mark.parametrize("title", ["expert and dense", pytest.param("chain", marks=pytest.mark.slow)])
 def test_verify_finds_ranks_that_were_not_asked(title):
     run(verify_mistakes, world_of(SHARED[title]), title, timeout=60)

@@ -154,7 +154,11 @@ def tensor_parallel(rank, world_size, mesh_shape):
     return layouts
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [(2,), (2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((3,), (3, 2), (2, 2, 2)))],
+    ids=str,
+)
 def test_boxes_are_local_tensors_under_tensor_parallel_and_fsdp(mesh_shape):
     assert_ranks_agree(run(tensor_parallel, math.prod(mesh_shape), mesh_shape))
 

@@ -107,7 +107,7 @@ def check_sharded_later(rank, world_size, before, dtype, options):
     ("dtype", "options"),
     [
         (torch.float32, {}),
-        (torch.bfloat16, {"master": "mantissa"}),
+        pytest.param(torch.bfloat16, {"master": "mantissa"}, marks=pytest.mark.slow),
         (torch.bfloat16, {"master": "fp32", "offload": True}),
     ],
     ids=str,
@@ -147,7 +147,7 @@ def check_moved(rank, world_size, comms, way):
 
 
 @pytest.mark.parametrize("way", ["memory", "dtype", "objects"])
-@pytest.mark.parametrize("comms", ["averaged", "sharded", "replicated"])
+@pytest.mark.parametrize("comms", ["averaged", "sharded", pytest.param("replicated", marks=pytest.mark.slow)])
 def test_plain_parameters_that_ranks_share(comms, way):
     run(check_moved, 2, comms, way, timeout=90)
 

@@ -121,9 +121,10 @@ def check_whole_parameters(rank, world_size, comms, dtype, missing):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "comms", "dtype", "missing"),
+    ("world_size", "comms", "dtype", "missing"),
     [
         (2, "sharded", torch.float32, None),
+        (2, "replicated", torch.bfloat16, "even"),
         (3, "sharded", torch.bfloat16, "even"),
         (4, "sharded", torch.bfloat16, "bank"),
         (3, "replicated", torch.bfloat16, None),
@@ -131,8 +132,8 @@ def check_whole_parameters(rank, world_size, comms, dtype, missing):
     ],
     ids=str,
 )
-def test_large_parameters_travel_from_where_they_are(ranks, comms, dtype, missing):
-    run(check_whole_parameters, ranks, comms, dtype, missing, timeout=60)
+def test_large_parameters_travel_from_where_they_are(world_size, comms, dtype, missing):
+    run(check_whole_parameters, world_size, comms, dtype, missing, timeout=60)
 
 
 def check_orders(rank, world_size):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from trajectories import CASES, NO_GAPS, Gaps, Layout, disagreements
+from trajectories import NO_GAPS, Gaps, Layout, disagreements, reference
 
 import quintic
 from quintic.optim.state import placement
@@ -67,15 +67,16 @@ def delayed(policy):
         yield made
 
 
-def check(rank, world_size, layout, gaps, policy):
+def check_on_ranks(rank, world_size, layout, gaps, policy, references):
     wrong = []
-    for title in layout.cases:
+    for title, expected in references.items():
         with delayed(policy) as made:
             lines = disagreements(
-                layout.model,
+                layout.model_name,
                 layout.lay_out,
-                CASES[title],
+                title,
                 range(world_size),
+                expected,
                 rank=rank,
                 comms=layout.comms,
                 gaps=gaps,
@@ -86,18 +87,23 @@ def check(rank, world_size, layout, gaps, policy):
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 
 
+def check(layout, gaps, policy):
+    ranks = range(layout.world_size)
+    expected = reference(layout.model_name, layout.cases, ranks, layout.comms, gaps)
+    run(check_on_ranks, len(ranks), layout, gaps, policy, expected, timeout=100)
+
+
 @pytest.mark.parametrize(
     ("name", "policy"),
     [*((name, "late") for name in LAYOUTS), *((name, "early") for name in ("averaged-2", "sharded-2", "fsdp2-2"))],
 )
 def test_no_layout_changes_the_numbers(name, policy):
-    run(check, LAYOUTS[name].world_size, LAYOUTS[name], NO_GAPS, policy, timeout=100)
+    check(LAYOUTS[name], NO_GAPS, policy)
 
 
 @pytest.mark.parametrize("name", WITH_GAPS)
 def test_a_missing_gradient_changes_nothing_or_counts_as_zeros(name):
-    layout, gaps = WITH_GAPS[name]
-    run(check, layout.world_size, layout, gaps, "late", timeout=100)
+    check(*WITH_GAPS[name], "late")
 
 
 def check_sparse_rows(rank, world_size):

@@ -205,15 +205,17 @@ def started(comms, options, master, order):
 
 NAMES = ["square", "wide", "small", "twin"]
 
+# Every change of options with one kind of weights, and one of them with all.
+LOAD_CASES = [*zip(LOADS, [master for _, master in MASTERS], strict=True), *(("steps", m) for _, m in MASTERS[1:])]
+
 
 def saves(rank, world_size, comms):
     """What is saved after two steps, by case."""
     found = {}
-    for name, (options, _) in LOADS.items():
-        for _, master in MASTERS:
-            params, optimizer = started(comms, options, master, NAMES)
-            take_steps(optimizer, params.values(), 0, 2)
-            found[name, master] = [param.detach() for param in params.values()], optimizer.state_dict()
+    for name, master in LOAD_CASES:
+        params, optimizer = started(comms, LOADS[name][0], master, NAMES)
+        take_steps(optimizer, params.values(), 0, 2)
+        found[name, master] = [param.detach() for param in params.values()], optimizer.state_dict()
     return found
 
 

@@ -370,7 +370,7 @@ def check_pairs(rank, world_size, comms):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("comms", ["none", "sharded"])
+@pytest.mark.parametrize("comms", ["none", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_two_models_do_not_hear_of_each_other(comms):
     run(check_pairs, 4, comms, timeout=100)
 
@@ -456,7 +456,11 @@ def send_again(rank, world_size, dtype, master, limit):
 
 @pytest.mark.parametrize(
     ("dtype", "master", "limit"),
-    [(torch.bfloat16, "mantissa", None), (torch.bfloat16, "fp32", 63), (torch.float16, "fp32", None)],
+    [
+        (torch.bfloat16, "mantissa", None),
+        (torch.bfloat16, "fp32", 63),
+        pytest.param(torch.float16, "fp32", None, marks=pytest.mark.slow),
+    ],
 )
 def test_scaled_weights_are_sent_once(dtype, master, limit):
     run(send_again, 2, dtype, master, limit)

@@ -82,7 +82,11 @@ def continued(rank, world_size, dtype, master, comms, weights, state_dict):
     return {n: p.detach() for n, p in params.items()}
 
 
-@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "mantissa")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [pytest.param(torch.float32, None, marks=pytest.mark.slow), (torch.bfloat16, "mantissa")],
+    ids=str,
+)
 def test_saved_on_some_ranks_and_continued_on_others(dtype, master):
     params = model(dtype)
     alone = optimizer_of(params, "none", master)

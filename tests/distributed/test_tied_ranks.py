@@ -89,7 +89,7 @@ def wrong_steps(rank, world_size):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_every_rank_has_one_weight_until_it_is_untied(world_size):
     assert run(wrong_steps, world_size, timeout=100) == [[]] * world_size
 

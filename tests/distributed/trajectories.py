@@ -1,21 +1,22 @@
 """Steps of an optimizer on a laid-out model, compared with the same steps on one device.
 
-The reference is the same optimizer on the unwrapped model, computed by every rank for itself, so that both run with the
-same number of threads. Gradients are random and differ from step to step; no forward pass is needed.
+The reference is the same optimizer on the unwrapped model, in a process of its own, so that both run with the same
+number of threads. Layouts share it. Gradients are random and differ from step to step; no forward pass is needed.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import wrappings
-from harness import DEVICE, ON_GPUS
+from harness import DEVICE, ON_GPUS, run
 from models import (
     Awkward,
+    Narrow,
     gathered,
     give_gradients,
     gradient,
@@ -30,9 +31,25 @@ from torch.distributed.tensor import DTensor
 
 import quintic
 
-__all__ = ["CASES", "NUM_STEPS", "Case", "Gaps", "Layout", "check_layout", "disagreements", "fused_adamw_tolerance"]
+__all__ = [
+    "CASES",
+    "NO_GAPS",
+    "Case",
+    "Gaps",
+    "Layout",
+    "Reference",
+    "disagreements",
+    "fused_adamw_tolerance",
+    "reference",
+    "run_layout",
+]
 
-NUM_STEPS = 5
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "awkward": functools.partial(Awkward, False),
+    "awkward with extras": functools.partial(Awkward, True),
+    "narrow": Narrow,
+}
+"""Functions that return a model in a dtype, float32 if there is none."""
 
 _ADAMW_LR = 0.01
 
@@ -98,8 +115,18 @@ class Gaps:
             return ranks if step == 1 else ranks[-1:]
         return ()
 
+    def is_skipped(self, name: str, step: int, ranks: Sequence[int], *, averages: bool) -> bool:
+        """Whether a parameter stays as it is: where ranks average, a missing gradient counts as zeros."""
+        missing = self.without(name, step, ranks)
+        return len(missing) == len(ranks) if averages else len(missing) > 0
+
 
 NO_GAPS = Gaps()
+
+
+def _num_steps(gaps: Gaps) -> int:
+    """Return how many steps are made: one after all gaps, or so many that state is made, used and used again."""
+    return 3 if gaps == NO_GAPS else 5
 
 
 @dataclass(frozen=True)
@@ -129,9 +156,14 @@ class Layout:
         ranks = torch.arange(self.world_size).view(self.mesh)
         return DeviceMesh(DEVICE, ranks, mesh_dim_names=("outer", "inner")[-len(self.mesh) :])
 
+    @property
+    def model_name(self) -> str:
+        """Which of `MODELS` to lay out; what FSDP2 cannot shard is in those of plain tensors only."""
+        return "awkward with extras" if self.wrap is wrappings.plain else "awkward"
+
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return a model to lay out; what FSDP2 cannot shard is in those of plain tensors only."""
-        return Awkward(extras=self.wrap is wrappings.plain, dtype=dtype)
+        """Return a model to lay out."""
+        return MODELS[self.model_name](dtype)
 
     def lay_out(self, model: nn.Module) -> None:
         """Lay a model out over the mesh, in place; all ranks must call it."""
@@ -139,25 +171,107 @@ class Layout:
             self.wrap(model, self.device_mesh())
 
 
-def check_layout(rank: int, world_size: int, layout: Layout, gaps: Gaps = NO_GAPS) -> None:
-    """Run all cases of a layout on this rank.
+class Reference(NamedTuple):
+    """What one device gets, on the CPU.
+
+    Attributes:
+        weights: of each parameter after all steps.
+        state: the names of each parameter's state before the first one.
+        fused: parameters whose AdamW is PyTorch's fused kernel.
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, list[str]]
+    fused: frozenset[str]
+
+
+class _Key(NamedTuple):
+    """What a reference depends on; `ranks` are those whose gradients are averaged, or one."""
+
+    model: str
+    title: str
+    averages: bool
+    ranks: tuple[int, ...]
+    gaps: Gaps
+
+
+_references: dict[_Key, Reference] = {}
+
+
+def reference(
+    model: str, titles: Sequence[str], ranks: Sequence[int], comms: str = "none", gaps: Gaps = NO_GAPS
+) -> dict[str, Reference]:
+    """Return what `disagreements` compares with, by case; to be called by the process that tests.
+
+    Args:
+        model: name of one of `MODELS`.
+        titles: names of `CASES`.
+        ranks: those that the model will be laid out over.
+        comms: as for `disagreements`.
+        gaps: missing gradients.
+    """
+    averages = _averages(comms)
+    # Where every rank gets the same gradient, how many there are does not matter.
+    keys = {title: _Key(model, title, averages, tuple(ranks) if averages else (0,), gaps) for title in titles}
+    if missing := [key for key in keys.values() if key not in _references]:
+        _references.update(zip(missing, run(_references_of, 1, missing, timeout=100)[0], strict=True))
+    return {title: _references[key] for title, key in keys.items()}
+
+
+def _references_of(rank: int, world_size: int, keys: Sequence[_Key]) -> list[Reference]:
+    return [_reference_of(key) for key in keys]
+
+
+def _reference_of(key: _Key) -> Reference:
+    case, gaps = CASES[key.title], key.gaps
+    model = MODELS[key.model](case.dtype)
+    optimizer = _optimizer(model, case)
+    params = dict(model.named_parameters())
+    state = {name: sorted(optimizer.state[param]) for name, param in params.items()}
+
+    def whole(name: str, param: Tensor, step: int) -> Tensor | None:
+        if gaps.is_skipped(name, step, key.ranks, averages=key.averages):
+            return None
+        what = name, param.shape, param.dtype, step
+        return mean_gradient(*what, key.ranks, gaps.without(name, step, key.ranks)) if key.averages else gradient(*what)
+
+    for step in range(_num_steps(gaps)):
+        give_gradients(model, {name: whole(name, param, step) for name, param in params.items()})
+        optimizer.step()
+    weights = {name: param.detach().cpu() for name, param in params.items()}
+    return Reference(weights, state, frozenset(_fused_adamw_names(optimizer, case)))
+
+
+def run_layout(layout: Layout, gaps: Gaps = NO_GAPS) -> None:
+    """Run all cases of a layout on as many ranks as it needs.
 
     Raises:
         AssertionError: says which entries of which parameters are not what they are on one device.
     """
-    model, wrap, ranks = layout.model, layout.lay_out, range(world_size)
+    expected = reference(layout.model_name, layout.cases, range(layout.world_size), layout.comms, gaps)
+    run(_check_layout, layout.world_size, layout, expected, gaps, timeout=100)
+
+
+def _check_layout(rank: int, world_size: int, layout: Layout, expected: dict[str, Reference], gaps: Gaps) -> None:
+    name, wrap, ranks = layout.model_name, layout.lay_out, range(world_size)
     wrong = []
     for title in layout.cases:
-        lines = disagreements(model, wrap, CASES[title], ranks, rank=rank, gaps=gaps, comms=layout.comms)
+        lines = disagreements(name, wrap, title, ranks, expected[title], rank=rank, gaps=gaps, comms=layout.comms)
         wrong += [f"{title}: {line}" for line in lines]
     assert not wrong, "\n".join(["other numbers than on one device:", *wrong])
 
 
+def _averages(comms: str) -> bool:
+    """Whether ranks give gradients of their own, which the optimizer averages."""
+    return comms in ("replicated", "sharded")
+
+
 def disagreements(
-    make: Callable[..., nn.Module],
+    name: str,
     wrap: Callable[[nn.Module], None],
-    case: Case,
+    title: str,
     ranks: Sequence[int],
+    expected: Reference,
     *,
     rank: int,
     comms: str = "none",
@@ -169,48 +283,34 @@ def disagreements(
     All ranks of the world must call it, also those with other models.
 
     Args:
-        make: returns the model in a dtype, float32 if there is none.
+        name: of one of `MODELS`.
         wrap: lays it out, in place.
-        case: options of the optimizer.
+        title: name of one of `CASES`.
         ranks: those that this model is laid out over.
+        expected: from `reference`.
         rank: this one.
         comms: for plain tensors; the gradients of `"replicated"` and `"sharded"` differ from rank to rank.
         gaps: missing gradients.
         options: further options of the optimizer, which one device does not have.
     """
-    averages = comms in ("replicated", "sharded")
-
-    def is_skipped(name: str, step: int) -> bool:
-        # Where ranks average, a missing gradient counts as zeros, unless all of them miss it.
-        missing = gaps.without(name, step, ranks)
-        return len(missing) == len(ranks) if averages else len(missing) > 0
-
-    def whole(name: str, param: Tensor, step: int) -> Tensor | None:
-        if is_skipped(name, step):
-            return None
-        if averages:
-            return mean_gradient(name, param.shape, param.dtype, step, ranks, gaps.without(name, step, ranks))
-        return gradient(name, param.shape, param.dtype, step)
+    averages, make, case, num_steps = _averages(comms), MODELS[name], CASES[title], _num_steps(gaps)
 
     def own(name: str, param: Tensor, step: int) -> Tensor | None:
         if rank in gaps.without(name, step, ranks):
             return None
         return gradient(name, param.shape, param.dtype, step, rank if averages else None)
 
-    expected_model = make(case.dtype)
-    expected_optimizer = _optimizer(expected_model, case)
     held = held_by(make, wrap)
     model = make(case.dtype)
     wrap(model)
     optimizer = _optimizer(model, case, comms=comms, **options)
     params = dict(model.named_parameters())
-    lines = _other_state(expected_model, expected_optimizer, model, optimizer)
-    for step in range(NUM_STEPS):
-        give_gradients(expected_model, {n: whole(n, p, step) for n, p in expected_model.named_parameters()})
-        expected_optimizer.step()
+    lines = _other_state(expected, model, optimizer)
+    for step in range(num_steps):
         give_gradients(model, {name: own(name, param, step) for name, param in params.items()}, held)
         kept = {n: _snapshot({"gradient": p.grad}) for n, p in params.items() if p.grad is not None and not averages}
-        skipped = {n: _snapshot(_tensors(p, optimizer)) for n, p in params.items() if is_skipped(n, step)}
+        without = [n for n in params if gaps.is_skipped(n, step, ranks, averages=averages)]
+        skipped = {n: _snapshot(_tensors(params[n], optimizer)) for n in without}
         # What the first steps make and keep must not go where the user wants new tensors.
         default_device = torch.device("meta") if step < 2 else nullcontext()
         no_full_tensor = mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("inside step"))
@@ -221,12 +321,13 @@ def disagreements(
         for name, before in skipped.items():
             lines += _changes(f"{name}: step {step}, without gradient", before, _tensors(params[name], optimizer))
     found = gathered(model, held, ranks)
-    fused = _fused_adamw_names(expected_optimizer, case)
-    for name, param in expected_model.named_parameters():
-        is_cut = held[name].numel() < param.numel()
-        rtol, atol = fused_adamw_tolerance(NUM_STEPS, _ADAMW_LR) if is_cut and name in fused else (0.0, 0.0)
-        if not torch.allclose(found[name], param.detach(), rtol=rtol, atol=atol):
-            lines.append(_difference(name, found[name], param.detach()))
+    for name, weight in expected.weights.items():
+        is_cut = held[name].numel() < weight.numel()
+        is_near = is_cut and name in expected.fused
+        rtol, atol = fused_adamw_tolerance(num_steps, _ADAMW_LR) if is_near else (0.0, 0.0)
+        value = found[name].cpu()
+        if not torch.allclose(value, weight, rtol=rtol, atol=atol):
+            lines.append(_difference(name, value, weight))
     return lines
 
 
@@ -243,13 +344,10 @@ def _fused_adamw_names(optimizer: quintic.Muon, case: Case) -> set[str]:
     return {name for group in groups for name in group["param_names"]}
 
 
-def _other_state(
-    expected_model: nn.Module, expected_optimizer: quintic.Muon, model: nn.Module, optimizer: quintic.Muon
-) -> list[str]:
+def _other_state(expected: Reference, model: nn.Module, optimizer: quintic.Muon) -> list[str]:
     """Return a line for every parameter whose state has other names than on one device."""
-    expected = {name: sorted(expected_optimizer.state[param]) for name, param in expected_model.named_parameters()}
     found = {name: sorted(optimizer.state[param]) for name, param in model.named_parameters()}
-    return [f"{name}: state {found[name]} instead of {keys}" for name, keys in expected.items() if found[name] != keys]
+    return [f"{name}: state {found[name]} not {keys}" for name, keys in expected.state.items() if found[name] != keys]
 
 
 def _tensors(param: Tensor, optimizer: quintic.Muon) -> dict[str, Any]:
