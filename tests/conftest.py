@@ -32,7 +32,7 @@ if IS_WORKER:
 
 # A first call may compile or import for seconds: a deadline per example would only measure the machine.
 hypothesis.settings.register_profile("quintic", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("quintic"), max_examples=40)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("quintic"), max_examples=25)
 hypothesis.settings.load_profile("quintic")
 
 
@@ -62,6 +62,12 @@ def same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reports be written as where matplotlib is missing: to draw takes longer than to train a tiny model."""
+    monkeypatch.setattr("quintic.report.charts._load_matplotlib", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -231,7 +231,7 @@ def test_a_resumed_run_computes_what_it_began(
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
 
 
-def test_a_resumed_run_may_be_watched_differently(mine: Path) -> None:
+def test_a_resumed_run_may_be_watched_differently(mine: Path, no_drawings: None) -> None:
     options = ["--keep", "3", "--save-every=1", "--prompts", "a", "b", "--eval-every", "0", "--threads", "1"]
     assert main(["train", "--resume", "--runs-dir", str(mine.parent), *options]) == 0
     assert [sample["prompt"] for sample in RunHistory.load(mine).samples] == ["a", "b"]

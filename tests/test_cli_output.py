@@ -64,7 +64,7 @@ def test_names_that_are_no_text(elsewhere: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["--version"], marks=pytest.mark.slow), ["plan"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], pytest.param(["plan"], marks=pytest.mark.slow)])
 def test_an_output_that_is_full(arguments: list[str], elsewhere: Path) -> None:
     done = shell(arguments, ">/dev/full", elsewhere)
     assert done.returncode == 2
@@ -119,7 +119,9 @@ def test_waiting_is_told_on_a_terminal_alone(
 NUMBERED_ONE = r"(?<![\d.,x-])\b1 (threads|steps|heads|passes|parameters|matrices|documents|ranks|samples)\b"
 
 
-def test_one_of_a_thing_is_one(tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_a_thing_is_one(
+    tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
+) -> None:
     options = tiny_options(tiny_dataset, elsewhere / "runs", run="one", steps=1, depth=1, head_dim=64, threads=1)
     assert main(["train", *options]) == 0
     assert main(["plan", *options]) == 0

@@ -4,6 +4,7 @@ Here: the templates of ``templates/`` filled in by Jinja2, which escapes whateve
 (`charts`), and what a page says (`report`, `comparison`).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,9 @@ from quintic.report.words import duration, finite, in_words, large_number, value
 __all__ = ["learning_axes", "write_page"]
 
 
-def write_page(path: Path, template: str, **context: Any) -> None:
-    """Fill in a template and replace ``path`` in one move, so that a browser never sees half a page.
-
-    Args:
-        path: the file; its folder is created if missing.
-        template: name of a file in ``templates/``.
-        **context: what the template shows.
-    """
+@functools.cache
+def _environment() -> Any:
+    """Return what fills in templates, each read once: that takes longer than a small page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -38,7 +34,18 @@ def write_page(path: Path, template: str, **context: Any) -> None:
         "value_text": value_text,
         "number": lambda value, form: _or_dash(form.format)(value),
     }
-    text = environment.get_template(template).render(context)
+    return environment
+
+
+def write_page(path: Path, template: str, **context: Any) -> None:
+    """Fill in a template and replace ``path`` in one move, so that a browser never sees half a page.
+
+    Args:
+        path: the file; its folder is created if missing.
+        template: name of a file in ``templates/``.
+        **context: what the template shows.
+    """
+    text = _environment().get_template(template).render(context)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode("utf-8", errors="replace"))
 

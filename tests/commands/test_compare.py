@@ -18,7 +18,7 @@ from quintic.train.saved_config import changed_fields, load_config
 
 
 def test_both_runs_start_alike_and_see_the_same_text(
-    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
     found = compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="quintic compare")
     adamw, muon = (load_config(tmp_path / f"c-{kind}" / "config.json") for kind in ("adamw", "muon"))

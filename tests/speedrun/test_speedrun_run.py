@@ -191,7 +191,13 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
 
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_captured_steps_have_the_weights_of_others(
-    warm_up: bool, alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+    warm_up: bool,
+    alone,
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    same_threads: None,
+    no_drawings: None,
 ) -> None:
     torch.set_num_threads(1)
     race = race_of(shards)
@@ -230,7 +236,7 @@ class HostPass:
 
 
 def test_captured_passes_have_the_weights_of_others(
-    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None
+    alone, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_threads: None, no_drawings: None
 ) -> None:
     torch.set_num_threads(1)
     captured: list[HostPass] = []

@@ -112,8 +112,7 @@ def test_a_run_that_diverges_in_its_first_step_has_a_report(
     assert "not finished: step 1 of 6" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(("step", "value"), [(3, math.nan), (6, math.nan), (3, math.inf), (6, -math.inf)])
 def test_weights_that_are_not_finite_are_not_saved(
     step: int, value: float, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
