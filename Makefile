@@ -40,7 +40,8 @@ compare:
 	@QUINTIC_STARTED_BY=make .venv/bin/quintic compare $(ARGS)
 
 # Two workers of one thread each (tests/conftest.py); the first that is done takes over half of what the other has left.
-PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+# Bytecode is kept, whatever the shell says: the processes that tests start need not compile the package each.
+PYTEST = PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n 2 --dist worksteal
 
 test:
 	$(call SETUP,train dev)

@@ -1,6 +1,7 @@
 """Text sources: what each kind yields, in which order, and what is said about unusable text."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -52,7 +53,7 @@ def test_python_yields_the_standard_library() -> None:
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
     assert not {"site-packages", "test", "tests", "idle_test"} & {piece for name in names for piece in name.split("/")}
     texts = list(source.documents())
-    assert texts == list(source.documents())
+    assert texts[:99] == list(itertools.islice(source.documents(), 99))
     assert all(len(text.encode()) >= 200 for text in texts)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     kept = set(texts)

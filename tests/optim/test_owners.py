@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.optim.polar.forms import resolve
@@ -40,7 +40,6 @@ def work(draw, most=6):
     return costs, [draw(some_ranks) for _ in costs], num_ranks
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(1, 20), min_size=1, max_size=7))
 def test_free_work_is_within_grahams_bound_of_the_best(num_ranks, costs):
     holders = [()] * len(costs)
@@ -80,7 +79,6 @@ def test_what_one_rank_alone_may_take_comes_before_free_work():
     assert assign_owners([9, 4, 4], [(), (0,), (0,)], 2) == [1, 0, 0]
 
 
-@settings(max_examples=300, deadline=None)
 @given(work(most=20))
 def test_never_worse_than_all_of_it_by_size(case):
     costs, holders, num_ranks = case

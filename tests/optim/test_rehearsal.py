@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -105,7 +105,6 @@ def bytes_sent(bucket, normalizes, nodes=None):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MESHES), sizes, options, st.sampled_from([None, 1, 2, 3, 4]))
 def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, node_size):
     mesh, names = where
@@ -134,7 +133,6 @@ def test_all_ranks_at_a_time_are_the_plans_of_each_rank(where, sizes, options, n
         assert rehearsal.workspace_bytes[rank] == overlapping_bytes(stages, plan.schedule, alone)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MESHES), sizes, options)
 def test_what_is_sent_is_received(where, sizes, options):
     rehearsal = rehearse(optimizer_of(decoder(**sizes), **options), *where)

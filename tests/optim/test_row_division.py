@@ -49,7 +49,6 @@ def exchanges(draw):
     return division, gradients
 
 
-@settings(max_examples=300, deadline=None)
 @given(exchanges(), st.data())
 def test_owners_receive_touched_rows_and_find_them(found, data):
     division, gradients = found
@@ -84,7 +83,7 @@ def test_owners_receive_touched_rows_and_find_them(found, data):
         assert torch.equal(bits(mean.view(-1)), bits(mean_of_ranks(dense, "torch")))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     st.integers(1, 3000),
     st.sampled_from([1, 7, 16, 33, 257, 320, 768, 4096, 1_000_003]),

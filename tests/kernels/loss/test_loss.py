@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.kernels.loss import loss as loss_module
@@ -195,7 +195,6 @@ def make(problem, dtype):
     return x, weight, targets, options
 
 
-@settings(max_examples=150, deadline=None)
 @given(problem=problems(), dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_values_and_gradients_are_those_of_the_definition(problem, dtype):
     x, weight, targets, options = make(problem, dtype)
