@@ -8,9 +8,12 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["discard", "flush", "remove_unfinished", "replace", "write_atomically"]
+__all__ = ["discard", "flush", "lock", "new_folder", "remove_unfinished", "replace", "write_atomically"]
 
 # What file systems answer that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -30,6 +33,26 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, *, discard_old: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `path` when the block ends; after an exception nothing of it is left.
+
+    Args:
+        path: as for `replace`; folders above it are made.
+        discard_old: as for `replace`.
+
+    Raises:
+        OSError: the folder cannot be made, flushed or renamed.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        replace(unfinished, path, discard_old=discard_old)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
@@ -80,6 +103,34 @@ def discard(folder: Path) -> None:
     hidden = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
     os.replace(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def lock(descriptor: int, *, wait: bool) -> None:
+    """Lock an open file among processes, until it is closed or the process dies.
+
+    Args:
+        descriptor: of the file, open for writing. It must stay where it is: after a removal, two processes could hold
+            two files of the same name.
+        wait: whether to wait for a process that has the lock.
+
+    Raises:
+        BlockingIOError, PermissionError: another process has it, and `wait` is false.
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, 2**30, os.SEEK_SET)  # others may not read what is locked, but shall read who has it
+        while True:
+            try:
+                return msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+            except OSError:  # after ten seconds it gives up waiting
+                if not wait:
+                    raise
+            time.sleep(0.1)
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def remove_unfinished(folder: Path) -> None:

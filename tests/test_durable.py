@@ -3,13 +3,14 @@
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from durability import disk_events, durable_names
 
-from quintic.durable import discard, flush, remove_unfinished, replace, write_atomically
+from quintic.durable import discard, flush, lock, new_folder, remove_unfinished, replace, write_atomically
 
 
 def fail_with(number: int) -> Callable[..., None]:
@@ -115,3 +116,38 @@ def test_a_folder_being_deleted_has_no_name_that_counts(tmp_path: Path, monkeypa
     (tmp_path / ".hidden").touch()
     remove_unfinished(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.tmp"]
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "folder"
+    for number in range(2):
+        with new_folder(path, discard_old=True) as unfinished:
+            (unfinished / "file").write_text(str(number))
+            assert path.exists() == bool(number)
+        assert [file.name for file in path.parent.iterdir()] == ["folder"]
+        assert (path / "file").read_text() == str(number)
+
+    def fail() -> None:
+        with new_folder(path, discard_old=True) as unfinished:
+            (unfinished / "other").touch()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [file.name for file in path.parent.iterdir()] == ["folder"]
+    assert (path / "file").read_text() == "1"
+
+
+def test_a_lock_is_waited_for_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("ab") as first, path.open("ab") as second:
+        lock(first.fileno(), wait=False)
+        with pytest.raises((BlockingIOError, PermissionError)):
+            lock(second.fileno(), wait=False)
+        waiting = threading.Thread(target=lock, args=(second.fileno(),), kwargs={"wait": True})
+        waiting.start()
+        waiting.join(timeout=0.1)
+        assert waiting.is_alive()
+        first.close()
+        waiting.join(timeout=60)
+        assert not waiting.is_alive()

@@ -41,7 +41,15 @@ _READ_BYTES = 1 << 24
 
 
 class DocumentSplit:
-    """The documents of one side, numbered from 0 through all its shards."""
+    """The documents of one side, numbered from 0 through all its shards.
+
+    Attributes:
+        name: `train` or `val`.
+        num_bytes: UTF-8 bytes of the text.
+        offsets: where each document begins, counted through all shards: (num_documents + 1,) int64, read-only.
+        shards: the tokens of each shard, memory-mapped and read-only; a document lies in one of them.
+        shard_offsets: number of tokens before each shard, and in all: (num_shards + 1,) int64, read-only.
+    """
 
     def __init__(self, name: SplitName, folder: Path, fields: dict[str, Any], dtype: str, repair: str) -> None:
         """Map the shards a manifest lists.
@@ -58,7 +66,7 @@ class DocumentSplit:
         """
         self.name = name
         little_endian = np.dtype(dtype).newbyteorder("<")
-        self._shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+        self.shards: list[npt.NDArray[np.unsignedinteger[Any]]] = []
         starts = []
         first_documents = [0]
         first_tokens = [0]
@@ -72,49 +80,29 @@ class DocumentSplit:
             if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
                 raise DataError(f"{index}: damaged, its offsets do not ascend to {tokens}; run again: {repair}")
             # A plain array over the mapping: slices of np.memmap itself cost several times more.
-            self._shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
+            self.shards.append(np.asarray(np.memmap(path, dtype=little_endian, mode="r")))
             starts.append(offsets[:-1] + first_tokens[-1])
             first_documents.append(first_documents[-1] + documents)
             first_tokens.append(first_tokens[-1] + tokens)
-        self._first_tokens = np.array(first_tokens, dtype=np.int64)
-        self._offsets = np.concatenate([*starts, self._first_tokens[-1:]])
-        self._offsets.flags.writeable = self._first_tokens.flags.writeable = False
-        self._num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
+        self.shard_offsets = np.array(first_tokens, dtype=np.int64)
+        self.offsets = np.concatenate([*starts, self.shard_offsets[-1:]])
+        self.offsets.flags.writeable = self.shard_offsets.flags.writeable = False
+        self.num_bytes = sum(int(shard["bytes"]) for shard in fields["shards"])
 
     @property
     def num_documents(self) -> int:
         """Number of documents."""
-        return len(self._offsets) - 1
+        return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, the document starts included."""
-        return int(self._offsets[-1])
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the text."""
-        return self._num_bytes
+        return int(self.offsets[-1])
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text per token, not counting the document starts."""
-        return self._num_bytes / max(1, self.num_tokens - self.num_documents)
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each document begins, counted through all shards: (num_documents + 1,) int64, read-only."""
-        return self._offsets
-
-    @property
-    def shards(self) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
-        """The token arrays of the shards, memory-mapped and read-only; a document lies in one of them."""
-        return self._shards
-
-    @property
-    def shard_offsets(self) -> npt.NDArray[np.int64]:
-        """Number of tokens before each shard, and in all: (num_shards + 1,) int64, read-only."""
-        return self._first_tokens
+        return self.num_bytes / max(1, self.num_tokens - self.num_documents)
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Return one document's tokens, bos first: (length,) uint16 or uint32, a read-only view of the file.
@@ -124,14 +112,21 @@ class DocumentSplit:
         """
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents} in split {self.name}")
-        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        shard = int(np.searchsorted(self._first_tokens, start, side="right")) - 1
-        base = int(self._first_tokens[shard])
-        return self._shards[shard][start - base : end - base]
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        shard = int(np.searchsorted(self.shard_offsets, start, side="right")) - 1
+        base = int(self.shard_offsets[shard])
+        return self.shards[shard][start - base : end - base]
 
 
 class Dataset:
-    """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one."""
+    """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one.
+
+    Attributes:
+        path: the folder.
+        manifest: as read.
+        bos_id: id of the token that starts a document.
+        vocab_size: number of token ids; can be smaller than what was asked for.
+    """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         """Take a folder and its manifest as read; use `Dataset.open`."""
@@ -142,8 +137,8 @@ class Dataset:
             for name in ("train", "val"):
                 fields = manifest["splits"][name]
                 self._splits[name] = DocumentSplit(name, path, fields, manifest["dtype"], manifest["command"])
-            self._bos_id = int(manifest["bos_id"])
-            self._vocab_size = int(manifest["vocab_size"])
+            self.bos_id = int(manifest["bos_id"])
+            self.vocab_size = int(manifest["vocab_size"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, DataError):
                 raise
@@ -181,16 +176,6 @@ class Dataset:
     def key(self) -> str:
         """Short hash of everything the dataset was made from: text, tokenizer and settings."""
         return str(self.manifest["key"])
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; can be smaller than what was asked for."""
-        return self._vocab_size
-
-    @property
-    def bos_id(self) -> int:
-        """Id of the token that starts a document."""
-        return self._bos_id
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -247,7 +232,7 @@ class Dataset:
                 what to do.
         """
         ids, bos = self.tokenizer.vocab_size, self.tokenizer.bos_id
-        if (ids, bos) != (self._vocab_size, self._bos_id):
+        if (ids, bos) != (self.vocab_size, self.bos_id):
             raise DataError(
                 f"{self.path / MANIFEST_NAME}: does not go with {TOKENIZER_NAME}, which has {ids} ids and starts "
                 f"documents with {bos}; delete the folder and prepare again"
@@ -286,12 +271,12 @@ class Dataset:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}); {mend}") from error
         if crc != fields.get("crc32"):
             raise DataError(f"{path}: damaged, wrong checksum; {mend}")
-        if largest >= self._vocab_size:
-            raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self._vocab_size}; {mend}")
+        if largest >= self.vocab_size:
+            raise DataError(f"{path}: token id {largest} is outside the vocabulary of {self.vocab_size}; {mend}")
         # The start token stands nowhere else, so this holds for the right index alone.
         first, last = np.searchsorted(split.offsets, split.shard_offsets[number : number + 2])
         starts = split.offsets[first:last] - split.shard_offsets[number]
-        if (split.shards[number][starts] != self._bos_id).any():
+        if (split.shards[number][starts] != self.bos_id).any():
             raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
 
     def _state(self, fields: dict[str, Any]) -> list[Any]:
@@ -302,7 +287,7 @@ class Dataset:
         except OSError as error:
             raise DataError(f"{path}: missing; run again: {self.manifest['command']}") from error
         files = [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
-        return [*files, fields.get("crc32"), self._vocab_size, self._bos_id]
+        return [*files, fields.get("crc32"), self.vocab_size, self.bos_id]
 
     def _marks(self) -> Path:
         folder = self.path.resolve()
@@ -334,11 +319,7 @@ def checksum(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            crc = zlib.crc32(block, crc)
-    return f"{crc:08x}"
+    return _scan(path, np.dtype(np.uint8))[0]
 
 
 def _check_size(path: Path, expected: int, repair: str) -> None:

@@ -18,9 +18,8 @@ Read next: `quintic.data.rows`, where pieces and order are made.
 """
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,9 +136,6 @@ class Loader(Iterator[Batch]):
         self._prefetcher: Prefetcher[tuple[Batch, RowPosition]] | None = None
         self._closed = False
 
-    def __iter__(self) -> "Loader":
-        return self
-
     def __next__(self) -> Batch:
         """Return the next batch.
 
@@ -158,12 +154,7 @@ class Loader(Iterator[Batch]):
         self._position = position
         if self._device.type == "cpu":
             return batch
-        return Batch(
-            inputs=batch.inputs.to(self._device, non_blocking=True),
-            targets=batch.targets.to(self._device, non_blocking=True),
-            document_starts=batch.document_starts,
-            epoch=batch.epoch,
-        )
+        return _changed(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
 
     @property
     def cropped_frac(self) -> float:
@@ -213,9 +204,7 @@ class Loader(Iterator[Batch]):
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _stop(self) -> None:
@@ -283,8 +272,13 @@ def _next_batch(
     if device.type == "cuda":
         # In this thread the current device is the first one; pinning there would open a context on it in every rank.
         with torch.cuda.device(device):
-            batch = Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), batch.document_starts, batch.epoch)
+            batch = _changed(batch, Tensor.pin_memory)
     return batch, stream.position()
+
+
+def _changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch with other inputs and targets."""
+    return replace(batch, inputs=change(batch.inputs), targets=change(batch.targets))
 
 
 def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:

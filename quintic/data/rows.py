@@ -3,7 +3,7 @@
 numpy only; tensors, threads and saved states are `quintic.data.loader`, whose docstring explains pieces and order.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -127,13 +127,7 @@ class RowPosition:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, fit for JSON."""
-        return {
-            "epoch": self.epoch,
-            "next_place": self.next_place,
-            "waiting": list(self.waiting),
-            "served": self.served,
-            "cropped": self.cropped,
-        }
+        return {**asdict(self), "waiting": list(self.waiting)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "RowPosition":

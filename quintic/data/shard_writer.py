@@ -6,7 +6,6 @@ The layout of a finished dataset is drawn in `quintic.data.dataset`.
 """
 
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quintic.data.dataset import checksum
-from quintic.durable import replace, write_atomically
+from quintic.durable import lock, replace, write_atomically
 
 __all__ = ["ShardWriter", "exclusive"]
 
@@ -171,28 +170,13 @@ class ShardWriter:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock among processes while the block runs; waits for it. A process that dies lets go of it.
-
-    The lock file stays: removing it would let a third process lock a new file beside a second one's.
+    """Hold a lock among processes while the block runs; waits for it. The lock file stays.
 
     Raises:
         OSError: the lock file cannot be made.
     """
     with path.open("ab") as file:
-        if sys.platform == "win32":
-            import msvcrt
-            import time
-
-            while True:
-                try:
-                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-                    break
-                except OSError:  # after ten seconds it gives up waiting
-                    time.sleep(0.1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), wait=True)
         yield  # closing the file releases the lock
 
 

@@ -7,13 +7,12 @@ Ours have them all, so the folder brings its own code, `modeling_quintic.py`, an
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from quintic.data.tokenizer import Tokenizer
-from quintic.durable import replace
+from quintic.durable import new_folder
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
@@ -53,21 +52,15 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
     folder = Path(folder)
     _check_model(model)
     _check_folder(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
-        save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", _config(model)), *_tokenizer_files(tokenizer, model.config.seq_len)):
-            (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
-        (temporary / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n", encoding="utf-8")
-        shutil.copyfile(_CODE, temporary / _CODE.name)
-        replace(temporary, folder, discard_old=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        (unfinished / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(_CODE, unfinished / _CODE.name)
     return folder
 
 

@@ -109,8 +109,8 @@ def line_chart(
     curves: Sequence[Curve],
     *,
     title: str,
-    x_label: str,
     y_label: str,
+    x_label: str = "training steps",
     references: Mapping[str, float] | None = None,
     log_y: bool = False,
     y_limits: tuple[float | None, float | None] = (None, None),
@@ -120,8 +120,8 @@ def line_chart(
     Args:
         curves: the lines; those without a drawable value are left out.
         title: stands above the drawing and names it for screen readers.
-        x_label: what x is, with its unit.
         y_label: what y is, with its unit.
+        x_label: what x is, with its unit.
         references: dotted horizontal lines by their names, always inside the drawn range.
         log_y: logarithmic y axis; values that are not positive leave gaps.
         y_limits: lowest and highest y that must be seen, None for what the data need; lines are clipped there.

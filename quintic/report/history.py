@@ -33,6 +33,7 @@ from typing import Any, Self
 
 from quintic.errors import ConfigError, DataError
 from quintic.report.records import wrong_in
+from quintic.report.words import finite
 
 __all__ = ["METRICS_FILE", "RunHistory", "read_metrics"]
 
@@ -151,9 +152,8 @@ class RunHistory:
     def newest(self, field: str) -> float | None:
         """Return a number of the final record, else of the last training step; None where there is none."""
         for record in (self.final, *self.train[-1:]):
-            value = record.get(field)
-            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
-                return float(value)
+            if (value := finite(record.get(field))) is not None:
+                return value
         return None
 
 

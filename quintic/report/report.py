@@ -205,14 +205,12 @@ def _rates(history: RunHistory) -> list[Chart]:
     if not curves:
         return []
     title = "Learning rates and weight decay, in percent of their peaks"
-    unit, limits = "percent of the peak", (0.0, None)
-    chart = line_chart(curves, title=title, x_label="training steps", y_label=unit, y_limits=limits)
+    chart = line_chart(curves, title=title, y_label="percent of the peak", y_limits=(0.0, None))
     keys = [dataclasses.replace(chart.legend[same], label=label) for label, same in entries if chart.legend]
     momentum = Curve(label="momentum", x=steps, y=[finite(r.get("momentum")) for r in history.train], look=3)
     charts = [dataclasses.replace(chart, legend=keys)]
     if any(value is not None for value in momentum.y):
-        unit = "share of earlier gradients that is kept"
-        charts.append(line_chart([momentum], title="Momentum", x_label="training steps", y_label=unit))
+        charts.append(line_chart([momentum], title="Momentum", y_label="share of earlier gradients that is kept"))
     return charts
 
 
@@ -233,12 +231,12 @@ def _layers(history: RunHistory) -> list[Chart]:
         series = _by_kind(history.train, field).items()
         curves = [Curve(label=name, x=x, y=y, look=index) for index, (name, (x, y)) in enumerate(series)]
         if curves:
-            charts.append(line_chart(curves, title=title, x_label="training steps", y_label=unit, log_y=True))
+            charts.append(line_chart(curves, title=title, y_label=unit, log_y=True))
     norms = [record for record in history.train if finite(record.get("grad_norm")) is not None]
     if norms:
         curve = _curve("all weights together", norms, "step", "grad_norm", divisor=1, look=4)
         title, unit = "Norm of the gradient of all weights together", "Euclidean norm (nats per token, per weight)"
-        charts.append(line_chart([curve], title=title, x_label="training steps", y_label=unit, log_y=True))
+        charts.append(line_chart([curve], title=title, y_label=unit, log_y=True))
     return charts
 
 

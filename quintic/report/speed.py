@@ -23,9 +23,7 @@ def about_speed(history: RunHistory) -> dict[str, Any]:
     known = [speed for speed in speeds if speed is not None]
     steps = [float(record["step"]) for record in history.train]
     curve = Curve(label="measured", x=steps, y=speeds, style="noisy", look=2)
-    title = "Tokens per second"
-    limits = (0.0, None)
-    chart = line_chart([curve], title=title, x_label="training steps", y_label="tokens per second", y_limits=limits)
+    chart = line_chart([curve], title="Tokens per second", y_label="tokens per second", y_limits=(0.0, None))
     times = [sum(record["times_ms"].values()) for record in history.train if _is_timed(record)]
     return {
         "chart": chart if known else None,

@@ -31,8 +31,7 @@ def about_tasks(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             spread=[None if m is None or e is None else (m - e, m + e) for m, e in zip(means, errors, strict=True)],
             style="points",
         )
-        label = "mean centred accuracy (share of right answers)"
-        chart = line_chart([curve], title="Tasks", x_label="training steps", y_label=label)
+        chart = line_chart([curve], title="Tasks", y_label="mean centred accuracy (share of right answers)")
     return {
         "core": _figure(newest.get("core")) + ("" if error is None else f" ± {error:.4f}"),
         "step": newest["step"],

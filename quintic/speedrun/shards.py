@@ -155,33 +155,10 @@ def open_data(
     Raises:
         DataError: there are no such shards, or they cannot be downloaded.
     """
-    if source == "python":
-        folder = write_bytes(data_dir)
-    elif source.startswith("hf:"):
-        return _described(source, *_downloaded(source, data_dir, num_shards), vocab_size, bos_id, tokenizer, data_dir)
+    if source.startswith("hf:"):
+        train, validation = _downloaded(source, data_dir, num_shards)
     else:
-        folder = Path(source).expanduser()
-    files = sorted(folder.glob("*.bin"))
-    train = [file for file in files if "train" in file.name][:num_shards]
-    validation = [file for file in files if "val" in file.name]
-    for split, found in (("train", train), ("val", validation)):
-        if not found:
-            raise DataError(
-                f"--data {source}: no *{split}*.bin in this folder; give a folder with training and validation shards, "
-                "or hf:kjj0/fineweb10B-gpt2"
-            )
-    return _described(source, train, validation[0], vocab_size, bos_id, tokenizer, data_dir)
-
-
-def _described(
-    source: str,
-    train: list[Path],
-    validation: Path,
-    vocab_size: int,
-    bos_id: int,
-    tokenizer: str | None,
-    data_dir: Path,
-) -> RaceData:
+        train, validation = _found(source, data_dir, num_shards)
     vocabulary = None
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
@@ -195,6 +172,19 @@ def _described(
         bos_id=bos_id,
         vocabulary=vocabulary,
     )
+
+
+def _found(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
+    folder = write_bytes(data_dir) if source == "python" else Path(source).expanduser()
+    files = sorted(folder.glob("*.bin"))
+    train, validation = ([file for file in files if split in file.name] for split in ("train", "val"))
+    for split, some in (("train", train), ("val", validation)):
+        if not some:
+            raise DataError(
+                f"--data {source}: no *{split}*.bin in this folder; give a folder with training and validation shards, "
+                "or hf:kjj0/fineweb10B-gpt2"
+            )
+    return train[:num_shards], validation[0]
 
 
 def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:

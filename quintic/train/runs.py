@@ -10,12 +10,11 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import replace
+from quintic.durable import lock, new_folder
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import Config
@@ -56,17 +55,13 @@ def create_run(config: Config) -> Path:
         name = f"{datetime.now():%Y%m%d-%H%M%S}-d{config.model.depth}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         folder = next(runs_dir / name for name in names if not _is_taken(runs_dir / name))
-    temporary = runs_dir / f".{folder.name}.{os.getpid()}.tmp"
     try:
-        temporary.mkdir(parents=True)
-        (temporary / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-        if _is_taken(folder):
-            raise _exists(folder)
-        replace(temporary, folder)
+        with new_folder(folder) as unfinished:
+            (unfinished / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+            if _is_taken(folder):
+                raise _exists(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -84,8 +79,7 @@ def discard_unstarted(folder: Path) -> None:
 def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
     """Hold a run's lock, so that no other process trains the run while the block runs.
 
-    The system releases the lock of a process that dies. The file itself stays: after a removal, two processes could
-    hold two files of the same name.
+    The system releases the lock of a process that dies. The file itself stays.
 
     Args:
         folder: the run's folder.
@@ -97,7 +91,7 @@ def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
     """
     with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
-            _lock(file.fileno())
+            lock(file.fileno(), wait=False)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read()
@@ -116,19 +110,6 @@ def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         yield  # closing the file releases the lock
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file without waiting; BlockingIOError or PermissionError where another process has it."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(descriptor, 2**30, os.SEEK_SET)  # others may not read what is locked, but shall read who has it
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_run(runs_dir: Path, name: str | None) -> Path:

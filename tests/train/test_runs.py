@@ -180,8 +180,8 @@ def test_a_run_is_held_by_one_user_within_a_process(tmp_path: Path) -> None:
     try_to_hold(folder)
 
 
-def failing(number: int) -> Callable[[int], None]:
-    def lock(descriptor: int) -> None:
+def failing(number: int) -> Callable[..., None]:
+    def lock(descriptor: int, *, wait: bool) -> None:
         raise OSError(number, os.strerror(number))
 
     return lock
@@ -190,7 +190,7 @@ def failing(number: int) -> Callable[[int], None]:
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_told(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create_run(config(tmp_path, "a"))
-    monkeypatch.setattr(runs, "_lock", failing(number))
+    monkeypatch.setattr(runs, "lock", failing(number))
     said: list[str] = []
     with hold_run(folder, message=said.append):
         assert len(said) == 1
@@ -201,9 +201,9 @@ def test_a_file_system_without_locks_is_told(number: int, tmp_path: Path, monkey
 
 def test_another_failure_of_the_lock_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create_run(config(tmp_path, "a"))
-    monkeypatch.setattr(runs, "_lock", failing(errno.EIO))
+    monkeypatch.setattr(runs, "lock", failing(errno.EIO))
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         try_to_hold(folder)
-    monkeypatch.setattr(runs, "_lock", failing(errno.EAGAIN))
+    monkeypatch.setattr(runs, "lock", failing(errno.EAGAIN))
     with pytest.raises(ConfigError, match="by another process: wait until it has ended or stop it"):
         try_to_hold(folder)
