@@ -477,7 +477,7 @@ def captured_then_cut_otherwise(rank, world_size):
     graph = mock.MagicMock()
     with (
         mock.patch.object(quintic.CapturedStep, "_check"),
-        mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, CUDAGraph=lambda: graph, graph=mock.DEFAULT),
+        mock.patch("quintic.optim.captured_step.capture", lambda work: (graph, work())),
     ):
         step = quintic.CapturedStep(optimizer)
         for _ in range(4):
