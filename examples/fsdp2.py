@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tiny import GPT, batch, mean_over_ranks, start, tell
+from tiny import GPT, batch, finish, mean_over_ranks, start, tell
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     parser.add_argument("--save", default="", metavar="FOLDER", help="where to save at the end")
     parser.add_argument("--resume", default="", metavar="FOLDER", help="what to go on from")
     main(**vars(parser.parse_args()))
-    dist.destroy_process_group()
+    finish()

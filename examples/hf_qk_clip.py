@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import LENGTH, VOCABULARY, batch, mean_over_ranks, start, tell
+from tiny import LENGTH, VOCABULARY, batch, finish, mean_over_ranks, start, tell
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
@@ -64,4 +64,4 @@ def main(steps: int = 30, *, threshold: float = 1.0) -> tuple[list[float], list[
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    finish()

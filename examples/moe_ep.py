@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/moe_ep.py
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny import GPT, WIDTH, batch, mean_over_ranks, start, tell
+from tiny import GPT, WIDTH, batch, finish, mean_over_ranks, start, tell
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -76,4 +76,4 @@ def main(steps: int = 30) -> list[float]:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    finish()

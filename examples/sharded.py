@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/sharded.py
 
 import torch
 import torch.distributed as dist
-from tiny import GPT, batch, mean_over_ranks, start, tell
+from tiny import GPT, batch, finish, mean_over_ranks, start, tell
 
 import quintic
 
@@ -30,4 +30,4 @@ def main(steps: int = 30) -> list[float]:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    finish()

@@ -9,7 +9,7 @@ import argparse
 import timm
 import torch
 import torch.distributed as dist
-from tiny import mean_over_ranks, start, tell
+from tiny import finish, mean_over_ranks, start, tell
 from torch.nn.parallel import DistributedDataParallel
 
 import quintic
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, default="vit")
     main(**vars(parser.parse_args()))
-    dist.destroy_process_group()
+    finish()

@@ -1,6 +1,7 @@
 """Shared by the examples, replaced by your own: a small GPT, data it can learn, the start of a process."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -100,3 +101,10 @@ def tell(losses: list[float]) -> list[float]:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     return losses
+
+
+def finish() -> None:
+    """Leave the other processes; all ranks must call it."""
+    dist.destroy_process_group()
+    # Until then a thread of gloo may hold a tensor; where Python ends first, it aborts (pytorch/pytorch#179291).
+    time.sleep(0.1)

@@ -8,8 +8,7 @@ import os
 import tempfile
 
 import titan_data
-import torch.distributed as dist
-from tiny import BATCH, LENGTH, tell
+from tiny import BATCH, LENGTH, finish, tell
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -56,4 +55,4 @@ if __name__ == "__main__":
     parser.add_argument("--folder", default="", help="where checkpoints go, half way and at the end")
     parser.add_argument("--resume", type=int, default=-1, metavar="STEP", help="the checkpoint to go on from")
     main(**vars(parser.parse_args()))
-    dist.destroy_process_group()
+    finish()
