@@ -62,7 +62,11 @@ def _track(track: Track, options: SpeedrunOptions) -> Track:
     if options.val_tokens is not None:
         chunk = max(1, min(track.validation_chunk, options.val_tokens // track.chunks))
         track = replace(track, validation_tokens=options.val_tokens, validation_chunk=chunk)
-    return track if options.eval_every is None else replace(track, eval_every=options.eval_every)
+    return replace(
+        track,
+        eval_every=options.eval_every or track.eval_every,
+        pass_tokens=options.pass_tokens or track.pass_tokens,
+    )
 
 
 def _new_folder(options: SpeedrunOptions, name: str) -> Path:

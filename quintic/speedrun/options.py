@@ -31,6 +31,9 @@ class SpeedrunOptions:
     """Multiply in 8 bits in the head in training."""
     warm_up: bool = True
     """Compile what every stage needs before the clock starts."""
+    pass_tokens: int | None = None
+    """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory. By default
+    the preset's."""
     eval_every: int | None = None
     """Steps between validations; by default the preset's."""
     val_tokens: int | None = None
@@ -56,7 +59,7 @@ class SpeedrunOptions:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        for name in ("shards", "eval_every", "val_tokens"):
+        for name in ("shards", "pass_tokens", "eval_every", "val_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")

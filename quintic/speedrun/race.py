@@ -68,7 +68,10 @@ class Race:
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
         self.model = model.to_empty(device=self.device)
         self.model.init_weights(seed)
-        longest = max(track.validation_chunk, *(track.at(step).batch_tokens // track.chunks for step in track.starts))
+        longest = max(
+            track.validation_chunk,
+            *(stage.batch_tokens // ranks.size // self._passes(stage) for stage in map(track.at, track.starts)),
+        )
         self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
         if config.prefix_tokens:
             if data.vocabulary is None:
@@ -98,12 +101,16 @@ class Race:
             self.data.train,
             settings,
             chunks=self.track.chunks,
+            passes=self._passes,
             rank=self.ranks.rank,
             size=self.ranks.size,
             vocab_size=self.data.vocab_size,
             bos_id=self.data.bos_id,
             device=self.device,
         )
+
+    def _passes(self, settings: StepSettings) -> int:
+        return self.track.passes(settings, self.ranks.size)
 
     def _weights_on_device(self, settings: StepSettings) -> Tensor:
         """Return the weights of a step's losses, the prefix's last; the device has them before the clock starts."""
@@ -125,7 +132,7 @@ class Race:
         """
         self._set_windows(settings)
         weights = self._weights_on_device(settings)
-        passes = self.track.chunks // self.ranks.size
+        passes = self._passes(settings)
         loss = torch.zeros((), device=self.device)
         for number in range(passes):
             batch = next(stream)
@@ -145,7 +152,7 @@ class Race:
         return loss / settings.batch_tokens, batch.epoch
 
     def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
-        """Return the loss of a chunk, and add to the gradients."""
+        """Return the loss of a pass, summed over its tokens, and add to the gradients."""
         nats: Tensor = self.model(
             batch.inputs,
             batch.targets,

@@ -69,6 +69,7 @@ class Track:
         untie_stage: number of the stage at whose beginning head and embedding part, after its first odd step: only odd
             steps move them.
         chunks: pieces of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step.
+        pass_tokens: tokens up to which a rank's chunks go through the model together.
         eval_every: steps between validations.
         validation_tokens: how many are scored.
         validation_chunk: tokens scored at once.
@@ -86,6 +87,7 @@ class Track:
     momentum_fall_steps: int
     untie_stage: int = 2
     chunks: int = 8
+    pass_tokens: int = 65_536
     eval_every: int
     validation_tokens: int
     validation_chunk: int
@@ -127,6 +129,11 @@ class Track:
             prefix_weight=first_prefix + (last_prefix - first_prefix) * done,
             unties=step == self.untie_step,
         )
+
+    def passes(self, settings: StepSettings, ranks: int) -> int:
+        """Return in how many passes each of the ranks takes its chunks of a step through the model."""
+        own, tokens = self.chunks // ranks, settings.batch_tokens // ranks
+        return next(n for n in range(1, own + 1) if n == own or (own % n == 0 and tokens // n <= self.pass_tokens))
 
     def scaled(self, steps: int) -> "Track":
         """Return the same track in another number of steps: every length in steps shrinks or grows alike.
@@ -229,6 +236,7 @@ TINY = Track(
     momentum_rise_steps=6,
     momentum_fall_steps=2,
     chunks=2,
+    pass_tokens=256,
     eval_every=8,
     validation_tokens=4096,
     validation_chunk=1024,

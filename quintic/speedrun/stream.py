@@ -6,7 +6,8 @@ the last one is shortened, and its rest is dropped, so that the next chunk begin
 fill a chunk at the end of a shard is dropped.
 
 Ranks. All ranks walk through the same chunks, and each reads the tokens of its own: of every `size` chunks, rank r has
-the r-th. So a step's text does not depend on the number of ranks, which must divide the number of chunks.
+the r-th. So a step's text does not depend on the number of ranks, which must divide the number of chunks. Chunks
+of a rank may be joined in a batch: as each begins with a document, none sees another.
 
 Validation text is not aligned: it is cut into chunks wherever they end.
 
@@ -38,7 +39,7 @@ _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """One chunk of documents.
+    """One chunk of documents, or several.
 
     Attributes:
         inputs: (tokens,) int64.
@@ -92,14 +93,16 @@ class _Shard:
 
 
 class ChunkStream(Iterator[FlatBatch]):
-    """Endless chunks of one rank, made ahead in a background thread, from shards loaded ahead in another.
+    """Endless batches of one rank's chunks, made ahead in a background thread, from shards loaded ahead in another.
 
     Use it in a `with` block, or `close` it.
 
     Args:
         paths: training shards, at least one.
         settings: step from 0 -> its settings; the tokens of batches and documents count here.
-        chunks: of a batch.
+        chunks: of a step.
+        passes: settings of a step -> number of batches that a rank's chunks of it make, a divisor of `chunks / size`;
+            by default one of each chunk.
         rank: this process among those that share the text.
         size: number of those processes; must divide `chunks`.
         vocab_size: tokens must be smaller.
@@ -116,6 +119,7 @@ class ChunkStream(Iterator[FlatBatch]):
         settings: Callable[[int], StepSettings],
         *,
         chunks: int,
+        passes: Callable[[StepSettings], int] | None = None,
         rank: int = 0,
         size: int = 1,
         vocab_size: int = 2**16,
@@ -128,22 +132,54 @@ class ChunkStream(Iterator[FlatBatch]):
         if str(self._device) == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._paths, self._settings = tuple(paths), settings
-        self._shares = chunks, rank, size
+        self._shares, self._passes = (chunks, rank, size), passes or (lambda settings: chunks // size)
         self._load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
         self._threads: list[Prefetcher[Any]] = []
 
     def __next__(self) -> FlatBatch:
-        """Return the next chunk.
+        """Return the next batch.
 
         Raises:
             DataError: a shard cannot be used, or the shards do not fill a chunk.
         """
         if not self._threads:
             shards = Prefetcher(map(self._load, itertools.cycle(self._paths)).__next__, depth=1)
-            batches = _batches(shards, self._paths, self._settings, self._shares, self._device)
+            batches = self._batches(shards)
             self._threads = [Prefetcher(batches.__next__, _BATCHES_AHEAD), shards]
         batch: FlatBatch = self._threads[0].get()
         return batch.to(self._device)
+
+    def _batches(self, shards: Prefetcher[_Shard]) -> Iterator[FlatBatch]:
+        """Yield a rank's batches."""
+        chunks: list[FlatBatch] = []
+        num_chunks, _, size = self._shares
+        for chunk, step in self._chunks(shards):
+            chunks.append(chunk)
+            if len(chunks) == num_chunks // size // self._passes(step):
+                batch, chunks = _joined(chunks), []
+                if self._device.type == "cuda":
+                    # In this thread the current device is the first one; pinning there would open a context on it.
+                    with torch.cuda.device(self._device):
+                        batch = batch.pinned()
+                yield batch
+
+    def _chunks(self, shards: Prefetcher[_Shard]) -> Iterator[tuple[FlatBatch, StepSettings]]:
+        """Yield a rank's chunks and the settings of their steps, while walking through those of all ranks."""
+        num_chunks, rank, size = self._shares
+        shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
+        for number in itertools.count():
+            step = self._settings(number // num_chunks)
+            tokens, cut = step.batch_tokens // num_chunks, step.document_tokens
+            while (lengths := shard.chunk(document, tokens, cut)) is None:
+                if num_unused == len(self._paths):
+                    raise DataError(
+                        f"{self._paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents "
+                        f"cut at {cut}; give more text (--data)"
+                    )
+                shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
+            if number % size == rank:
+                yield _flat(shard, document, lengths, num_ended // len(self._paths)), step
+            document, num_unused = document + len(lengths), 0
 
     def close(self) -> None:
         """Stop the threads."""
@@ -155,36 +191,6 @@ class ChunkStream(Iterator[FlatBatch]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _batches(
-    shards: Prefetcher[_Shard],
-    paths: Sequence[Path],
-    settings: Callable[[int], StepSettings],
-    shares: tuple[int, int, int],
-    device: torch.device,
-) -> Iterator[FlatBatch]:
-    """Yield one rank's chunks, while walking through those of all."""
-    chunks, rank, size = shares
-    shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
-    for number in itertools.count():
-        step = settings(number // chunks)
-        tokens, cut = step.batch_tokens // chunks, step.document_tokens
-        while (lengths := shard.chunk(document, tokens, cut)) is None:
-            if num_unused == len(paths):
-                raise DataError(
-                    f"{paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut at "
-                    f"{cut}; give more text (--data)"
-                )
-            shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
-        if number % size == rank:
-            batch = _flat(shard, document, lengths, num_ended // len(paths))
-            if device.type == "cuda":
-                # In this thread the current device is the first one; pinning there would open a context on it.
-                with torch.cuda.device(device):
-                    batch = batch.pinned()
-            yield batch
-        document, num_unused = document + len(lengths), 0
 
 
 def validation_batches(
@@ -225,6 +231,14 @@ def _flat(shard: _Shard, first: int, lengths: npt.NDArray[np.int64], epoch: int)
     ends = np.cumsum(lengths)
     ends[-1] -= 1  # the last token is a target only; its document may have been nothing else
     return FlatBatch(tokens[:-1], tokens[1:], _starts(np.unique([0, *ends])), epoch)
+
+
+def _joined(chunks: list[FlatBatch]) -> FlatBatch:
+    """Return chunks of equally many tokens as one batch."""
+    size = len(chunks[0].inputs)
+    starts = [number * size + start for number, chunk in enumerate(chunks) for start in chunk.document_starts.tolist()]
+    inputs, targets = torch.cat([chunk.inputs for chunk in chunks]), torch.cat([chunk.targets for chunk in chunks])
+    return FlatBatch(inputs, targets, _starts(np.unique(starts)), chunks[-1].epoch)
 
 
 def _starts(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:

@@ -1,5 +1,6 @@
 """The stream of chunks against a reference in plain Python, that walks token by token."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def reference(shards: list[list[int]], shape_of_chunk, count: int) -> list[tuple
                 return chunks
 
 
+def joined(chunks: list[tuple[list[int], list[int], list[int]]]) -> tuple[list[int], list[int], list[int]]:
+    inputs: list[int] = []
+    targets: list[int] = []
+    starts: list[int] = []
+    for more_inputs, more_targets, more_starts in chunks:
+        starts += [len(inputs) + start for start in more_starts[:-1]]
+        inputs += more_inputs
+        targets += more_targets
+    return inputs, targets, [*starts, len(inputs)]
+
+
 TEXTS = st.lists(
     st.lists(st.integers(0, BOS), min_size=40, max_size=120).map(lambda tokens: [*tokens, *[BOS, 1, 2] * 14]),
     min_size=1,
@@ -99,17 +111,28 @@ def lists(batch) -> tuple[list[int], list[int], list[int]]:
     tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     cuts=st.tuples(st.integers(1, 12), st.integers(1, 12)),
     size=st.sampled_from([1, 2, 4]),
+    per_pass=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
 )
-def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size, folder: Path):
+def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size, per_pass, folder: Path):
     stages = [Settings(4 * count, cut) for count, cut in zip(tokens, cuts, strict=True)]
     expected = reference(
         shards, lambda chunk: (tokens[chunk >= 8], cuts[chunk >= 8]), 20
     )  # five steps of four chunks, the first two of the first stage
     paths = write(folder, shards)
+    own = 4 // size
+    together = [min(count, own) for count in per_pass]
+
+    def passes(settings):
+        return own // together[settings is stages[1]]
+
     for rank in range(size):
-        with ChunkStream(paths, settings_of(*stages), chunks=4, rank=rank, size=size, bos_id=BOS) as stream:
-            found = [lists(next(stream)) for _ in range(20 // size)]
-        assert found == expected[rank::size]
+        with ChunkStream(
+            paths, settings_of(*stages), chunks=4, passes=passes, rank=rank, size=size, bos_id=BOS
+        ) as stream:
+            found = [lists(next(stream)) for _ in range(2 * passes(stages[0]) + 3 * passes(stages[1]))]
+        chunks = expected[rank::size]
+        firsts = [*range(0, 2 * own, together[0]), *range(2 * own, 5 * own, together[1])]
+        assert found == [joined(chunks[a:b]) for a, b in itertools.pairwise([*firsts, 5 * own])]
 
 
 def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):

@@ -30,13 +30,14 @@ from quintic.speedrun.race import Race
 from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data, write_shard
+from quintic.speedrun.stream import ChunkStream
 from quintic.train.config import RunConfig
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
-# Fifteen parts of the kinds that its layers have, in three lengths of training and one of validation.
-NUM_GRAPHS = 4 * 15
+# Fifteen parts of the kinds that its layers have, in two lengths of training and one of validation.
+NUM_GRAPHS = 3 * 15
 HARDWARE = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
 
 
@@ -311,8 +312,9 @@ def test_the_optimizer_has_the_races_rates() -> None:
 
 def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = race_of(shards)
-    settings = TINY.track.at(0)
-    chunks = [next(race.stream) for _ in range(TINY.track.chunks)]
+    settings, data = TINY.track.at(0), race.data
+    with ChunkStream(data.train, TINY.track.at, chunks=TINY.track.chunks, bos_id=data.bos_id) as stream:
+        chunks = [next(stream) for _ in range(TINY.track.chunks)]
     race.model.set_windows(*settings.windows)
     total = sum(
         race.model(
@@ -327,7 +329,8 @@ def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypat
     (expected,) = torch.autograd.grad(total / TINY.track.chunks, [race.model.qk_bank])
     found = []
     monkeypatch.setattr(race.optimizer, "step", lambda: found.append(race.model.qk_bank.grad.clone()))
-    loss, _ = race.train_step(settings, iter(chunks))
+    assert TINY.track.passes(settings, 1) == 1  # both chunks together
+    loss, _ = race.train_step(settings, race.stream)
     race.stream.close()
     torch.testing.assert_close(found[0], expected)
     tokens = sum(len(chunk.inputs) for chunk in chunks)
@@ -348,6 +351,7 @@ def test_the_command_runs_the_preset_without_features(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--steps", "8", "--without", "smear", "bigram-hash", "tied", "--run", "x", "--val-tokens", "1024"]
+    more += ["--pass-tokens", "128"]
     assert main(options_for(shards, tmp_path / "runs", *more)) == 0
     printed = capsys.readouterr().out
     assert "step 8/8  validation " in printed
@@ -356,6 +360,7 @@ def test_the_command_runs_the_preset_without_features(
     assert record["model"]["smear"] is record["model"]["bigram_hash"] is record["model"]["tied"] is False
     assert record["config"]["without"] == ["smear", "bigram-hash", "tied"]
     assert record["track"]["validation_tokens"] == 1024
+    assert record["track"]["pass_tokens"] == 128
     assert "--preset speedrun-tiny" in record["command"]
     assert main(["report", "--runs-dir", str(tmp_path / "runs"), "--run", "x"]) == 0
     assert "0.0" in json.dumps(record["config"]) or record["config"]["seed"] == 1337
@@ -375,6 +380,7 @@ def test_the_command_runs_the_preset_without_features(
         (["--val-tokens", "1001"], "1,001 validation tokens are no whole number of chunks of 500"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
+        (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),
     ],
 )
 @pytest.mark.usefixtures("same_threads", "elsewhere")

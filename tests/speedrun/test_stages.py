@@ -104,3 +104,11 @@ def test_too_few_steps_are_refused():
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.25), (422, 0.25), (423, 0.25), (635, 0.125), (847, 0), (1285, 0)])
 def test_prefixes_count_until_the_third_stage(step, weight):
     assert SPEEDRUN.at(step).prefix_weight == pytest.approx(weight, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks", "passes"),
+    [(0, 1, 2), (423, 1, 4), (847, 1, 8), (0, 2, 1), (423, 2, 2), (847, 2, 4), (0, 8, 1), (847, 8, 1)],
+)
+def test_chunks_of_a_rank_go_together_up_to_65536_tokens(step, ranks, passes):
+    assert SPEEDRUN.passes(SPEEDRUN.at(step), ranks) == passes
