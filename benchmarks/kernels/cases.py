@@ -14,7 +14,7 @@ from quintic.kernels.attention.attention import AttentionName, attention, docume
 from quintic.kernels.linear.fp8 import fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST
 from quintic.kernels.linear.fp8_scaling import Fp8LinearScaling, update_fp8_scales
-from quintic.kernels.linear.linear import linear_relu2, mlp_relu2
+from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.linear.transpose import transpose_add_, transpose_copy_
 from quintic.kernels.loss.loss import Fp8Scales, softcap_cross_entropy
 
@@ -120,46 +120,24 @@ def trained_scales(function: Callable[..., Tensor], inputs: Sequence[Tensor], wh
 
 
 def products(where: Where) -> Iterator[Case]:
-    """The first layer of the MLP with its activation, and the whole of it."""
+    """The MLP with its activation."""
     tokens, width, hidden = where.sizes.tokens, where.sizes.width, where.sizes.hidden
 
     def make() -> tuple[Tensor, ...]:
         return (
             where.normal(tokens, width, learns=True),
             where.normal(hidden, width, scale=width**-0.5, learns=True),
-            where.normal(tokens, hidden, scale=1e-3),
+            where.normal(width, hidden, scale=hidden**-0.5, learns=True),
+            where.normal(tokens, width, scale=1e-3),
         )
 
-    def make_scaled() -> tuple[Any, ...]:
-        x, weight, gradient = make()
-        scales = trained_scales(lambda x, weight, fp8: linear_relu2(x, weight, fp8=fp8), (x, weight, gradient), where)
-        return x, weight, scales, gradient
-
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight).relu().square()
-
-    case = functools.partial(Case, subject="linear", flops=6 * tokens * width * hidden)
-    exact = exactly(plain)
-    yield case(name="linear_relu2", make=make, run=both_ways(linear_relu2), exact=exact)
-    yield case(
-        name="linear_relu2, float8",
-        make=make_scaled,
-        run=both_ways(lambda x, weight, scales: linear_relu2(x, weight, fp8=scales)),
-        exact=lambda x, weight, _, gradient: exact(x, weight, gradient),
-    )
-    yield case(name="PyTorch, compiled", make=make, run=both_ways(where.compiled(plain)), exact=exact)
-
-    def make_mlp() -> tuple[Tensor, ...]:
-        x, up, _ = make()
-        down = where.normal(width, hidden, scale=hidden**-0.5, learns=True)
-        return x, up, down, where.normal(tokens, width, scale=1e-3)
-
-    def plain_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def plain(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return F.linear(F.linear(x, up).relu().square(), down)
 
-    case = functools.partial(case, make=make_mlp, flops=12 * tokens * width * hidden, exact=exactly(plain_mlp))
+    flops = 12 * tokens * width * hidden
+    case = functools.partial(Case, subject="linear", make=make, flops=flops, exact=exactly(plain))
     yield case(name="mlp_relu2", run=both_ways(mlp_relu2))
-    yield case(name="MLP in PyTorch, compiled", run=both_ways(where.compiled(plain_mlp)))
+    yield case(name="MLP in PyTorch, compiled", run=both_ways(where.compiled(plain)))
 
 
 def float8(where: Where) -> Iterator[Case]:

@@ -36,7 +36,7 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
         "adamw": _of_parameters(probe),
         "normalize": _normalize(probe),
         "orthogonalize": _orthogonalize(probe),
-        "linear_relu2": _linear_relu2(probe),
+        "mlp_relu2": _mlp_relu2(probe),
         "fp8_linear": _fp8_linear(probe),
         "softcap_cross_entropy": _softcap_cross_entropy(probe),
         "transpose": _transpose(probe),
@@ -80,11 +80,11 @@ def _orthogonalize(probe: Tensor) -> str:
     return f"triton ({chosen})"
 
 
-def _linear_relu2(probe: Tensor) -> str:
+def _mlp_relu2(probe: Tensor) -> str:
     from quintic.kernels.dispatch import decide
-    from quintic.kernels.linear.linear import obstacle_to_linear_relu2
+    from quintic.kernels.linear.mlp import obstacle_to_mlp_relu2
 
-    return _said(*decide("auto", probe.device, lambda: obstacle_to_linear_relu2(probe)))
+    return _said(*decide("auto", probe.device, lambda: obstacle_to_mlp_relu2(probe)))
 
 
 def _fp8_linear(probe: Tensor) -> str:

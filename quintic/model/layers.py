@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
-from quintic.kernels.linear.linear import mlp_relu2
+from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Recipe, dynamic_fp8_linear
 

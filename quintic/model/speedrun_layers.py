@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quintic.kernels.attention.attention import DocumentMask
-from quintic.kernels.linear.linear import mlp_relu2
+from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_sizes import LayerPlan, Starts
 

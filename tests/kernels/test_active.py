@@ -16,7 +16,7 @@ OPERATIONS = [
     "adamw",
     "normalize",
     "orthogonalize",
-    "linear_relu2",
+    "mlp_relu2",
     "fp8_linear",
     "softcap_cross_entropy",
     "transpose",
@@ -111,7 +111,7 @@ def test_an_older_device(monkeypatch):
     fp8_quantize._has_fp8.cache_clear()
     assert found["fp8_linear"].startswith("torch (cuda:0 has no 8-bit floats")
     assert found["attention"].startswith("varlen (fa3 needs a device of compute capability 9.x; this one has 8.0; fa4")
-    assert found["linear_relu2"] == "triton"
+    assert found["mlp_relu2"] == "triton"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ is written transposed by the same pass that quantises.
 On CPUs, and on GPUs that have no such tensor cores, the twin quantises in the same way and multiplies in float32.
 
 Source: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433, sections 3, 4.
-Read next: fp8_quantize.py; fp8_scaling.py, where scales come from; linear.py.
+Read next: fp8_quantize.py; fp8_scaling.py, where scales come from.
 """
 
 import math

@@ -60,11 +60,6 @@ def _has_fp8(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def takes_tiles(width: int, chosen: Kernels) -> bool:
-    """Return whether kernels quantise matrices of this many columns: they store four 8-bit floats at a time."""
-    return chosen == "triton" and width % 4 == 0
-
-
 def next_multiple(size: int) -> int:
     """Return the size with the padding that tensor cores want."""
     return -(-size // MULTIPLE) * MULTIPLE
@@ -92,7 +87,7 @@ def quantized_layouts(
         multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0 without
         entries). What is not asked for has size 0.
     """
-    if takes_tiles(x.shape[1], chosen):
+    if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
         return _launch_quantize(x, scale, dtype, rows, columns, amax)
     quantised = quantized_twin(x.float(), scale, dtype)
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)

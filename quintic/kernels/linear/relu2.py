@@ -1,8 +1,7 @@
-"""Triton kernels of relu(.)^2: at the end of a product, and backward.
+"""The Triton kernel of a product that ends in relu(.)^2 or in its backward.
 
-The public functions are in linear.py. `product_relu2` is one kernel for both directions: forward it squares what is
-positive, backward it multiplies by 2 sqrt(s), s being the activation. The other functions are the backward alone, for
-a gradient that somebody else has written.
+The public function is in mlp.py. Forward `product_relu2` squares what is positive, backward it multiplies by 2 sqrt(s),
+s being the activation.
 """
 
 import functools
@@ -11,23 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import Kernels, triton_is_interpreted
-from quintic.kernels.jit import jit, tl, triton
+from quintic.kernels.jit import jit, tl
 from quintic.kernels.launch import launch
-from quintic.kernels.linear.fp8_quantize import (
-    LARGEST,
-    empty_quantized,
-    needs_wide_offsets,
-    next_multiple,
-    quantized_layouts,
-    quantized_value,
-    raise_amax,
-    store_quantized,
-    takes_tiles,
-    tile_offsets,
-)
+from quintic.kernels.linear.fp8_quantize import needs_wide_offsets, tile_offsets
 
-__all__ = ["product_relu2", "relu2_backward", "relu2_backward_fp8", "relu2_backward_twin"]
+__all__ = ["product_relu2", "relu2_backward_twin"]
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -71,8 +58,6 @@ def _product_kernel(
     b,
     activation,
     out,
-    a_scale,
-    b_scale,
     m,
     n,
     k,
@@ -82,7 +67,6 @@ def _product_kernel(
     b_column,
     BACKWARD: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -110,8 +94,6 @@ def _product_kernel(
                 else:
                     right = b.load([column, start]).T
                 total = tl.dot(left, right, total)
-            if SCALED:
-                total *= tl.load(a_scale) * tl.load(b_scale)
             _store_tile(out, activation, total, row, column, BACKWARD, BLOCK_M, BLOCK_N)
         else:
             i, j = tile_offsets(WIDE, BLOCK_M, BLOCK_N)
@@ -132,8 +114,6 @@ def _product_kernel(
                 )
                 a_tile += step * a_column
                 b_tile += step * b_k
-            if SCALED:
-                total *= tl.load(a_scale) * tl.load(b_scale)
             here = wide_row * n + wide_column + (i[:, None] * n + j[None, :])
             mask = (i[:, None] < m - row) & (j[None, :] < n - column)
             if BACKWARD:
@@ -141,55 +121,6 @@ def _product_kernel(
             else:
                 total = _relu2(total)
             tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
-
-
-@jit
-def _relu2_backward_kernel(grad, activation, out, numel, BLOCK: tl.constexpr):
-    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = here < numel
-    value = _through_relu2(
-        tl.load(grad + here, mask=mask, other=0.0).to(tl.float32), tl.load(activation + here, mask=mask, other=0.0)
-    )
-    tl.store(out + here, value.to(out.dtype.element_ty), mask=mask)
-
-
-@jit
-def _relu2_backward_fp8_kernel(
-    grad,
-    activation,
-    scale,
-    by_rows,
-    by_columns,
-    amax,
-    num_rows,
-    num_columns,
-    padded_rows,
-    LARGEST: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_ROWS
-    column = (tl.program_id(0) % column_tiles).to(tl.int64) * BLOCK_COLUMNS
-    i, j = tile_offsets(WIDE, BLOCK_ROWS, BLOCK_COLUMNS)
-    rows_left = tl.minimum(num_rows - row, BLOCK_ROWS).to(tl.int32)
-    columns_left = tl.minimum(num_columns - column, BLOCK_COLUMNS).to(tl.int32)
-    # Rows beyond the last are read as zeros, which is what the padding holds.
-    mask = (i[:, None] < rows_left) & (j[None, :] < columns_left)
-    corner = row * num_columns + column
-    here = i[:, None] * num_columns + j[None, :]
-    value = _through_relu2(
-        tl.load(grad + corner + here, mask=mask, other=0.0).to(tl.float32),
-        tl.load(activation + corner + here, mask=mask, other=0.0),
-    )
-    raise_amax(amax, value)
-    # fmt: off
-    store_quantized(quantized_value(value, tl.load(scale), LARGEST), by_rows, by_columns, row, column, num_rows,
-                    num_columns, padded_rows, num_columns, padded_rows, True, True, NATIVE, WIDE, BLOCK_ROWS,
-                    BLOCK_COLUMNS)
-    # fmt: on
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -227,29 +158,19 @@ def _device_limits(device: torch.device) -> tuple[int, bool]:
     return properties.multi_processor_count, torch.version.hip is None and properties.major in (9, 10)
 
 
-def product_relu2(
-    a: Tensor,
-    b: Tensor,
-    *,
-    dtype: torch.dtype,
-    transposed: bool = False,
-    activation: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def product_relu2(a: Tensor, b: Tensor, *, transposed: bool = False, activation: Tensor | None = None) -> Tensor:
     """Return relu(a @ b.mT)^2 or, with an activation s, 2 sqrt(s) (a @ b.mT), as a new contiguous (m, n).
 
     Args:
-        a: (m, k), any strides.
-        b: (n, k), or (k, n) if `transposed`, any strides.
-        dtype: of the result.
+        a: (m, k) bfloat16 or float16, any strides.
+        b: (n, k), or (k, n) if `transposed`, same dtype, any strides.
         transposed: how `b` is stored.
-        activation: (m, n) contiguous, or None.
-        scales: () float32 factors of `a` and `b`, for 8-bit operands.
+        activation: (m, n) contiguous, same dtype, or None.
     """
     if b.stride(1) != 1 and b.stride(0) == 1:  # a view of what is stored the other way round
         b, transposed = b.mT, not transposed
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
-    out = a.new_empty((m, n), dtype=dtype)
+    out = a.new_empty((m, n))
     if 0 in (m, n, k):
         return out.zero_()
     programs, is_hopper = _device_limits(a.device)
@@ -277,7 +198,6 @@ def product_relu2(
         _product_kernel,
         (min(programs, tiles) if descriptors else tiles,),
         *operands,
-        *((out, out) if scales is None else scales),
         m,
         n,
         k,
@@ -285,7 +205,6 @@ def product_relu2(
         *b.stride(),
         BACKWARD=activation is not None,
         TRANSPOSED=transposed,
-        SCALED=scales is not None,
         DESCRIPTORS=descriptors,
         WIDE=needs_wide_offsets(n, *a.stride(), *b.stride()),
         BLOCK_M=block_m,
@@ -308,70 +227,8 @@ def _fits_descriptor(x: Tensor) -> bool:
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
 
 
-_BACKWARD_BLOCK = 4096
-_BACKWARD_FP8_BLOCK = (64, 128)
-
-
-def relu2_backward(grad: Tensor, activation: Tensor, chosen: Kernels) -> Tensor:
-    """Return 2 sqrt(activation) grad, contiguous in the gradient's dtype."""
-    if chosen == "torch":
-        return relu2_backward_twin(grad, activation).to(grad.dtype)
-
-    grad, activation = grad.contiguous(), activation.contiguous()
-    out = torch.empty_like(grad)
-    if grad.numel():
-        launch(
-            _relu2_backward_kernel,
-            (triton.cdiv(grad.numel(), _BACKWARD_BLOCK),),
-            grad,
-            activation,
-            out,
-            grad.numel(),
-            BLOCK=_BACKWARD_BLOCK,
-            num_warps=8,
-        )
-    return out
-
-
 def relu2_backward_twin(grad: Tensor, activation: Tensor) -> Tensor:
     """Return 2 sqrt(activation) grad in plain PyTorch, in float32 or wider."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     product = 2 * activation.to(wide).sqrt() * grad.to(wide)
     return torch.where(activation == 0, 0.0, product)
-
-
-def relu2_backward_fp8(
-    grad: Tensor, activation: Tensor, scale: Tensor, chosen: Kernels
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 2 sqrt(activation) grad in e5m2: by rows, by padded columns, and its largest magnitude."""
-    dtype = torch.float8_e5m2
-    if not takes_tiles(grad.shape[1], chosen):
-        return quantized_layouts(relu2_backward_twin(grad, activation), scale, dtype, True, True, True, chosen)
-
-    grad, activation = grad.contiguous(), activation.contiguous()
-    by_rows, by_columns, amax = empty_quantized(grad, dtype, True, True, True)
-    amax.zero_()
-    m, n = grad.shape
-    if m and n:
-        block_rows, block_columns = _BACKWARD_FP8_BLOCK
-        padded_rows = next_multiple(m)
-        launch(
-            _relu2_backward_fp8_kernel,
-            (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
-            grad,
-            activation,
-            scale,
-            by_rows,
-            by_columns,
-            amax.view(torch.int32),
-            m,
-            n,
-            padded_rows,
-            LARGEST=LARGEST[dtype],
-            NATIVE=not triton_is_interpreted(),
-            WIDE=needs_wide_offsets(n, padded_rows),
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            num_warps=8,
-        )
-    return by_rows, by_columns, amax

@@ -1,4 +1,4 @@
-"""Cases of test_triton.py: products with relu(.)^2 and 8-bit products, in Triton's interpreter or on a CUDA device."""
+"""Cases of test_triton.py: products with relu(.)^2, quantisation, 8-bit layers; interpreted or on a CUDA device."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.linear import fp8_quantize, relu2
 from quintic.kernels.linear.fp8 import Fp8LinearScales, fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
-from quintic.kernels.linear.linear import linear_relu2, mlp_relu2
-from quintic.kernels.linear.relu2 import product_relu2, relu2_backward, relu2_backward_fp8, relu2_backward_twin
+from quintic.kernels.linear.mlp import mlp_relu2
+from quintic.kernels.linear.relu2 import product_relu2
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -73,23 +73,23 @@ def test_products(shape, dtype, transposed, backward):
             return 2 * activation.to(pre.dtype).sqrt() * pre
         return pre.relu().square()
 
-    out = product_relu2(a, b, dtype=dtype, transposed=transposed, activation=activation)
+    out = product_relu2(a, b, transposed=transposed, activation=activation)
     exact = after(a.double() @ b_rows.double().mT)
     assert error(out, exact) <= 2 * error(after(F.linear(a, b_rows)), exact) + 1e-6
-    again = product_relu2(a, b, dtype=dtype, transposed=transposed, activation=activation)
+    again = product_relu2(a, b, transposed=transposed, activation=activation)
     assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_any_strides(dtype):
     a, b = operands((70, 48, 40), dtype)
-    expected = product_relu2(a, b, dtype=dtype)
+    expected = product_relu2(a, b)
     wide = torch.randn(70, 100).to(DEVICE, dtype)
     wide[:, 3:51] = a
-    assert torch.equal(product_relu2(a, b.mT, dtype=dtype, transposed=True), expected)
+    assert torch.equal(product_relu2(a, b.mT, transposed=True), expected)
     for left in (a.mT.contiguous().mT, wide[:, 3:51]):
         for right in (b, b.mT.contiguous().mT):
-            torch.testing.assert_close(product_relu2(left, right, dtype=dtype), expected)
+            torch.testing.assert_close(product_relu2(left, right), expected)
 
 
 TILINGS = ["_LARGE", "_SMALL", "_POINTERS"]
@@ -104,7 +104,7 @@ def test_every_tiling(tiling, monkeypatch):
         monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
     a, b = operands((140, 136, 264), torch.float16)
     exact = F.linear(a.double(), b.double()).relu().square()
-    assert error(product_relu2(a, b, dtype=torch.float16), exact) < 1e-3
+    assert error(product_relu2(a, b), exact) < 1e-3
 
 
 def test_offsets_beyond_32_bits(monkeypatch):
@@ -112,7 +112,7 @@ def test_offsets_beyond_32_bits(monkeypatch):
         monkeypatch.setattr(module, "needs_wide_offsets", lambda *strides: True)
     a, b = operands((140, 33, 135), torch.float16)
     exact = F.linear(a.double(), b.double()).relu().square()
-    assert error(product_relu2(a, b, dtype=torch.float16), exact) < 1e-3
+    assert error(product_relu2(a, b), exact) < 1e-3
     x = representable((70, 140), torch.float8_e5m2).to(DEVICE)
     one = torch.tensor(0.125, device=DEVICE)
     found, expected = (quantized_layouts(x, one, torch.float8_e5m2, True, True, True, k) for k in ("triton", "torch"))
@@ -124,43 +124,33 @@ def test_offsets_beyond_32_bits(monkeypatch):
 def test_not_a_number_stays_and_relu_wins():
     a, b = operands((20, 16, 24), torch.float16)
     a[3, 5] = float("nan")
-    out = product_relu2(a, b, dtype=torch.float16)
+    out = product_relu2(a, b)
     assert out[3].isnan().all()
     assert not out[:3].isnan().any()
-    grad = torch.full((20, 24), float("inf")).to(DEVICE, torch.float16)
-    zero = torch.zeros_like(grad)
-    assert torch.equal(relu2_backward(grad, zero, "triton"), zero)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (37, 211), (0, 4), (70, 200)])
-def test_backward_of_the_activation(shape, dtype):
-    activation = torch.randn(shape).relu().to(DEVICE, dtype)
-    grad = torch.randn(shape[::-1]).to(DEVICE, dtype).mT
-    found = relu2_backward(grad, activation, "triton")
-    torch.testing.assert_close(found, relu2_backward(grad, activation, "torch"))
-    assert found.is_contiguous()
+    zero = torch.zeros_like(out)
+    for bad in (float("inf"), float("nan")):
+        a[:, 0] = bad
+        assert torch.equal(product_relu2(a, b, activation=zero), zero)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 40, 17), (200, 128, 264), (0, 8, 8)])
 def test_gradients(shape, dtype):
-    x, weight = operands(shape, dtype)
+    x, up = operands(shape, dtype)
     down = (torch.randn(24, shape[2]) / max(shape[2], 1) ** 0.5).to(DEVICE, dtype)
-    for inputs, ours, plain in [
-        ((x, weight), linear_relu2, lambda x, w: F.linear(x, w).relu().square()),
-        ((x, weight, down), mlp_relu2, lambda x, u, d: F.linear(F.linear(x, u).relu().square(), d)),
-    ]:
-        grad = torch.randn(shape[0], inputs[-1].shape[0]).to(DEVICE)
-        results = []
-        for function, kind in [(ours, dtype), (plain, dtype), (plain, torch.float64)]:
-            leaves = [value.to(kind, copy=True).requires_grad_() for value in inputs]
-            options = {"kernels": "triton"} if function is ours else {}
-            out = function(*leaves, **options)
-            out.backward(grad.to(dtype).to(kind))
-            results.append([out, *(leaf.grad for leaf in leaves)])
-        for found, theirs, exact in zip(*results, strict=True):
-            assert error(found, exact) <= 2 * error(theirs, exact) + 1e-6
+    grad = torch.randn(shape[0], 24).to(DEVICE, dtype)
+
+    def plain(x, up, down):
+        return F.linear(F.linear(x, up).relu().square(), down)
+
+    results = []
+    for function, kind in [(mlp_relu2, dtype), (plain, dtype), (plain, torch.float64)]:
+        leaves = [value.to(kind, copy=True).requires_grad_() for value in (x, up, down)]
+        out = function(*leaves, kernels="triton") if function is mlp_relu2 else function(*leaves)
+        out.backward(grad.to(kind))
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for found, theirs, exact in zip(*results, strict=True):
+        assert error(found, exact) <= 2 * error(theirs, exact) + 1e-6
 
 
 # ------------------------------------------------------------------------------------------------------------- 8 bits
@@ -219,51 +209,22 @@ def test_the_largest_magnitude():
     assert quantized_layouts(x, scale, torch.float8_e5m2, True, True, True, "triton")[2].isnan()
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)])
-def test_backward_of_the_activation_in_8_bits(shape):
-    # Square roots of powers of four, so that nothing is rounded.
-    activation = (4.0 ** torch.randint(-2, 3, shape)) * torch.randint(0, 2, shape)
-    grad = representable(shape, torch.float8_e5m2).clamp(-64, 64)
-    grad = torch.where(grad.abs() >= 2**-6, grad, 0.0)
-    activation, grad = activation.to(DEVICE), grad.to(DEVICE)
-    scale = torch.tensor(0.125, device=DEVICE)
-    found = relu2_backward_fp8(grad, activation, scale, "triton")
-    expected = relu2_backward_fp8(grad, activation, scale, "torch")
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(bits(ours), bits(theirs))
-    assert found[2] == relu2_backward_twin(grad, activation).abs().max()
-
-
-@pytest.mark.parametrize("shape", [(3, 16, 32), (130, 144, 272), (140, 48, 20)])
-def test_8_bit_products_that_are_exact(shape):
-    rows, inner, features = shape
-    a = torch.randint(-2, 3, (rows, inner)).to(DEVICE, torch.float8_e4m3fn)
-    b = torch.randint(-2, 3, (features, inner)).to(DEVICE, torch.float8_e4m3fn)
-    scales = torch.tensor(0.5, device=DEVICE), torch.tensor(0.25, device=DEVICE)
-    out = product_relu2(a, b, dtype=torch.float32, scales=scales)
-    assert torch.equal(out, (a.float() @ b.float().mT / 8).relu().square())
-
-
 @needs_fp8
-@pytest.mark.parametrize("function", [linear_relu2, fp8_linear])
 @pytest.mark.parametrize("shape", [(1, 16, 16), (37, 48, 32), (300, 208, 528), (0, 16, 32), (4096, 768, 3072)])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_8_bit_layers(function, shape, weight_dtype):
-    x, weight = operands(shape, torch.bfloat16, transposed=function is fp8_linear, spread=3.0)
+def test_8_bit_layers(shape, weight_dtype):
+    x, weight = operands(shape, torch.bfloat16, transposed=True, spread=3.0)
     weight, grad = weight.to(weight_dtype), torch.randn(shape[0], shape[2], device=DEVICE)
     results = []
     for kernels in ("triton", "triton", "torch"):
         scales = [torch.tensor(value, device=DEVICE) for value in (0.01, 0.002, 0.001)]
         amaxes = [torch.zeros((), device=DEVICE) for _ in range(3)]
         leaves = [value.clone().requires_grad_() for value in (x, weight)]
-        named = Fp8LinearScales(*scales, *amaxes)
-        options = {"fp8": named} if function is linear_relu2 else named._asdict()
-        out = function(*leaves, **options, kernels=kernels)
+        out = fp8_linear(*leaves, **Fp8LinearScales(*scales, *amaxes)._asdict(), kernels=kernels)
         out.backward(grad.to(out.dtype))
         results.append([out.detach(), *(leaf.grad for leaf in leaves), *amaxes])
     for found, again, expected in zip(*results, strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, again)
-        # Hopper adds 8-bit products with about 14 bits forward; a unit in the last place of the activation may then
-        # move a gradient to the next of its 8-bit values.
+        # Hopper adds 8-bit products with about 14 bits forward.
         assert error(found, expected.double()) <= 3e-2
