@@ -7,7 +7,7 @@ do the same. Nothing is allocated and nothing is communicated.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
 from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
-from quintic.optim.plan.exchange import Cargo, per_key, traffic_of
+from quintic.optim.plan.exchange import Cargo, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Kind
+from quintic.optim.plan.memory.gathered_memory import needs_of
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
@@ -267,7 +268,7 @@ def _travelling_load(
     present = counts > 0 if exchange.is_local else torch.ones_like(counts, dtype=torch.bool)
     sent = received = between = torch.zeros_like(counts)
     if cargo is not None:
-        sent, received = traffic_of(cargo).sent, traffic_of(cargo).received
+        sent, received = traffic_of(cargo)
         between = traffic_of(cargo, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
     units = {(shared.key.group, unit) for unit in shared.units} - counted
     counted |= units
@@ -293,16 +294,12 @@ def _method(kind: Kind) -> str:
 
 def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
     """Return the temporary bytes on each rank: computed once for ranks that have and do the same."""
-    exchange = shared.exchange
-    of_copy = per_key(torch.tensor(exchange.counts), torch.tensor(exchange.copies)).tolist()
-    alike: dict[Any, Stages] = {}
-    found = []
-    for position, (piece, *counts) in enumerate(zip(exchange.pieces, exchange.counts, of_copy, strict=True)):
-        key = (None if piece is None else size_of(piece), *counts)
-        if key not in alike:
-            alike[key] = shared.stages(replace(exchange, position=position))
-        found.append(alike[key])
-    return found
+    alike: dict[Hashable, Stages] = {}
+    needs = needs_of(shared.exchange)
+    for position, need in enumerate(needs):
+        if need not in alike:
+            alike[need] = shared.stages(replace(shared.exchange, position=position))
+    return [alike[need] for need in needs]
 
 
 def _fill_workspaces_(

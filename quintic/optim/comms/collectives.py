@@ -1,6 +1,5 @@
 """The collectives that run in process groups: the only code that talks to other ranks."""
 
-import hashlib
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -200,16 +199,10 @@ def host_name() -> str:
     return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 
 
-def hosts_of(group: ProcessGroup, device: torch.device) -> tuple[int, ...]:
-    """Return a number for each rank, equal for ranks of one host; waits. All ranks of the group must call it.
-
-    Args:
-        group: the process group, which gives the order of the ranks.
-        device: of this rank, which the group can send from.
-    """
-    digest = hashlib.sha256(host_name().encode()).digest()
-    own = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], dtype=torch.int64, device=device)
-    return tuple(start_all_gather(own, dist.get_world_size(group), group).wait().tolist())
+def hosts_of(group: ProcessGroup) -> tuple[int, ...]:
+    """Return a number for each rank, equal for ranks of one host; waits. All ranks of the group must call it."""
+    names = all_gather_values(host_name(), group)
+    return tuple(map(names.index, names))
 
 
 def connects(group: ProcessGroup, device: torch.device) -> bool:

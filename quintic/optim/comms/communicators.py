@@ -73,7 +73,7 @@ class Communicators:
             self._warm.add(key)
             ranks = group_ranks(group)
             if ranks not in self.hosts:
-                self.hosts[ranks] = hosts_of(group, device)
+                self.hosts[ranks] = hosts_of(group)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these global ranks, in ascending order."""

@@ -13,7 +13,6 @@ broadcast by each of few owners. What a rank receives, and in which order, follo
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
-__all__ = ["Cargo", "Exchange", "Traffic", "per_key", "piece_numels", "traffic_of"]
+__all__ = ["Cargo", "Exchange", "Traffic", "per_key", "traffic_of"]
 
 
 class Amounts(NamedTuple):
@@ -86,7 +85,7 @@ class Exchange:
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's pieces; its first size is 0 where it holds nothing."""
-        return _shape_of(self.piece, self.unit_shape)
+        return (0, *self.unit_shape[1:]) if self.piece is None else size_of(self.piece)
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -106,9 +105,9 @@ class Exchange:
         return len(owners) <= 1 and holders == owners and size_of(self.pieces[owners[0]] or ()) == self.unit_shape
 
     @cached_property
-    def _numels(self) -> tuple[int, ...]:
-        """Entries of each rank's piece."""
-        return tuple(0 if piece is None else math.prod(size_of(piece)) for piece in self.pieces)
+    def numels(self) -> tuple[int, ...]:
+        """Entries of each rank's piece of a unit."""
+        return tuple(0 if piece is None else numel_of(piece) for piece in self.pieces)
 
     @cached_property
     def _places(self) -> list[tuple[slice, ...]]:
@@ -123,7 +122,7 @@ class Exchange:
     @cached_property
     def gathering(self) -> Amounts:
         """What this rank sends and receives while gathering, which happens within a copy."""
-        own, rows = self._numels[self.position], list(zip(self._same_copy, self.counts, self._numels, strict=True))
+        own, rows = self.numels[self.position], list(zip(self._same_copy, self.counts, self.numels, strict=True))
         return Amounts(
             [count * own if same else 0 for same, count, _ in rows],
             [self.num_owned * numel if same else 0 for same, _, numel in rows],
@@ -132,8 +131,8 @@ class Exchange:
     @cached_property
     def scattering(self) -> Amounts:
         """What this rank sends and receives while scattering."""
-        own = self._numels[self.position]
-        return Amounts([self.num_owned * numel for numel in self._numels], [count * own for count in self.counts])
+        own = self.numels[self.position]
+        return Amounts([self.num_owned * numel for numel in self.numels], [count * own for count in self.counts])
 
     # ------------------------------------------------------------------------------------------------------- movement
 
@@ -224,10 +223,6 @@ class Exchange:
         return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
 
 
-def _shape_of(box: Box | None, unit_shape: Sequence[int]) -> tuple[int, ...]:
-    return (0, *unit_shape[1:]) if box is None else size_of(box)
-
-
 class Cargo(NamedTuple):
     """An exchange, and the bytes of what it moves."""
 
@@ -241,22 +236,10 @@ class Cargo(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that each rank sends and receives, (ranks,) int64."""
+    """Bytes that each rank sends and receives, gathering and scattering, (ranks,) int64."""
 
-    gather_sent: Tensor
-    gather_received: Tensor
-    scatter_sent: Tensor
-    scatter_received: Tensor
-
-    @property
-    def sent(self) -> Tensor:
-        """Return the bytes that each rank sends."""
-        return self.gather_sent + self.scatter_sent
-
-    @property
-    def received(self) -> Tensor:
-        """Return the bytes that each rank receives."""
-        return self.gather_received + self.scatter_received
+    sent: Tensor
+    received: Tensor
 
 
 def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
@@ -269,7 +252,7 @@ def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
     """
     exchange = cargo.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))
-    pieces = piece_numels(exchange)
+    pieces = torch.tensor(exchange.numels, device="cpu")
     places = torch.arange(len(counts), device="cpu") if places is None else places
     elsewhere, owned_elsewhere = len(counts) - per_key(torch.ones_like(counts), places), _elsewhere(counts, places)
     if exchange.is_sparse:  # broadcasts of what there is
@@ -277,21 +260,17 @@ def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
     else:  # all-gathers of parts as long as the longest
         given = taken = max(exchange.counts) * elsewhere
     if exchange.is_replicated:
-        zeros, entries = torch.zeros_like(counts), math.prod(exchange.unit_shape) * cargo.update + cargo.factors
-        return Traffic(zeros, zeros, entries * given, entries * taken)
+        each = math.prod(exchange.unit_shape) * cargo.update + cargo.factors
+        return Traffic(each * given, each * taken)
     # A gather stays within a copy of the parameters, a scatter reaches all of them.
     of_copy = copies * (int(places.max()) + 1) + places
+    gather_sent = pieces * (per_key(counts, copies) - per_key(counts, of_copy))
+    gather_received = counts * (per_key(pieces, copies) - per_key(pieces, of_copy))
+    scatter_sent, scatter_received = counts * _elsewhere(pieces, places), pieces * owned_elsewhere
     return Traffic(
-        gather_sent=pieces * (per_key(counts, copies) - per_key(counts, of_copy)) * cargo.direction,
-        gather_received=counts * (per_key(pieces, copies) - per_key(pieces, of_copy)) * cargo.direction,
-        scatter_sent=counts * _elsewhere(pieces, places) * cargo.update + cargo.factors * given,
-        scatter_received=pieces * owned_elsewhere * cargo.update + cargo.factors * taken,
+        gather_sent * cargo.direction + scatter_sent * cargo.update + given * cargo.factors,
+        gather_received * cargo.direction + scatter_received * cargo.update + taken * cargo.factors,
     )
-
-
-def piece_numels(exchange: Exchange) -> Tensor:
-    """Return the entries of each rank's piece of a unit, (ranks,) int64."""
-    return torch.tensor([0 if piece is None else numel_of(piece) for piece in exchange.pieces], device="cpu")
 
 
 def per_key(values: Tensor, keys: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Gathered, ParameterUnit, Units
 from quintic.optim.plan.exchange import Cargo, Exchange
 from quintic.optim.plan.members import Kind, Member, direction_dtype, form_of, update_dtype
-from quintic.optim.plan.memory.gathered_memory import Key, different_positions, piece_entries, stages_of
+from quintic.optim.plan.memory.gathered_memory import Key, different, piece_entries, stages_of
 from quintic.optim.plan.memory.workspace import Matrices, width_of
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.schedule import Stages
@@ -93,7 +93,7 @@ class SharedBucket:
     @cached_property
     def most(self) -> Stages:
         """Return the most temporary bytes of any rank on any device of the type, by stage."""
-        of_ranks = [stages_of(self.key, self.kinds, one, anywhere=True) for one in _different(self.exchange)]
+        of_ranks = [stages_of(self.key, self.kinds, one, anywhere=True) for one in different(self.exchange)]
         return Stages(*map(max, zip(*of_ranks, strict=True)))
 
     def stages(self, exchange: Exchange) -> Stages:
@@ -113,14 +113,14 @@ def shared_buckets(
         for index, layout in enumerate(found):
             if layout is not None:
                 shares += _shares(number, group, index, layout)
-    owners = _owners(shares)
+    owners, worst = _owners(shares)
     together: dict[Key, list[tuple[int, ParameterUnit]]] = {}
     for share, owner in zip(shares, owners, strict=True):
         together.setdefault(Key(*share.key), []).append((owner, share.unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, param_groups[key.group], units)
-    return buckets, _balance(shares, owners)
+    return buckets, worst
 
 
 def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_Share]:
@@ -190,30 +190,22 @@ def _cost(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device
     return shape_cost(m, n) if form is None else form.flops(m, n)
 
 
-def _owners(shares: Sequence[_Share]) -> list[int]:
-    """Return the owner of each unit, as a position among the ranks that share it."""
-    owners = [0] * len(shares)
-    for ranks, members in _by_ranks(shares).items():
-        costs, holders = [shares[i].cost for i in members], [shares[i].holders for i in members]
-        for i, owner in zip(members, assign_owners(costs, holders, len(ranks)), strict=True):
-            owners[i] = owner
-    return owners
+def _owners(shares: Sequence[_Share]) -> tuple[list[int], float]:
+    """Return the owner of each unit, as a position among the ranks that share it, and how evenly work is divided.
 
-
-def _by_ranks(shares: Sequence[_Share]) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
+    The balance is the busiest rank's work over the mean, of the group of ranks where that is worst.
+    """
+    together: dict[tuple[int, ...], list[int]] = {}
     for number, share in enumerate(shares):
-        found.setdefault(share.ranks, []).append(number)
-    return found
-
-
-def _balance(shares: Sequence[_Share], owners: Sequence[int]) -> float:
-    """Return the busiest rank's work over the mean, of the group of ranks where that is worst."""
-    found = [
-        balance(loads_of([shares[i].cost for i in members], [owners[i] for i in members], len(ranks)))
-        for ranks, members in _by_ranks(shares).items()
-    ]
-    return max(found, default=1.0)
+        together.setdefault(share.ranks, []).append(number)
+    owners, worst = [0] * len(shares), 1.0
+    for ranks, members in together.items():
+        costs, holders = [shares[i].cost for i in members], [shares[i].holders for i in members]
+        found = assign_owners(costs, holders, len(ranks))
+        for i, owner in zip(members, found, strict=True):
+            owners[i] = owner
+        worst = max(worst, balance(loads_of(costs, found, len(ranks))))
+    return owners, worst
 
 
 def _shared_buckets(key: Key, group: Group, units: Sequence[tuple[int, ParameterUnit]]) -> Iterator[SharedBucket]:
@@ -311,7 +303,7 @@ def _at_a_time(
     """
     budget, num_ranks = group.max_workspace_bytes, len(key.ranks)
     one = exchange_of(min(count, 1) for count in counts)
-    pieces = max(piece_entries(replace(one, position=p)) for p in different_positions(one))
+    pieces = max(map(piece_entries, different(one)))
     entries = offloaded_entries(group, key.of.dtype)
     limit = 2**62 if entries is None else max(1, entries // max(1, pieces))
     if budget is None:
@@ -338,10 +330,5 @@ def _at_a_time(
 
 def _peak(key: Key, kinds: Sequence[Kind], exchange: Exchange) -> int:
     """Return the most temporary memory of any rank, with the bucket before and the one after like this one."""
-    stages = [stages_of(key, kinds, one, anywhere=True) for one in _different(exchange)]
+    stages = [stages_of(key, kinds, one, anywhere=True) for one in different(exchange)]
     return max(stage.scattering + stage.most + stage.gathering for stage in stages)
-
-
-def _different(exchange: Exchange) -> list[Exchange]:
-    """Return the exchange as ranks see it that need different memory."""
-    return [replace(exchange, position=position) for position in different_positions(exchange)]

@@ -16,7 +16,7 @@ from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.divided import divided_buckets
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Member, form_of
-from quintic.optim.plan.memory.local_memory import is_put_in_order, matrices_bytes, vectors_bytes
+from quintic.optim.plan.memory.local_memory import batch_bytes, is_put_in_order, vectors_bytes
 from quintic.optim.plan.memory.workspace import Matrices
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, arranged
@@ -126,7 +126,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
 
         is_copied = kernels == "triton" and is_put_in_order(block_shape, strides, form)
         most = functools.partial(
-            matrices_bytes, largest=largest, shape=(m, n), form=form, of=of._replace(anywhere=True), is_copied=is_copied
+            batch_bytes, largest=largest, shape=(m, n), form=form, of=of._replace(anywhere=True), is_copied=is_copied
         )
         at_a_time = _matrices_at_a_time(group, total, m * n, dtype, most)
         if device.type == "cpu":
@@ -145,7 +145,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
                     form=form,
                     numel=count * m * n,
                     flops=0 if form is None else count * form.flops(m, n),
-                    workspace_bytes=matrices_bytes(
+                    workspace_bytes=batch_bytes(
                         count, max(member.num_matrices for member in chunk), (m, n), form, of, is_copied
                     ),
                 )

@@ -110,9 +110,9 @@ def _seconds(
         where = torch.tensor([ranks.index(rank) for rank in shared.key.ranks], device="cpu")
         busy[:, where] += shared.unit_seconds * torch.tensor(shared.exchange.counts, device="cpu")
         if shared.cargo is not None:
-            everywhere = torch.stack([(found := traffic_of(shared.cargo)).sent, found.received])
+            everywhere = torch.stack(traffic_of(shared.cargo))
             hosts_of_these = torch.tensor([places[rank] for rank in shared.key.ranks], device="cpu")
-            away = torch.stack([(found := traffic_of(shared.cargo, hosts_of_these)).sent, found.received])
+            away = torch.stack(traffic_of(shared.cargo, hosts_of_these))
             between[:, where] += away
             within[:, where] += everywhere - away
     return max(float(busy.max()), float(within.max()) / LINKS.within_host, float(between.max()) / LINKS.between_hosts)

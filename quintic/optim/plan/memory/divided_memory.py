@@ -16,10 +16,9 @@ from quintic.optim.plan.members import direction_dtype
 from quintic.optim.plan.memory.local_memory import vectors_bytes
 from quintic.optim.plan.memory.workspace import (
     Matrices,
-    applied_bytes,
-    directions_bytes,
     factor_bytes,
     factors_of_pieces_bytes,
+    matrices_bytes,
     units_work,
 )
 from quintic.optim.plan.row_division import MARK_BYTES
@@ -41,7 +40,7 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
         in_order = all(group.params[part.index].is_contiguous() for part in bucket.parts)
         of = Matrices.of_group(group, dtype, bucket.device, kernels)._replace(anywhere=anywhere)
         counts = {len(bucket.parts[owned]) for owned in (bucket.of_owners if anywhere else [bucket.owned])}
-        work = max(_matrices_bytes(count, bucket.units, of, in_order) for count in counts)
+        work = max(_units_bytes(count, bucket.units, of, in_order) for count in counts)
     else:
         parts = bucket.parts if anywhere else bucket.own
         work = vectors_bytes(max((part.numel for part in parts), default=0), group, dtype, bucket.device, kernels)
@@ -100,14 +99,12 @@ def averaging_stages(
     )
 
 
-def _matrices_bytes(count: int, units: Units, of: Matrices, in_order: bool) -> int:
+def _units_bytes(count: int, units: Units, of: Matrices, in_order: bool) -> int:
     """Return an upper bound of what the step of so many units allocates, given their gradients."""
     shape, view, kinds = units.shape, units.view, units.kinds
     direction = max((direction_dtype(kind.form, of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
-    numel = count * math.prod(shape)
-    held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
     work = units_work(kinds, view, shape, count, of)
     factors = sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
     factors += factors_of_pieces_bytes(kinds, view, shape, shape, count, of)
-    applying = work.kept + factors + applied_bytes(math.prod(shape), of)
-    return max(directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
+    numel = math.prod(shape)
+    return matrices_bytes(count * numel, numel, direction, work, factors, of, in_order=in_order)

@@ -9,7 +9,9 @@ The moments are those of `gathered_step.py` and `exchange.py`:
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from quintic.optim.layout.layouts import Box, size_of
@@ -26,7 +28,7 @@ from quintic.optim.plan.memory.workspace import (
 )
 from quintic.optim.plan.schedule import Stages
 
-__all__ = ["Key", "different_positions", "piece_entries", "stages_of"]
+__all__ = ["Key", "different", "needs_of", "piece_entries", "stages_of"]
 
 
 class Key(NamedTuple):
@@ -59,17 +61,19 @@ def piece_entries(exchange: Exchange) -> int:
     return exchange.num_units * math.prod(exchange.piece_shape)
 
 
-def different_positions(exchange: Exchange) -> list[int]:
-    """Return one position for each different need of memory."""
-    of_copies: dict[int, int] = {}
+def needs_of(exchange: Exchange) -> list[Hashable]:
+    """Return for each rank what its need of memory follows from: ranks with equal ones need the same."""
+    of_copies: Counter[int] = Counter()
     for copy, count in zip(exchange.copies, exchange.counts, strict=True):
-        of_copies[copy] = of_copies.get(copy, 0) + count
-    found: dict[object, int] = {}
-    for position, (piece, count, copy) in enumerate(
-        zip(exchange.pieces, exchange.counts, exchange.copies, strict=True)
-    ):
-        found.setdefault((None if piece is None else size_of(piece), count, of_copies[copy]), position)
-    return list(found.values())
+        of_copies[copy] += count
+    sizes = [None if piece is None else size_of(piece) for piece in exchange.pieces]
+    return list(zip(sizes, exchange.counts, (of_copies[copy] for copy in exchange.copies), strict=True))
+
+
+def different(exchange: Exchange) -> list[Exchange]:
+    """Return the exchange as ranks see it that need different memory."""
+    positions = dict(zip(needs_of(exchange), range(len(exchange.ranks)), strict=True)).values()
+    return [replace(exchange, position=position) for position in positions]
 
 
 def stages_of(key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False) -> Stages:

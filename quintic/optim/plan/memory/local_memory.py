@@ -8,17 +8,17 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.members import adamw_entries, direction_dtype
 from quintic.optim.plan.memory.workspace import (
+    Footprint,
     Matrices,
     adamw_bytes,
-    applied_bytes,
-    directions_bytes,
     factor_bytes,
+    matrices_bytes,
     neuron_bytes,
     polar_work,
 )
 from quintic.optim.polar.forms import Form
 
-__all__ = ["is_put_in_order", "matrices_bytes", "vectors_bytes"]
+__all__ = ["batch_bytes", "is_put_in_order", "vectors_bytes"]
 
 
 def vectors_bytes(largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> int:
@@ -51,7 +51,7 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
     return MatrixLayout.of(shape, strides).transposed
 
 
-def matrices_bytes(
+def batch_bytes(
     count: int, largest: int, shape: tuple[int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
     """Return an upper bound of what `LocalStep` allocates.
@@ -67,10 +67,8 @@ def matrices_bytes(
     m, n = shape
     direction = direction_dtype(form, of.dtype)
     work = polar_work(form, count, m, n, of)
-    factors = factor_bytes(count, m, n, of)
-    held = count * m * n * direction.itemsize
-    computing = max(work.peak + (held if is_copied else 0), work.kept + neuron_bytes(form, count, m, n, of))
+    copied = count * m * n * direction.itemsize if is_copied else 0
+    work = Footprint(max(work.peak + copied, work.kept + neuron_bytes(form, count, m, n, of)), work.kept)
     # Those of decay are put beside them.
-    applying = work.kept + factors * (3 if of.scales_decay else 1) + applied_bytes(min(count, largest) * m * n, of)
-    starting = directions_bytes(count * m * n, direction, of)
-    return max(starting, held + max(computing, applying))
+    factors = factor_bytes(count, m, n, of) * (3 if of.scales_decay else 1)
+    return matrices_bytes(count * m * n, min(count, largest) * m * n, direction, work, factors, of, in_order=True)

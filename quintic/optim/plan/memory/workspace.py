@@ -39,6 +39,7 @@ __all__ = [
     "directions_bytes",
     "factor_bytes",
     "factors_of_pieces_bytes",
+    "matrices_bytes",
     "neuron_bytes",
     "polar_work",
     "units_work",
@@ -330,6 +331,25 @@ def applied_bytes(numel: int, of: Matrices) -> int:
         # The step; the weight widened, as it was and as it will be.
         tensors = 1 + 2 * (of.dtype.itemsize < 4)
     return at_a_time(numel, of) * (width_of(of.dtype) * tensors + of.cautious) + 64
+
+
+def matrices_bytes(
+    numel: int, largest: int, direction: torch.dtype, work: Footprint, factors: int, of: Matrices, *, in_order: bool
+) -> int:
+    """Return what a step of whole matrices allocates, given their gradients: directions, updates, weights.
+
+    Args:
+        numel: entries of all.
+        largest: entries of the largest parameter, or part of one.
+        direction: dtype of directions.
+        work: from directions to updates.
+        factors: bytes of what multiplies updates and decay.
+        of: weights, device and kernels.
+        in_order: as for `directions_bytes`.
+    """
+    held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
+    applying = work.kept + factors + applied_bytes(largest, of)
+    return max(directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
 
 
 def adamw_bytes(numel: int, of: Matrices, *, is_fused: bool) -> int:
