@@ -102,12 +102,9 @@ def start_sum(values: Tensor, group: ProcessGroup) -> Pending:
 
 
 def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Return what each rank sends, in the order of the ranks. All ranks of the group must call it.
+    """Return what each rank sends, of so many entries, in the order of the ranks. All ranks of the group must call it.
 
-    Args:
-        send: (size,) of any dtype, the same on all ranks; not modified.
-        sizes: of each rank's tensor.
-        group: the process group.
+    What this rank sends is (size,) of any dtype, the same on all ranks, and is not modified.
     """
     most = max(sizes)
     padded = send.new_zeros(most)
@@ -120,9 +117,7 @@ def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -
 def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
     """Return what each rank gives, anything that can be pickled; waits. All ranks of the group must call it.
 
-    Args:
-        value: of this rank.
-        group: None for all ranks; without process groups there is only this one.
+    None stands for the group of all ranks; without process groups there is only this one.
     """
     if not dist.is_initialized():
         return [value]

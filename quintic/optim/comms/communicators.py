@@ -40,11 +40,9 @@ class Communicators:
         """Ranks that are connected, in ascending order -> a number for each, equal for ranks of one host."""
 
     def connect(self, groups: Iterable[Group], layouts: Iterable[Sequence[Layout | None]]) -> None:
-        """Find or make a process group for every layout, and warm it up. All ranks that share parameters must call it.
+        """Find or make a process group for every layout, and warm it up.
 
-        Args:
-            groups: parameter groups.
-            layouts: of their parameters.
+        All ranks that share parameters must call it.
         """
         for group, found in zip(groups, layouts, strict=True):
             bound = bound_ranks(group)
@@ -82,9 +80,7 @@ class Communicators:
     def spanning(self, ranks: tuple[int, ...], device: torch.device) -> ProcessGroup:
         """Return a process group of ranks that need not share a parameter; the first time all of them must call it.
 
-        Args:
-            ranks: global ones, in ascending order.
-            device: of what they send.
+        They are global ones, in ascending order, and send from the device.
         """
         if ranks not in self._groups:
             everyone = default_group()

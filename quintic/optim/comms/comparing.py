@@ -67,10 +67,7 @@ def _text(option: object) -> str:
 def difference(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> str | None:
     """Compare what the ranks of a group are about to do; all of them must call it.
 
-    Args:
-        descriptions: one per parameter, which are equal on all ranks if their plans are.
-        ranks: of the group.
-        group: the process group.
+    Descriptions, one per parameter, are equal on all ranks if their plans are.
 
     Returns:
         None if they are equal, else a message with the first parameter that differs, and the ranks.

@@ -49,13 +49,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None) -> Facts:
-    """Return what this rank tells of its parameter groups.
-
-    Args:
-        groups: parameter groups.
-        layouts: of their parameters, from `layouts_of`.
-        problem: why this rank cannot make a step.
-    """
+    """Return what this rank tells of its parameter groups, and why it cannot make a step, if so."""
     of_params = [layout for of_group in layouts for layout in of_group]
     sharing = {tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks}
     bound = {bound_ranks(group) for group in groups} - {()}
@@ -72,12 +66,7 @@ def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 
 
 def exchanged(own: Facts, communicators: Communicators) -> dict[int, Facts]:
-    """Return the facts of all ranks that this rank is connected with, itself included. All of them must call it.
-
-    Args:
-        own: of this rank.
-        communicators: connected.
-    """
+    """Return the facts of all ranks that this rank is connected with, itself included. All of them must call it."""
     known = {this_rank(): own}
     rounds, is_over = 0, not own.sets
     while not is_over:
@@ -97,8 +86,7 @@ def exchanged(own: Facts, communicators: Communicators) -> dict[int, Facts]:
 def num_rounds(sets_of: Mapping[int, Sequence[Ranks]]) -> int:
     """Return after how many rounds of `exchanged` every rank knows the facts of all.
 
-    Args:
-        sets_of: rank -> its sets of ranks; all connected ranks.
+    The sets of ranks are those of all connected ranks.
     """
     knows = {rank: {rank} for rank in sets_of}
     in_order = sorted({ranks for sets in sets_of.values() for ranks in sets})
@@ -112,13 +100,7 @@ def num_rounds(sets_of: Mapping[int, Sequence[Ranks]]) -> int:
 
 
 class Connected:
-    """The ranks that this rank decides with.
-
-    Args:
-        facts: of all of them, by rank; the same on all.
-        groups: this rank's parameter groups.
-        communicators: of the optimizer.
-    """
+    """The ranks that this rank decides with, by the facts of all of them; these are the same on all."""
 
     def __init__(self, facts: Mapping[int, Facts], groups: Sequence[Group], communicators: Communicators) -> None:
         self._groups, self._communicators = groups, communicators
@@ -145,11 +127,7 @@ class Connected:
             self._process_group()
 
     def all_agree_(self, flags: Tensor) -> None:
-        """Replace flags by the smallest of all ranks', in place. All of them must call it.
-
-        Args:
-            flags: any shape, int32, on `device`.
-        """
+        """Replace int32 flags on `device` by the smallest of all ranks', in place. All of them must call it."""
         if not self.is_alone:
             all_agree_(flags, self._process_group())
 

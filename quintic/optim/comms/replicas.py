@@ -53,11 +53,9 @@ count them. An H200 does 630 (124M parameters) to 930 TFLOP/s (1.7B) in the same
 
 
 def speed_of(device_type: str, dtype: torch.dtype) -> float:
-    """Return the operations per second that are assumed of a device; any accelerator is taken for a GPU.
+    """Return the operations per second, with products of a dtype, that are assumed of a type of device such as "cuda".
 
-    Args:
-        device_type: such as "cuda".
-        dtype: of the matrix products.
+    Any accelerator is taken for a GPU.
     """
     narrow, wide = SPEEDS["cpu" if device_type == "cpu" else "cuda"]
     return narrow if dtype.itemsize <= 2 else wide
@@ -89,16 +87,10 @@ def has_replicas(layout: Layout) -> bool:
 
 
 def dividing_sets(layout: Layout, way: Way, hosts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that each do all of the work on a tensor.
+    """Return the sets of ranks, in ascending order, that each do all of the work on a tensor; every rank is in one.
 
-    Args:
-        layout: of the tensor.
-        way: who divides the work.
-        hosts: a number for each rank, in ascending order of the ranks, equal for ranks of one host. Read for "host"
-            only: copies that share a host are worked on together.
-
-    Returns:
-        Ranks in ascending order; every rank of the layout is in one of the sets.
+    Hosts are a number for each rank, in ascending order of the ranks, equal for ranks of one host. They are read for
+    "host" only: copies that share a host are worked on together.
     """
     if way == "divide":
         return [tuple(sorted(layout.ranks))]

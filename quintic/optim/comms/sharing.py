@@ -18,9 +18,6 @@ AVERAGING = ("replicated", *DIVIDING)
 def layouts_of(group: Group) -> list[Layout | None]:
     """Return for each parameter of a group where its pieces are; None where no other rank has a part in it.
 
-    Args:
-        group: the parameter group.
-
     Raises:
         ValueError: a `DTensor` in a group whose `comms` is for plain tensors, or one with a layout that is unknown.
     """
@@ -41,11 +38,7 @@ def layouts_of(group: Group) -> list[Layout | None]:
 def bound_ranks(group: Group) -> tuple[int, ...]:
     """Return the ranks that a user's `process_group` makes decide together though `comms` shares nothing among them.
 
-    Args:
-        group: the parameter group.
-
-    Returns:
-        In ascending order; none if the group says nothing of that.
+    They are in ascending order; none if the group says nothing of that.
     """
     if group.comms != "none" or group.process_group is None or not group.params:
         return ()
@@ -59,12 +52,7 @@ def ranks_of(layouts: Sequence[Layout | None]) -> tuple[int, ...]:
 
 
 def dividing_ranks(group: Group, layouts: Sequence[Layout | None]) -> tuple[int, ...]:
-    """Return the ranks among which a group's state is divided (`DIVIDING`); none where each rank has it whole.
-
-    Args:
-        group: the parameter group.
-        layouts: of its parameters, from `layouts_of`.
-    """
+    """Return the ranks among which a group's state is divided (`DIVIDING`); none where each rank has it whole."""
     return ranks_of(layouts) if group.comms in DIVIDING else ()
 
 

@@ -25,12 +25,9 @@ class Run(NamedTuple):
 
 
 class Packing:
-    """Copies runs of some tensors into a buffer or back, with what the kernels need kept from step to step.
+    """Copies runs, which do not overlap, of some tensors into a buffer or back.
 
-    Args:
-        runs: which do not overlap.
-        kernels: implementation.
-        device: of tensors and buffer.
+    What the kernels need is kept from step to step.
     """
 
     def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
@@ -48,11 +45,9 @@ class Packing:
             self._alignments = {run.place % ALIGNMENT for run in self._runs}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
-        """Copy the runs into a buffer, converting to its dtype.
+        """Copy the runs of dense tensors, of one dtype, into a buffer, converting to its dtype; None stands for zeros.
 
-        Args:
-            tensors: dense, of one dtype; None stands for zeros.
-            buffer: contiguous, of one dimension; changed where there are runs.
+        The buffer is contiguous, of one dimension, and changed where there are runs.
         """
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=True)

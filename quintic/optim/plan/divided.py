@@ -37,14 +37,7 @@ _LEAST_ALONE = 2**20
 
 
 def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int) -> Iterator[Divided]:
-    """Yield the buckets of a group whose state is divided, the same on all ranks.
-
-    Args:
-        number: position of the group.
-        group: validated.
-        ranks: global ranks that divide the state.
-        rank: the global rank whose plan this is.
-    """
+    """Yield one rank's buckets of the group in place `number`, whose state some global ranks divide."""
     together: dict[tuple[Any, ...], list[Part]] = {}
     divisions: dict[int, RowDivision] = {}
     for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group.params, strict=True)):

@@ -137,14 +137,9 @@ class Exchange:
     # ------------------------------------------------------------------------------------------------------- movement
 
     def gather(self, pieces: Tensor, group: ProcessGroup) -> Pending:
-        """Start to collect the units that this rank owns. All ranks of the group must call it.
+        """Start to collect the units that this rank owns, for `assemble`. All ranks of the group must call it.
 
-        Args:
-            pieces: (num_units, *piece_shape) contiguous: this rank's piece of every unit.
-            group: of `ranks`.
-
-        Returns:
-            What `assemble` takes.
+        Pieces are this rank's ones of every unit, (num_units, *piece_shape) contiguous.
         """
         if self.is_local or self.is_replicated:
             return Pending((), pieces[self.owned])
@@ -166,14 +161,9 @@ class Exchange:
         return units
 
     def scatter(self, units: Tensor, group: ProcessGroup) -> Pending:
-        """Start to hand out the units that this rank owns. All ranks of the group must call it.
+        """Start to hand out the units that this rank owns, for `pieces_of`. All ranks of the group must call it.
 
-        Args:
-            units: (num_owned, *unit_shape), any strides.
-            group: of `ranks`.
-
-        Returns:
-            What `pieces_of` takes.
+        Units are (num_owned, *unit_shape), with any strides.
         """
         if self.is_local or self.is_replicated:
             return self.all_gather(units, group)
@@ -192,14 +182,9 @@ class Exchange:
         return received.view(self.num_units, *self.piece_shape)
 
     def all_gather(self, owned: Tensor, group: ProcessGroup) -> Pending:
-        """Start to give every rank what each owner has. All ranks of the group must call it.
+        """Start to give every rank what each owner has, for `in_order`. All ranks of the group must call it.
 
-        Args:
-            owned: (num_owned, ...), the same sizes behind the first on all ranks.
-            group: of `ranks`.
-
-        Returns:
-            What `in_order` takes.
+        What this rank owns is (num_owned, ...), with the same sizes behind the first on all ranks.
         """
         if self.is_local:
             return Pending((), owned)
@@ -243,12 +228,10 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
-    """Return what moves from place to place, of an exchange that is not local.
+    """Return what an exchange that is not local moves from place to place.
 
-    Args:
-        cargo: the exchange.
-        places: (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of
-            its own.
+    Places are (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of its
+    own.
     """
     exchange = cargo.exchange
     counts, copies = (torch.tensor(values, device="cpu") for values in (exchange.counts, exchange.copies))

@@ -290,16 +290,9 @@ def _at_a_time(
     counts: Sequence[int],
     exchange_of: Callable[[Iterable[int]], Exchange],
 ) -> tuple[int, int]:
-    """Return (owners per bucket, units per owner) that fit the workspace.
+    """Return (owners per bucket, units per owner) that fit the workspace; a single unit may exceed it.
 
-    A single unit may exceed it.
-
-    Args:
-        key: of the bucket.
-        group: its parameter group.
-        kinds: of its units.
-        counts: how many units each rank owns.
-        exchange_of: returns the exchange of so many units of each owner.
+    Each rank owns so many units (counts) in all; `exchange_of` returns the exchange of so many of each owner.
     """
     budget, num_ranks = group.max_workspace_bytes, len(key.ranks)
     one = exchange_of(min(count, 1) for count in counts)

@@ -62,9 +62,7 @@ def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
 def buffers(found: Sequence[Offloaded], kind: int) -> tuple[int, int]:
     """Return how many buffers on one device the state of its buckets takes turns in, and the bytes of each.
 
-    Args:
-        found: the state of the device's buckets.
-        kind: 0 for what directions need, 1 for what weights need.
+    Kind 0 is what directions need, 1 what weights need.
     """
     sizes = [one.weights if kind else one.directions for one in found]
     number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)

@@ -55,14 +55,9 @@ def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | No
 
 
 def arranged(buckets: Iterable[_Shared], groups: Sequence[Group], orders: Orders) -> tuple[list[_Shared], Schedule]:
-    """Return the buckets with collectives in the order in which they are worked on, and when each starts.
+    """Return one rank's buckets with collectives in the order in which they are worked on, and when each starts.
 
     Buckets of one process group stay together, in the order of `_largest_first` where the user wants no other.
-
-    Args:
-        buckets: of one rank's plan.
-        groups: the parameter groups.
-        orders: what the user wants first.
     """
     in_order: list[_Shared] = []
     schedule: list[int | None] = []

@@ -37,12 +37,12 @@ def build_plan(
     orders: Orders | None = None,
     choices: Iterable[ReplicaChoice] = (),
 ) -> Plan:
-    """Return the plan of one rank.
+    """Return the plan of one global rank.
 
     Args:
         param_groups: validated (see `Muon.add_param_group`).
         layouts: for each group and each of its parameters where it travels, or None.
-        rank: the global rank whose plan this is.
+        rank: whose plan this is.
         divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
         orders: in which buckets with collectives start and are worked on, where the user wants another.
         choices: from `choose_ways`, to be told; `layouts` are from `divided_layouts` then.
@@ -64,13 +64,7 @@ def build_plan(
 
 
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
-    """Return the buckets of a group's parameters that this rank steps by itself.
-
-    Args:
-        group_index: position of the group.
-        group: validated, see `Muon.add_param_group`.
-        indices: positions of these parameters in the group.
-    """
+    """Return the buckets of a validated group's parameters, by their positions, that this rank steps by itself."""
     build = _muon_buckets if group.algorithm == "muon" else _adamw_buckets
     return build(group_index, group, indices)
 
@@ -158,12 +152,7 @@ def _matrices_at_a_time(
 ) -> int:
     """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state.
 
-    Args:
-        group: their parameter group.
-        total: >= 0.
-        numel: entries of each.
-        dtype: of them.
-        workspace: returns what so many need, which grows with their number.
+    Each has so many entries; `workspace` returns what a number of them needs, which grows with the number.
     """
     entries, budget = offloaded_entries(group, dtype), group.max_workspace_bytes
     limit = max(1, total)

@@ -60,14 +60,9 @@ def divided_layouts(
     hosts: Mapping[tuple[int, ...], Sequence[int]],
     rank: int,
 ) -> list[list[Layout | None]]:
-    """Return each layout among those ranks alone that divide the work with one rank.
+    """Return each layout among those ranks alone that divide the work with one global rank.
 
-    Args:
-        param_groups: validated.
-        layouts: for each group and each of its parameters where it travels, or None.
-        choices: from `choose_ways`; where nothing is chosen all ranks divide the work.
-        hosts: as for `choose_ways`.
-        rank: the global rank. What it has no part in is left as it is.
+    Where `choose_ways` chose nothing all ranks divide the work. What the rank has no part in is left as it is.
     """
 
     @functools.cache
@@ -95,11 +90,7 @@ def _seconds(
 ) -> float:
     """Return how long ranks that share parameters take for a step of these, by `LINKS` and `SPEEDS`.
 
-    Args:
-        param_groups: as for `choose_ways`.
-        layouts: likewise.
-        choice: of the ranks. Those that divide the work with the first one are looked at, the others do the same.
-        hosts: of the ranks.
+    Those that divide the work with the first one are looked at, the others do the same.
     """
     ranks = choice.ranks
     of_ranks = [[one if one is not None and tuple(sorted(one.ranks)) == ranks else None for one in f] for f in layouts]

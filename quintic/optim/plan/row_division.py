@@ -56,10 +56,8 @@ class RowDivision:
         """Return whether sending touched rows is worth it: if no rank sends or receives more than half of all rows.
 
         What is sent and what is received then fit into the memory in which whole gradients arrive. They are sent from
-        where they are, while touched rows are copied first: much is not lost.
-
-        Args:
-            counts: for each rank how many rows it sends to each owner, itself included.
+        where they are, while touched rows are copied first: much is not lost. Counts are the rows that each rank sends
+        to each owner, itself included.
         """
         sent = max(map(sum, counts))
         received = max(map(sum, zip(*counts, strict=True)))
@@ -67,15 +65,10 @@ class RowDivision:
 
 
 def divided_rows(param: Tensor, parts: Sequence[Part], num_ranks: int) -> RowDivision | None:
-    """Return how a parameter's rows are divided; None if it always travels whole.
+    """Return how the rows of an AdamW parameter are divided; None if it always travels whole.
 
     Those are parameters of one dimension, with strides that are not row-major, of less than 4 MiB or with rows of less
     than 64 bytes, and those of which not every rank has whole rows: with fewer rows than ranks, or not many more.
-
-    Args:
-        param: of an AdamW group.
-        parts: of the parameter.
-        num_ranks: of the ranks that divide its state.
     """
     if param.ndim < 2 or not param.is_contiguous() or param.numel() * param.element_size() < _LEAST_BYTES:
         return None
@@ -90,20 +83,17 @@ def divided_rows(param: Tensor, parts: Sequence[Part], num_ranks: int) -> RowDiv
 
 
 def touched_rows(gradient: Tensor) -> Tensor:
-    """Return (rows,) bool: the rows that are not zeros to the last bit; minus zero counts, it may survive a sum.
+    """Return (rows,) bool: the rows of a contiguous gradient with a bit set.
 
-    Args:
-        gradient: contiguous, at least one dimension.
+    Minus zero counts, it may survive a sum.
     """
     return gradient.view(_INTEGERS[gradient.element_size()]).flatten(1).any(1)
 
 
 def rows_to_send(marks: Tensor, count: int) -> Tensor:
-    """Return (count,) int64: the marked rows in ascending order. Does not wait for the device.
+    """Return the marked rows in ascending order, (count,) int64. Does not wait for the device.
 
-    Args:
-        marks: (rows,) uint8.
-        count: how many are 1.
+    Marks are (rows,) uint8, and so many of them are 1.
     """
     numbers = torch.arange(marks.numel(), device=marks.device)
     # What is not marked is written behind the end.
@@ -114,8 +104,7 @@ def rows_to_send(marks: Tensor, count: int) -> Tensor:
 def places_of(marks: Tensor) -> Tensor:
     """Return where each rank's rows stand among the rows that an owner receives, (ranks, rows) int32; -1 for nowhere.
 
-    Args:
-        marks: (ranks, rows) uint8: which of the owner's rows each rank sends.
+    Marks, (ranks, rows) uint8, say which of the owner's rows each rank sends.
     """
     flat = marks.flatten()
     return torch.where(flat != 0, flat.cumsum(0, dtype=torch.int32) - 1, -1).view(marks.shape)
@@ -124,12 +113,8 @@ def places_of(marks: Tensor) -> Tensor:
 def mean_of_rows(received: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
     """Return the mean over ranks of an owner's rows, (rows, row size): what is missing counts as zeros.
 
-    The bits are those of `averaging.mean_of_ranks` with the zeros written out.
-
-    Args:
-        received: (rows received, row size) contiguous.
-        places: (ranks, rows) int32: from `places_of`.
-        kernels: implementation.
+    The bits are those of `averaging.mean_of_ranks` with the zeros written out. Rows received are (rows received, row
+    size) contiguous, places from `places_of`.
     """
     shape = (places.shape[1], received.shape[1])
     if kernels == "triton":

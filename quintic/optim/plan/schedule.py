@@ -59,13 +59,8 @@ def run_overlapping(
 ) -> None:
     """Run steps of three parts, divided by two yields, such that collectives are under way while others compute.
 
-    Every rank of a process group must run the same steps in the same order.
-
-    Args:
-        steps: generators.
-        schedule: in which order; None for each to start before the work on the one before it, and to be finished after
-            the work on the next.
-        meanwhile: work without collectives.
+    Every rank of a process group must run the same steps in the same order. Without a schedule each starts before the
+    work on the one before it, and is finished after the work on the next; `meanwhile` is work without collectives.
     """
     for number in one_ahead(len(steps)) if schedule is None else schedule:
         if number is not None:
@@ -151,15 +146,10 @@ def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
 
 
 def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:
-    """Return the most temporary memory at a time.
+    """Return the most temporary memory at a time of buckets with collectives, in the order in which they are worked on.
 
-    Buckets run one after the other, but for those with collectives: of these some are gathered and some scattered
-    meanwhile.
-
-    Args:
-        stages: of the buckets with collectives, in the order in which they are worked on.
-        schedule: in which order their parts are run.
-        alone: what each of the other buckets needs at most.
+    The others, of which each needs `alone` bytes at most, run one after the other; but of these, run by the schedule,
+    some are gathered and some scattered meanwhile.
     """
     parts = [0] * len(stages)
     peak = held = 0

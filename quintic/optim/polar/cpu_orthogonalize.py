@@ -85,15 +85,7 @@ def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None
 
 
 def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dtype) -> int:
-    """Return an upper bound of what `iterate_on_cpu` allocates, its result included.
-
-    Args:
-        form: how matrices are orthogonalised.
-        batch: how many.
-        m: rows.
-        n: columns.
-        direction: dtype of what is orthogonalised.
-    """
+    """Return an upper bound of what `iterate_on_cpu` allocates, its result included, for directions of a dtype."""
     dtype, together = form.compute_dtype, batch if min(m, n) < _ALONE_SIDE else 1
     memory = together * (2 * m * n + _NUM_SMALL * min(m, n) ** 2)
     if dtype == torch.bfloat16:
@@ -263,9 +255,7 @@ def _add_symmetric(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
 def _symmetric_blocks(out: Tensor, terms: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield rows and columns of blocks up to the diagonal, and the columns of each that are mirrored above it.
 
-    Args:
-        out: (1, side, side).
-        terms: of the sums.
+    The matrix is (1, side, side), its entries sums of so many terms.
     """
     side = out.shape[-1]
     rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS

@@ -56,10 +56,7 @@ def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.Abstract
 def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the length that a side of matrices of `dtype` is padded to, so that products do not depend on the batch.
 
-    Args:
-        side: rows or columns.
-        dtype: of the products.
-        device: need not be there.
+    The device need not be there.
     """
     pads = device.type == "cuda" and dtype.itemsize == 2
     return -(-side // _SIDE_MULTIPLE) * _SIDE_MULTIPLE if pads else side

@@ -154,16 +154,10 @@ def _multiply_symmetric(
 
 
 def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the result of a program, computed product by product.
+    """Return the result of a program, (batch, m, n), computed product by product.
 
-    Args:
-        program: from `products_of`.
-        x: one tensor, (batch, m, n), normalised and contiguous; taken out of the list.
-        multiply: from `multiplier`.
-        dtype: of the result; None for that of `x`.
-
-    Returns:
-        (batch, m, n), a new tensor.
+    `x` has one tensor, (batch, m, n), normalised and contiguous, which is taken out of the list. The result, a new
+    tensor, has its dtype where none is given.
     """
     matrices: dict[int, Tensor] = {0: x.pop()}
     wide = matrices[0].shape[-2] <= matrices[0].shape[-1]
@@ -191,15 +185,10 @@ def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: t
 
 
 def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the result of a program, computed in one launch on a Hopper GPU.
+    """Return the result of a program, (batch, m, n), computed in one launch on a Hopper GPU.
 
-    Args:
-        program: from `products_of`.
-        pair: (2, batch, m, n) contiguous, the normalised matrices in [0]; overwritten.
-        dtype: of the result; None for that of `pair`.
-
-    Returns:
-        (batch, m, n), in one half of `pair` where the dtype has as many bits.
+    The pair is (2, batch, m, n) contiguous, with the normalised matrices in [0], and is overwritten. The result has its
+    dtype where none is given; with as many bits it is one half of the pair.
     """
     from quintic.kernels.products.hopper_program import run_program
 

@@ -70,13 +70,9 @@ class DeviceHyperparameters:
         """Whether a value is a tensor on the device, which may change there."""
 
     def update(self, found: Sequence[float | Tensor], lr_ratio: float) -> None:
-        """Bring the device's values up to date.
+        """Bring the values, in the order of `HYPERPARAMETERS`, up to date on the device; the first times a ratio.
 
         A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
-
-        Args:
-            found: the hyperparameters, in the order of `HYPERPARAMETERS`.
-            lr_ratio: factor on the first of them.
 
         Raises:
             RuntimeError: a number changed since the last upload and a CUDA graph is being captured.

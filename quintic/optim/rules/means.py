@@ -11,12 +11,9 @@ __all__ = ["mean_in_order", "mean_of_ranks"]
 
 
 def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
-    """Return the mean of the first dimension's tensors, summed in order in float32 or wider and rounded once.
+    """Return the mean of (ranks, entries) contiguous over ranks, summed in order in float32 or wider and rounded once.
 
-    Args:
-        received: (ranks, entries) contiguous.
-        kernels: implementation.
-        out: (entries,) contiguous, of the same dtype: where the mean is written, or None for new memory.
+    It is written to `out`, (entries,) contiguous of the same dtype, or to new memory.
     """
     if out is None:
         out = received.new_empty(received.shape[1:])
@@ -30,9 +27,7 @@ def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None)
 def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
     """Write the mean of tensors of one shape, summed in order in float32 or wider and rounded once; return it.
 
-    Args:
-        tensors: at least one; what an iterator makes anew need not be there all at once.
-        out: of the same dtype and shape.
+    Tensors that an iterator makes anew need not be there all at once.
     """
     tensors = iter(tensors)
     total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1

@@ -12,9 +12,7 @@ __all__ = ["all_finite", "first_non_finite"]
 def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return () int32 on `device`: 1 if every entry of every gradient is finite, else 0. No host synchronisation.
 
-    Args:
-        gradients: floating point, on any devices; not modified.
-        device: where the answer is wanted.
+    Gradients may be on any devices.
     """
     flags = []
     for norms in _largest_entries(gradients):
@@ -25,12 +23,7 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def first_non_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> str | None:
-    """Return the name of the first gradient with an infinite or undefined entry. Waits for the device.
-
-    Args:
-        names: of the parameters.
-        gradients: floating point; not modified.
-    """
+    """Return the name of the first gradient with an infinite or undefined entry. Waits for the device."""
     if not gradients or bool(all_finite(gradients, gradients[0].device)):
         return None
     return next(name for name, g in zip(names, gradients, strict=True) if not bool(torch.isfinite(g).all()))

@@ -39,13 +39,7 @@ def full_precision(weight: Tensor, master: Tensor | None) -> Tensor:
 
 
 def store_(weight: Tensor, master: Tensor, value: Tensor) -> None:
-    """Write a float32 value into a low-precision weight and its master.
-
-    Args:
-        weight: bfloat16 (or float16 with a float32 master), changed in place.
-        master: float32 or uint16 of the same shape, changed in place.
-        value: float32 of the same shape; not modified.
-    """
+    """Write a float32 value into a bfloat16 weight, or a float16 one with a float32 master, and its master."""
     weight.copy_(_rounded(value, weight.dtype))
     if master.dtype == torch.uint16:
         master.view(torch.int16).copy_(value.view(torch.int32))  # the cast keeps the low 16 bits

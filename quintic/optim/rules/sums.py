@@ -7,13 +7,7 @@ __all__ = ["norms", "sums"]
 
 
 def norms(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the Euclidean norms of `x` along a dimension, which becomes 1.
-
-    Args:
-        x: floating point, any shape; not modified.
-        dim: the dimension.
-        dtype: of the sums and the result; None for that of `x`.
-    """
+    """Return the Euclidean norms of `x` along a dimension, which becomes 1; in the dtype of `x` where none is given."""
     if not x.is_cuda:
         result: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
         return result

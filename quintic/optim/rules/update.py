@@ -91,10 +91,8 @@ def momentum_(
 def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
     """Return what stands at the same place of each sequence; of large tensors one piece after the other.
 
-    Args:
-        rows: tensors, those of the first sequence as large as all that stand at their place, which may also be
-            numbers, None, or tensors to be broadcast.
-        entries: that a piece may have, at least 1; None for whole tensors.
+    Tensors of the first sequence are as large as all that stand at their place, which may also be numbers, None, or
+    tensors to be broadcast. A piece has so many entries at most, at least 1; None for whole tensors.
     """
     items = zip(*rows, strict=True)
     if entries is None or max(map(Tensor.numel, rows[0]), default=0) <= entries:

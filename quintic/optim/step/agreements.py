@@ -121,9 +121,6 @@ class Agreements:
 
         For the beginning of a step, before anything is sent. In the first one all is well: ranks tell each other then.
 
-        Args:
-            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
-
         Raises:
             RuntimeError: one is; on the ranks that have such a gradient, and on no others.
         """
@@ -135,9 +132,6 @@ class Agreements:
         """Begin to count the ranks that have a gradient; meanwhile sums still to be made stand in `p.grad`.
 
         All ranks that share parameters must call it.
-
-        Args:
-            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
 
         Raises:
             RuntimeError: as `agree`; on all ranks, if some have a gradient as a sum and others as none. The parameter
@@ -154,12 +148,9 @@ class Agreements:
             counted.check(wait=False)
 
     def sum_early(self, numbers: Iterable[int]) -> None:
-        """Make sums of gradients before the step, and put them in `p.grad`, also where this rank has none.
+        """Make sums of some groups' gradients before the step, and put them in `p.grad`, also where this rank has none.
 
         All ranks that share parameters must call it.
-
-        Args:
-            numbers: of the groups.
 
         Raises:
             RuntimeError: as `agree` and `check_sums`.
@@ -189,12 +180,8 @@ class Agreements:
     ) -> Tensor | None:
         """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
 
-        Args:
-            number: of the bucket in the plan.
-            bucket: that the parameters belong to.
-            parts: of the bucket.
-            indices_of: returns the positions of their parameters in the group; called only if `parts` are not those of
-                the last step.
+        `indices_of` returns the positions of the parts' parameters in the group; it is called only if these are not the
+        parts of the last step.
         """
         key, selection = self._selections.get(number, (None, None))
         if key != parts:
@@ -233,15 +220,7 @@ _WHOLE = 2**16
 
 
 class _Counted:
-    """The parameters that some ranks share, and how many of these have gradients.
-
-    Args:
-        params: the parameters.
-        groups: the number of each one's group.
-        needed: of how many ranks each needs a gradient to be stepped.
-        process_group: of the ranks.
-        partial: which gradients are sums still to be made.
-    """
+    """The parameters that some ranks share, each needing the gradients of so many of them to be stepped."""
 
     def __init__(
         self,
@@ -299,8 +278,7 @@ class _Counted:
     def check(self, *, wait: bool) -> None:
         """Raise if a gradient of the last step was a sum on some ranks and none on others, as far as that is known.
 
-        Args:
-            wait: for the device; otherwise counts of this step are asked for, too.
+        Without `wait` the host does not wait for the device, and counts of this step are asked for, too.
 
         Raises:
             RuntimeError: the same on all ranks.

@@ -76,14 +76,7 @@ class Indexed(Protocol):
 
 
 class BucketStep:
-    """Steps one bucket.
-
-    Args:
-        number: of the bucket in the plan.
-        bucket: of the plan.
-        memory: what it keeps between steps.
-        common: what all buckets are stepped with.
-    """
+    """Steps one bucket of a plan, with what it keeps between steps (memory) and what all buckets share (common)."""
 
     def __init__(self, number: int, bucket: Bucket, memory: BucketMemory, common: PlanWide) -> None:
         self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
@@ -102,8 +95,7 @@ class BucketStep:
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way, or not at all.
 
-        Args:
-            go: () int32 on a device; where it is zero nothing changes. None for always.
+        Where `go`, () int32 on a device, is zero nothing changes; None for always.
         """
         raise NotImplementedError
 
@@ -135,17 +127,14 @@ class BucketStep:
     def runs_alone(self, host_go: bool) -> bool:
         """Return whether this rank has something to do that needs no messages.
 
-        Args:
-            host_go: False if the host knows that a gradient is not finite.
+        `host_go` is False if the host knows that a gradient is not finite.
         """
         raise NotImplementedError
 
     def stepped(self, go: Tensor | None, parts: Sequence[Indexed]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
-        Args:
-            go: of the whole step.
-            parts: of the bucket, those that are stepped together.
+        `go` is of the whole step; the parts, which are stepped together, are the bucket's.
         """
         if self.group.on_nonfinite == "propagate":
             go = None

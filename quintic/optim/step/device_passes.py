@@ -28,15 +28,9 @@ _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS)
 
 
 class DevicePasses:
-    """The passes over a bucket's matrices with the kernels, see `updates.Passes`.
+    """The passes over at least one member of a bucket with the kernels, see `updates.Passes`.
 
-    Args:
-        bucket: of the plan.
-        group: its parameter group.
-        active: the members that have a gradient, at least one.
-        memory: the bucket's own.
-        hyperparameters: up to date.
-        go: () or (matrices,) int32 on the device; where it is zero nothing changes. None for always.
+    Where `go`, () or (matrices,) int32 on the device, is zero nothing changes; None for always.
     """
 
     def __init__(

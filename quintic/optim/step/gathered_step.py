@@ -81,12 +81,8 @@ class GatheredStep(BucketStep):
     def _start_neurons(self, factors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send NorMuon's factors and second moments from their owners to everybody.
 
-        Args:
-            factors: of the units that this rank owns, for each kind.
-
-        Returns:
-            What waits for the factors of all units, for each kind (units, m or 1, n or 1); second moments are up to
-            date then.
+        The function returned waits for the factors of all units, for each kind (units, m or 1, n or 1), given those of
+        the units that this rank owns; second moments are up to date then.
         """
         units, exchange = self.bucket.units, self.bucket.exchange
         moments, packing = self.memory.moments_of_units(self.group, self._common.state), self.memory.moments_packing()

@@ -171,12 +171,8 @@ class BucketMemory:
     ) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix, (count, kinds).
 
-        Args:
-            bucket: of the plan.
-            group: its parameter group.
-            parts: what the matrices belong to, a tuple that is the same one as long as nothing changes.
-            shapes: (m, n) of each kind of matrix.
-            numbers_of: returns of each matrix, by kind, the position among the matrices of its parameter.
+        The matrices belong to `parts`, a tuple that is the same one as long as nothing changes; `numbers_of` returns of
+        each matrix, by kind, the position among the matrices of its parameter.
         """
         if self._scales_of != (group.lr_scale, group.lr_multipliers) or self._scaled_parts != parts:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
@@ -205,12 +201,7 @@ class BucketMemory:
         return self._moments
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
-        """Reject state that the kernels would misread, where it is not the state that was checked before.
-
-        Args:
-            active: with the state.
-            dtypes: of the state by name.
-            addresses: of state and weights.
+        """Reject state that the kernels would misread; what was checked last, at these addresses, is right.
 
         Raises:
             ValueError: state of a parameter is on another device, or has another dtype or memory order than it should.
@@ -240,11 +231,7 @@ class BucketMemory:
     ) -> Tensor | None:
         """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
 
-        Args:
-            bucket: of the plan.
-            moments: (matrices, m, 1) or (matrices, 1, n), of whole members.
-            names: of the parameters that they belong to.
-            kind: which of the bucket's kinds of matrices.
+        The moments, (matrices, m, 1) or (matrices, 1, n), are those of whole members, of one of the bucket's kinds.
 
         Raises:
             ValueError: the kernel would misread the second moments of a parameter.
@@ -292,11 +279,7 @@ def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
 
 
 def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Reject state that the kernels would misread: they see addresses alone.
-
-    Raises:
-        ValueError: state is on another device, or has another dtype or memory order than the optimizer gave it.
-    """
+    """Reject state of another device, dtype or memory order: kernels see addresses alone."""
     wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
     for member, param, state in zip(active.members, active.params, active.states, strict=True):
         for key in wanted.keys() & state.keys():
@@ -310,11 +293,7 @@ def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _check_moments(names: Iterable[str], moments: Sequence[Tensor], device: torch.device) -> None:
-    """Reject second moments that the kernel would misread.
-
-    Raises:
-        ValueError: they are on another device, or have another dtype or memory order than the optimizer gave them.
-    """
+    """Reject second moments that the kernel would misread: of another device, dtype or memory order."""
     for name, found in zip(names, moments, strict=True):
         if (found.device, found.dtype) != (device, torch.float32) or not found.is_contiguous():
             raise ValueError(

@@ -113,11 +113,7 @@ class PartialGradients:
         )
 
     def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> str | None:
-        """Tell all ranks what sums were found, and remember theirs. All ranks of the group must call it; waits.
-
-        Args:
-            params: the same ones on all ranks.
-            group: of their ranks.
+        """Tell all ranks what sums there are, and remember theirs. All ranks of the group must call it; waits.
 
         Returns:
             None, or on all ranks the same message: ranks have different sums of one parameter, or only some of those
@@ -139,10 +135,7 @@ class PartialGradients:
         return None
 
     def check(self, params: Iterable[Any]) -> None:
-        """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
-
-        Args:
-            params: `DTensor`s that are watched.
+        """Check that the gradients of `DTensor`s are no other sums than all ranks know of; nothing is communicated.
 
         Raises:
             RuntimeError: one is; on the ranks that have such a gradient, and on no others.
@@ -166,11 +159,7 @@ class PartialGradients:
             )
 
     def replace(self, params: Iterable[Tensor]) -> None:
-        """Put the sums in the place of gradients, also where this rank has none. All ranks of the meshes must call it.
-
-        Args:
-            params: those that are no sums, as far as ranks know, are left alone.
-        """
+        """Put known sums in the place of gradients, or of none. All ranks of the meshes must call it."""
         for param in params:
             if param not in self._known:
                 continue
@@ -184,11 +173,7 @@ class PartialGradients:
 
     @contextmanager
     def summed(self, params: Iterable[Tensor]) -> Iterator[None]:
-        """Put the sums in the place of gradients meanwhile. All ranks of the meshes must call it.
-
-        Args:
-            params: those that are no sums, as far as ranks know, are left alone.
-        """
+        """Put known sums in the place of gradients meanwhile. All ranks of the meshes must call it."""
         kept: list[tuple[Tensor, Tensor | None]] = []
         try:
             if self._known:

@@ -19,15 +19,9 @@ _MOMENTUM, _DTYPE = itemgetter("momentum_buffer"), attrgetter("dtype")
 
 
 class PlainPasses:
-    """The passes over a bucket, see `updates.Passes`, in plain PyTorch.
+    """The passes over at least one member of a bucket, see `updates.Passes`, in plain PyTorch.
 
-    Args:
-        bucket: the bucket.
-        group: its parameter group.
-        active: its members, at least one.
-        present: for each whether it is stepped; None for all. The others keep weights and state, and have zeros for
-            a direction.
-        places: where the members' matrices are, from step to step; None to look it up.
+    Members that are not `present` keep weights and state, and have zeros for a direction; None if all are.
     """
 
     def __init__(

@@ -55,13 +55,7 @@ class Done(NamedTuple):
 class Runner:
     """The plan of some parameter groups, and what its buckets keep on their devices between steps.
 
-    Args:
-        groups: validated parameter groups.
-        state: of their parameters.
-        communicators: connected.
-        orders: in which buckets start and are worked on, where the user wants another than the plan's.
-        rows: the tables whose touched rows travel.
-        early: averages of gradients made before the step.
+    The tables whose touched rows travel, and the averages made before a step, outlive it.
 
     Raises:
         ValueError: an order names a parameter that there is none of.
@@ -165,14 +159,10 @@ class Runner:
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
-        """Average gradients before the next step, which then does not. All ranks that share parameters must call it.
+        """Average the gradients of some groups before the next step, which then does not; return the averages by group.
 
-        Args:
-            numbers: of the groups whose next step it is for. Those that were averaged already, and not touched since,
-                are not averaged again; those whose gradients need no average are left out.
-
-        Returns:
-            The averages of these groups.
+        All ranks that share parameters must call it. What was averaged already, and not touched since, is not averaged
+        again; groups whose gradients need no average are left out.
 
         Raises:
             ValueError: a gradient is sparse.

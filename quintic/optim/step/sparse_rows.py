@@ -38,14 +38,7 @@ __all__ = ["AnnouncedRows", "Table", "start_mean_of_rows"]
 
 
 class Table:
-    """A parameter whose touched rows travel, and what ranks know of them during one step.
-
-    Args:
-        name: of the parameter.
-        param: the parameter.
-        group: position of its group.
-        bucket: its own.
-    """
+    """A parameter whose touched rows travel, and what ranks know of them during one step."""
 
     def __init__(self, name: str, param: Tensor, group: int, bucket: DividedTable) -> None:
         self.name, self.param, self.group = name, param, group
@@ -72,12 +65,7 @@ class Table:
         self._offender: HostCopy | None = None
 
     def announce(self, rows: Tensor, *, is_complete: bool) -> None:
-        """Mark rows, see `Muon.announce_rows`.
-
-        Args:
-            rows: (n,) int64 on the device.
-            is_complete: whether these are the last ones before the parameter is stepped.
-        """
+        """Mark rows, (n,) int64 on the device, the last ones of a step if complete; see `Muon.announce_rows`."""
         if self.is_sent:
             raise RuntimeError(
                 f"{self.name}: announce_rows was called again after the rows of this step were sent; give more=True to "
@@ -89,12 +77,9 @@ class Table:
         self.is_complete = is_complete
 
     def send(self, process_group: ProcessGroup) -> None:
-        """Start to send marks to the owners of the rows, and counts to everybody.
+        """Start to send marks to the owners of the rows, and counts to everybody. All ranks must call it once a step.
 
-        They are those of what was announced, or else of what the gradient has. All ranks must call it once a step.
-
-        Args:
-            process_group: of marks.
+        They are those of what was announced, or else of what the gradient has.
 
         Raises:
             ValueError: the gradient is sparse.
@@ -180,8 +165,7 @@ class Table:
     def check(self, wait: bool) -> None:
         """Raise if the last step found rows that an announcement had left out, as far as that is known.
 
-        Args:
-            wait: for the device.
+        With `wait` the host waits for the device.
 
         Raises:
             RuntimeError: the same on all ranks.
@@ -222,13 +206,7 @@ class Table:
 
 
 def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
-    """Send touched rows to their owners; the function returned waits for the mean of this rank's entries.
-
-    Args:
-        bucket: of the table alone.
-        table: whose marks were sent.
-        process_group: of the ranks.
-    """
+    """Send touched rows once marks were sent; the function returned waits for the mean of this rank's rows."""
     row_size, gradient = table.division.row_size, table.gradient()
     sends, receives = ([count * row_size for count in counts] for counts in (table.sends(), table.receives()))
     if gradient is None:
@@ -242,11 +220,7 @@ def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup
 
 
 class AnnouncedRows:
-    """The tables of one optimizer whose touched rows travel; they outlive its plans.
-
-    Args:
-        communicators: of the optimizer.
-    """
+    """The tables of one optimizer whose touched rows travel; they outlive its plans."""
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
@@ -282,16 +256,7 @@ class AnnouncedRows:
         more: bool,
         may_send: bool,
     ) -> None:
-        """See `Muon.announce_rows`.
-
-        Args:
-            groups: of the optimizer.
-            pending_steps: for each group how many steps it waits for after the next one; 0 if that steps it.
-            param: or its name.
-            rows: numbers of rows.
-            more: whether further calls follow before the next step.
-            may_send: whether ranks have compared their plans.
-        """
+        """See `Muon.announce_rows`; marks are sent at once only where ranks have compared their plans (`may_send`)."""
         self.check(wait=False)
         found = _found(groups, param)
         if not isinstance(rows, Tensor) or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():

@@ -80,15 +80,8 @@ def orthogonalized_units(
 ) -> tuple[Tensor, list[Tensor]]:
     """Orthogonalise the units that this rank owns, and advance their neurons.
 
-    Args:
-        bucket: of the plan.
-        group: its parameter group.
-        memory: the bucket's own.
-        state: of all parameters.
-        directions: (owned, *unit shape) contiguous.
-        scales: (units of all ranks, kinds), from `UnitsMemory.scales_of_units`.
-        go: (units of all ranks,) int32 on the device: where it is zero the unit stays as it was. None for all.
-        observer: is shown what this rank orthogonalises, or None.
+    Directions are (owned, *unit shape) contiguous; scales, from `UnitsMemory.scales_of_units`, are those of the units
+    of all ranks. Where `go`, (units of all ranks,) int32 on the device, is zero the unit stays as it was; None for all.
 
     Returns:
         The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
@@ -178,21 +171,16 @@ def factors_of_units(vectors: Tensor, units: Units) -> list[Tensor]:
 def beside_decay(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     """Return for each kind the factors of updates, then those of decay: (2 units, m or 1, n or 1).
 
-    Args:
-        factors: for each kind (units, m or 1, n or 1).
-        scales: (units, kinds), of decay.
+    They are given as (units, m or 1, n or 1) for each kind, and (units, kinds).
     """
     columns = scales.view(*scales.shape, 1, 1).unbind(1)
     return [torch.cat([found, scale.expand_as(found)]) for found, scale in zip(factors, columns, strict=True)]
 
 
 def factors_over(factors: Sequence[Tensor], units: Units, piece: Box | None) -> Tensor:
-    """Return the factors of pieces of units, (units, rows or 1, columns or 1), from those of each kind.
+    """Return the factors of a piece of each unit, (units, rows or 1, columns or 1), from those of each kind.
 
-    Args:
-        factors: for each kind (units, m or 1, n or 1).
-        units: what they belong to.
-        piece: which box of each unit; None for the whole.
+    None stands for whole units; factors are given as (units, m or 1, n or 1).
     """
     if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
         return factors[0]

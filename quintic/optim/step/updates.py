@@ -34,9 +34,7 @@ class Passes(Protocol):
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights against updates (b, m, n), times factors and the learning rate.
 
-        Args:
-            update: (b, m, n).
-            factors: (b, m or 1, n or 1), of updates; with `scale_decay` twice as many, the others of decay.
+        Factors are (b, m or 1, n or 1); with `scale_decay` twice as many, the others of decay.
         """
         ...
 
@@ -61,14 +59,9 @@ def make_updates(
 ) -> tuple[Tensor, Tensor]:
     """Return the updates of a batch of matrices, and what multiplies them besides the learning rate.
 
-    Args:
-        directions: (b, m, n).
-        form: how they are orthogonalised; None by the group's function.
-        bucket: that they belong to.
-        group: its parameter group.
-        scales: (b, 1, 1): learning-rate scale times own multiplier.
-        moments: with `normalize="neuron"`; None without.
-        go: () or (b,) int32 on the device; where it is zero the second moments stay what they were. None for always.
+    Directions are (b, m, n); without a form the group's function orthogonalises them. Scales, (b, 1, 1), are the
+    learning-rate scale times the own multiplier. Moments are those of `normalize="neuron"`. Where `go`, () or (b,)
+    int32 on the device, is zero they stay what they were; None for always.
 
     Returns:
         (b, m, n) in `update_dtype`, and (b, m or 1, n or 1).

@@ -28,12 +28,9 @@ __all__ = ["averaged_entries", "averaging_stages", "stages_of_parts"]
 
 
 def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) -> Stages:
-    """Return upper bounds of the temporary bytes on any rank: all ranks must agree how far they run ahead.
+    """Return upper bounds of the temporary bytes of a bucket on its rank, its stages not counting.
 
-    Args:
-        bucket: its stages do not count.
-        group: its parameter group.
-        anywhere: bound them for any device of the type, see `Matrices`.
+    With `anywhere` on any rank, and on any device of the type: all ranks must agree how far they run ahead.
     """
     dtype, kernels = bucket.dtype, bucket.kernels
     if isinstance(bucket, DividedMatrices):

@@ -77,14 +77,7 @@ def different(exchange: Exchange) -> list[Exchange]:
 
 
 def stages_of(key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: bool = False) -> Stages:
-    """Return upper bounds of the temporary bytes of a bucket on the exchange's rank.
-
-    Args:
-        key: of the bucket.
-        kinds: of its units.
-        exchange: as the rank sees it.
-        anywhere: bound them for any device of the type, see `Matrices`.
-    """
+    """Return upper bounds of the temporary bytes of a bucket on the exchange's rank; `anywhere` as in `Matrices`."""
     of = key.of._replace(anywhere=anywhere)
     direction = max((direction_dtype(kind.form, key.of.dtype) for kind in kinds), key=lambda dtype: dtype.itemsize)
     owned, pieces = exchange.num_owned * math.prod(exchange.unit_shape), piece_entries(exchange)
@@ -109,12 +102,7 @@ def stages_of(key: Key, kinds: Sequence[Kind], exchange: Exchange, *, anywhere: 
 def _results(key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of: Matrices) -> tuple[int, int, int]:
     """Return the bytes of the updates from when they are there: besides what is under way, under way, and at the end.
 
-    Args:
-        key: of the bucket.
-        kinds: of its units.
-        exchange: as the rank sees it.
-        kept: what the updates of the units that it owns keep alive.
-        of: what bounds depend on.
+    The updates of the units that the exchange's rank owns keep so many bytes alive.
     """
     item = max(update_dtype(kind.form, key.of.dtype).itemsize for kind in kinds)
     if exchange.is_local:
@@ -149,11 +137,7 @@ def _results(key: Key, kinds: Sequence[Kind], exchange: Exchange, kept: int, of:
 def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
     """Return the bytes of `Exchange.all_gather`.
 
-    Args:
-        exchange: as the rank sees it.
-        size: bytes of each unit's part.
-        kept: what those of this rank keep alive.
-        copied: what it takes to put them in order first, if that must be.
+    Each unit's part has `size` bytes; this rank's keep `kept` bytes alive, and `copied` bytes more put them in order.
     """
     everything, most = exchange.num_units * size, max(exchange.counts)
     if exchange.is_sparse:

@@ -24,14 +24,7 @@ __all__ = ["batch_bytes", "is_put_in_order", "vectors_bytes"]
 def vectors_bytes(largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> int:
     """Return an upper bound of what AdamW allocates for parameters, or parts of them, one after the other.
 
-    Gradients have the dtype of their parameters.
-
-    Args:
-        largest: entries of the largest one.
-        group: its parameter group.
-        dtype: of the weights.
-        device: of the weights.
-        kernels: implementation.
+    Gradients have the dtype of their parameters. The largest has so many entries.
     """
     of = Matrices.of_group(group, dtype, device, kernels)
     plain = not group.cautious and group.decay_coupling == "lr"

@@ -213,15 +213,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 
 
 def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Footprint:
-    """Return what `units.orthogonalized_units` needs for so many units, besides their directions.
-
-    Args:
-        kinds: the matrices of a unit.
-        view: of each unit.
-        unit_shape: of each unit.
-        count: units.
-        of: their weights, device and kernels.
-    """
+    """Return what `units.orthogonalized_units` needs for so many units, besides their directions."""
     if count == 0:
         return Footprint(0, 0)
     numel = math.prod(unit_shape)
@@ -303,11 +295,7 @@ def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
 def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_order: bool = True) -> int:
     """Return what the first pass over so many entries allocates, its result included.
 
-    Args:
-        numel: entries.
-        direction: dtype of directions.
-        of: weights, device and kernels.
-        in_order: whether matrices lie in memory row by row; kernels write them in the order of memory.
+    Kernels write directions in the order of memory, which is not that of rows in every case (`in_order`).
     """
     if of.kernels == "triton":
         # Those in other orders are put side by side.
@@ -355,10 +343,7 @@ def matrices_bytes(
 def adamw_bytes(numel: int, of: Matrices, *, is_fused: bool) -> int:
     """Return what AdamW allocates if the largest parameter, or part of one, has so many entries.
 
-    Args:
-        numel: entries.
-        of: weights, device and kernels.
-        is_fused: whether PyTorch's fused update does what the group asks, see `plain_passes.step_adamw`.
+    PyTorch's fused update may do what the group asks, see `plain_passes.step_adamw`.
     """
     if of.kernels == "triton" or is_fused:
         return 64

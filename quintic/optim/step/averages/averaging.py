@@ -36,10 +36,6 @@ class Averaging:
 
     Args:
         owned: for each rank the entries that it owns, of tensors that are dense.
-        position: of this rank.
-        dtype: of messages.
-        device: of the tensors.
-        kernels: implementation.
         is_direct: whether the entries are one whole tensor, in order: then it travels from where it is, and back.
     """
 
@@ -77,15 +73,10 @@ class Averaging:
         self._of_others = packing([rank for rank in everybody if rank != position], [r * self.most for r in everybody])
 
     def start_mean(self, gradients: Sequence[Tensor | None], group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
-        """Send gradients to the owners. All ranks must call it.
+        """Send gradients, None standing for zeros, to the owners. All ranks must call it.
 
-        Args:
-            gradients: the tensors; None stands for zeros.
-            group: of the ranks.
-
-        Returns:
-            What waits for the mean of this rank's entries, (entries,), and writes it to the tensor given, which is
-            contiguous, or to a new one for None.
+        The function returned waits for the mean of this rank's entries, (entries,), and writes it to the contiguous
+        tensor given, or to a new one for None.
         """
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         if len(dtypes) > 1:
@@ -109,12 +100,7 @@ class Averaging:
     ) -> Callable[[], None]:
         """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
 
-        All ranks must call it.
-
-        Args:
-            tensors: changed.
-            group: of the ranks.
-            own: (entries,): what this rank owns, to be put into the tensors, too; None if it is there.
+        All ranks must call it. What this rank owns is in the tensors, or is `own`, (entries,), and put there, too.
         """
         num_ranks = len(self.counts)
         if self._is_direct:
@@ -156,10 +142,7 @@ def messages_of(
 ) -> Iterator[tuple[list[int], list[list[Entries]], bool]]:
     """Yield which whole tensors travel together, what each rank owns, and whether it is one tensor, from where it is.
 
-    Args:
-        numels: entries of the tensors.
-        num_ranks: how many ranks average.
-        limit: entries that may travel together (a single tensor may exceed it); None for any number.
+    At most `limit` entries travel together, None for any number; a single tensor may exceed it.
     """
     limit = _MOST_TOGETHER if limit is None else max(1, min(limit, _MOST_TOGETHER))
     alone = [n for n, numel in enumerate(numels) if numel >= _LEAST_ALONE and numel % num_ranks == 0]
@@ -185,10 +168,7 @@ def _chunks(numbers: Sequence[int], numels: Sequence[int], limit: int) -> Iterat
 def _evenly_divided(numels: Sequence[int], num_ranks: int, multiple: int) -> list[list[Entries]]:
     """Return the entries that each rank owns of some tensors, one after the other.
 
-    Args:
-        numels: entries of the tensors.
-        num_ranks: how many ranks there are.
-        multiple: of which every rank's number of entries is one; the last ranks have what is left.
+    Every rank has a multiple of so many entries; the last ranks have what is left.
     """
     size = -(-sum(numels) // (num_ranks * multiple)) * multiple
     starts = list(accumulate(numels, initial=0))

@@ -20,13 +20,7 @@ __all__ = ["DividedMemory"]
 
 
 class DividedMemory(BucketMemory):
-    """What a bucket with divided state keeps between steps, besides state.
-
-    Args:
-        bucket: of the plan.
-        params: of its group.
-        table: if only touched rows need to travel, what is known of them.
-    """
+    """What a bucket with divided state keeps between steps, besides state; with a table if only touched rows travel."""
 
     def __init__(self, bucket: Divided, params: Sequence[Tensor], table: Table | None) -> None:
         super().__init__()
@@ -84,13 +78,7 @@ class DividedMemory(BucketMemory):
         return self.averaging.start_mean(gradients, group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
-        """Return the parts that this rank owns.
-
-        Args:
-            group: the bucket's.
-            state: of all parameters.
-            mean: (entries,) of their gradients.
-        """
+        """Return the parts that this rank owns, given the mean of their gradients, (entries,)."""
         if self._owned is None:
             owned = [(part, group.params[part.index]) for part in self._bucket.own]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]

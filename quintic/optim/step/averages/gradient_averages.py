@@ -130,13 +130,6 @@ class GradientAverages:
 
     With `comms="replicated"` whole gradients are averaged in place, before the buckets are stepped. Where state is
     divided, buckets average on the way to the owners; here this is done if it must be done before the step.
-
-    Args:
-        divided: the buckets with divided state, and what each keeps.
-        groups: parameter groups.
-        layouts: of their parameters, from `layouts_of`.
-        communicators: of the optimizer.
-        early: what is averaged before the step; outlives the plan.
     """
 
     def __init__(
@@ -173,9 +166,6 @@ class GradientAverages:
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
         """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it.
-
-        Args:
-            pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
 
         Raises:
             ValueError: a gradient is sparse.

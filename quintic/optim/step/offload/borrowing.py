@@ -138,12 +138,7 @@ class _Range(NamedTuple):
 
 
 class _Piece:
-    """What is stepped together of a bucket of AdamW parameters.
-
-    Args:
-        ranges: of consecutive members.
-        states: of all members, on the host.
-    """
+    """What is stepped together of a bucket of AdamW parameters: ranges of consecutive members, and their state."""
 
     def __init__(self, ranges: Sequence[_Range], states: States) -> None:
         self._ranges = ranges

@@ -52,10 +52,7 @@ class OffloadedPart(NamedTuple):
 class Offload:
     """The state in host memory of one plan's buckets, and the buffers that it passes through.
 
-    Args:
-        plan: of the groups.
-        groups: parameter groups.
-        state: of their parameters, in its place; there need be none before the first step.
+    `state` is that of the parameters in its place; there need be none before the first step.
     """
 
     def __init__(self, plan: Plan, groups: Sequence[Group], state: State) -> None:
@@ -114,14 +111,9 @@ class Offload:
         stepped: Tensor | None,
         make: Callable[[Operands, Group, BucketMemory, Tensor | None], Passes],
     ) -> Passes:
-        """Return passes over a bucket that borrow what they need.
+        """Return passes over at least one member of a bucket that borrow what they need.
 
-        Args:
-            number: of the bucket.
-            active: its members, at least one.
-            group: its parameter group.
-            stepped: flags for `make`.
-            make: returns the passes over other operands, of another view, with the memory that belongs to them.
+        `make` returns the passes over other operands, of another view, with the memory that belongs to them.
         """
         hosted, device = self._hosted[number], self.plan.buckets[number].device
         assert isinstance(hosted, HostedMatrices)

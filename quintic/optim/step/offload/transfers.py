@@ -26,9 +26,6 @@ class Copies:
 
     Events stand for what was queued before them; None for nothing to wait for. Tensors on the host are pinned where
     there is CUDA, or it waits for every copy.
-
-    Args:
-        device: of what is computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,9 +101,7 @@ class Loan:
     """Tensors in host memory that are on the device, as twins in one buffer, while something uses them.
 
     What is copied are runs of memory: of a tensor with gaps in it the gaps too, which may belong to other loans.
-
-    Args:
-        tensors: on the host, any strides; those that overlap have the same dtype.
+    Tensors that overlap have the same dtype.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -186,13 +181,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class Ring:
-    """Buffers on a device that loans take turns in.
-
-    Args:
-        copies: of the device.
-        size: bytes of a buffer.
-        number: buffers; `offload_size.RING_BUFFERS` are enough for a load, a use and a store at a time.
-    """
+    """Buffers on a device that loans take turns in; `offload_size.RING_BUFFERS` are enough for any overlap."""
 
     def __init__(self, copies: Copies, size: int, number: int) -> None:
         self._copies = copies
