@@ -96,7 +96,8 @@ def _quintic(method: str, dtype: str | None = None, kernels: str = "auto") -> Ca
             return partial(quintic.orthogonalize, **options)
         if "kernels" in inspect.signature(quintic.orthogonalize).parameters:
             return partial(quintic.orthogonalize, **options, kernels=kernels)
-        from quintic.optim.polar.orthogonalize import apply_form, resolve
+        from quintic.optim.polar.forms import resolve
+        from quintic.optim.polar.orthogonalize import apply_form
 
         form = resolve(method, shape.m, shape.n, compute_dtype=compute_dtype, device_type=x.device.type, dtype=x.dtype)
         return lambda y: apply_form(y, form, kernels).to(y.dtype)

@@ -15,8 +15,8 @@ import quintic
 from quintic.optim.comms.collectives import Pending
 from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.step import gathered_step
 from quintic.optim.step.averages import averaging
+from quintic.optim.step.gathered_step import GatheredStep
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}
@@ -121,14 +121,14 @@ def kept_by_updates(rank, world_size):
     param.grad = torch.ones_like(param)
     optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)
     found = []
-    original = gathered_step.orthogonalized_units
+    original = GatheredStep.orthogonalized
 
     def orthogonalized(*arguments):
         updates, factors = original(*arguments)
         found.append((len(updates), updates.untyped_storage().nbytes()))
         return updates, factors
 
-    with mock.patch.object(gathered_step, "orthogonalized_units", orthogonalized):
+    with mock.patch.object(GatheredStep, "orthogonalized", orthogonalized):
         optimizer.step()
     return found
 

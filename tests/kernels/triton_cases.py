@@ -18,7 +18,8 @@ from quintic.kernels.products.symmetric import can_multiply, symmetric_multiply
 from quintic.kernels.update import adamw, matrix_update
 from quintic.kernels.update.matrix_update import MatrixLayout
 from quintic.optim.plan.members import Member
-from quintic.optim.polar.orthogonalize import apply_form, resolve
+from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device_memory import DeviceHyperparameters
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.step import updates

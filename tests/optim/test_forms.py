@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+import quintic
 from quintic.optim.polar.coefficients import newton_schulz_coefficients, polar_express_coefficients
-from quintic.optim.polar.forms import check_orthogonalizer, orthogonalization_flops, resolve
-from quintic.optim.polar.orthogonalize import polar_factor
+from quintic.optim.polar.forms import check_orthogonalizer, resolve
 
 CUBIC = (1.5, -0.5, 0.0)
 
@@ -84,7 +84,7 @@ def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_orthogonalizer(**arguments)
     with pytest.raises(ValueError, match=message):
-        polar_factor(torch.ones(2, 2), **arguments)
+        quintic.orthogonalize(torch.ones(2, 2), **arguments)
 
 
 def test_svd_ignores_steps():
@@ -107,17 +107,21 @@ def test_flops_are_those_of_the_products_that_run(method, shape, steps, monkeypa
 
     for name in ("bmm", "baddbmm"):
         monkeypatch.setattr(torch, name, counting(getattr(torch, name)))
-    polar_factor(torch.randn(shape), method, steps)
-    assert sum(counted) == orthogonalization_flops(*shape, steps, method)
+    quintic.orthogonalize(torch.randn(shape), method, steps)
+    assert sum(counted) == flops(*shape, method, steps)
+
+
+def flops(m, n, method="polar_express", steps=5):
+    return resolve(method, m, n, steps=steps, device_type="cuda").flops(m, n)
 
 
 def test_flops_of_known_shapes():
-    assert orthogonalization_flops(768, 3072) == orthogonalization_flops(3072, 768)
-    assert orthogonalization_flops(2, 3, steps=1) == 4 * 2 * 2 * 3 + 2 * 2**3
+    assert flops(768, 3072) == flops(3072, 768)
+    assert flops(2, 3, steps=1) == 4 * 2 * 2 * 3 + 2 * 2**3
     # Five steps in two segments (2 + 3) for matrices twice as long as short and longer, else in three (2 + 2 + 1).
-    assert orthogonalization_flops(10, 40, method="gram") == 2 * 4 * 10 * 10 * 40 + (5 + 9) * 2 * 10**3
-    assert orthogonalization_flops(10, 19, method="gram") == 3 * 4 * 10 * 10 * 19 + (5 + 5 + 1) * 2 * 10**3
-    assert orthogonalization_flops(512, 2048, method="auto") < 0.8 * orthogonalization_flops(512, 2048)
+    assert flops(10, 40, method="gram") == 2 * 4 * 10 * 10 * 40 + (5 + 9) * 2 * 10**3
+    assert flops(10, 19, method="gram") == 3 * 4 * 10 * 10 * 19 + (5 + 5 + 1) * 2 * 10**3
+    assert flops(512, 2048, method="auto") < 0.8 * flops(512, 2048)
 
 
 @pytest.mark.parametrize(

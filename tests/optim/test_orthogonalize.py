@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from polar import polar_factor
 
 import quintic
 from quintic.optim.polar import orthogonalize
 from quintic.optim.polar.coefficients import newton_schulz_coefficients, polar_express_coefficients
-from quintic.optim.polar.orthogonalize import apply_form, polar_factor, resolve
+from quintic.optim.polar.forms import resolve
+from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.polar.products import padded_side
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (5, 5), (3, 17), (17, 3), (64, 48), (2, 3, 8, 4), (4, 1, 6)]

@@ -29,10 +29,8 @@ __all__ = [
     "Split",
     "Unit",
     "View",
-    "as_block",
     "is_plain",
     "is_transposed",
-    "matrices_of",
 ]
 
 
@@ -71,12 +69,12 @@ class View(ABC):
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
-        return tuple(map(matrices_of, self.blocks(tensor)))
+        return tuple(block.flatten(3).flatten(1, 2) for block in self.blocks(tensor))
 
     def write_(self, tensor: Tensor, batches: Sequence[Tensor]) -> None:
         """Write `(b, m, n)` batches, as `batches` returns them, into `tensor`: the inverse of `batches`."""
         for block, batch in zip(self.blocks(tensor), batches, strict=True):
-            block.copy_(as_block(batch, block.shape))
+            block.copy_(batch.unflatten(1, block.shape[1:3]).unflatten(3, block.shape[3:]))
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """Return the `(b, m, n)` shapes for a tensor of `shape`, without touching data."""
@@ -95,18 +93,6 @@ class View(ABC):
             raise NotImplementedError(f"{type(self).__name__}.units must say which boxes hold its several matrices")
         whole = tuple((0, size) for size in shape)
         return (Unit(whole, self, tuple((block, 0) for block in range(len(counts)))),)
-
-
-def matrices_of(block: Tensor) -> Tensor:
-    """Return a block of a view as (b, m, n); it shares memory if that allows."""
-    return block.flatten(3).flatten(1, 2)
-
-
-def as_block(batch: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return (b, m, n) matrices in the shape of a block; they share memory."""
-    rows: Tensor = batch.unflatten(1, tuple(shape[1:3]))
-    block: Tensor = rows.unflatten(3, tuple(shape[3:]))
-    return block
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,8 +41,7 @@ class _Share(NamedTuple):
     """A unit on its way into a bucket."""
 
     unit: ParameterUnit
-    key: tuple[Any, ...]
-    ranks: tuple[int, ...]
+    key: Key
     holders: tuple[int, ...]
     cost: int
 
@@ -116,7 +115,7 @@ def shared_buckets(
     owners, worst = _owners(shares)
     together: dict[Key, list[tuple[int, ParameterUnit]]] = {}
     for share, owner in zip(shares, owners, strict=True):
-        together.setdefault(Key(*share.key), []).append((owner, share.unit))
+        together.setdefault(share.key, []).append((owner, share.unit))
     buckets: list[SharedBucket] = []
     for key, units in together.items():
         buckets += _shared_buckets(key, param_groups[key.group], units)
@@ -141,7 +140,7 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
             param.is_contiguous(),
         )
         cost = sum(_cost(group, m, n, local.dtype, local.device) for _, m, n in unit.view.shapes(shape))
-        yield _Share(ParameterUnit(name, index, unit, first_matrices), key, ranks, holders, cost)
+        yield _Share(ParameterUnit(name, index, unit, first_matrices), key, holders, cost)
 
 
 class _Cut(NamedTuple):
@@ -197,7 +196,7 @@ def _owners(shares: Sequence[_Share]) -> tuple[list[int], float]:
     """
     together: dict[tuple[int, ...], list[int]] = {}
     for number, share in enumerate(shares):
-        together.setdefault(share.ranks, []).append(number)
+        together.setdefault(share.key.ranks, []).append(number)
     owners, worst = [0] * len(shares), 1.0
     for ranks, members in together.items():
         costs, holders = [shares[i].cost for i in members], [shares[i].holders for i in members]

@@ -17,6 +17,7 @@ __all__ = [
     "SAFETY",
     "Coefficients",
     "Triple",
+    "checked_steps",
     "gram_restarts",
     "newton_schulz_coefficients",
     "polar_express_coefficients",
@@ -64,7 +65,7 @@ def newton_schulz_coefficients(steps: int = DEFAULT_STEPS) -> Coefficients:
     Raises:
         ValueError: `steps` < 1.
     """
-    return (_MUON_TRIPLE,) * _checked_steps(steps)
+    return (_MUON_TRIPLE,) * checked_steps(steps)
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def polar_express_coefficients(
 
     Source: arXiv 2505.16932, theorem 3.1 (greedy choice is optimal), algorithm 1, section 4.4 (safety, cushion).
     """
-    steps = _checked_steps(steps)
+    steps = checked_steps(steps)
     if lower_bound is None:
         lower_bound = _LOWER_BOUND if steps > len(_LOWER_BOUNDS_OF_FEW) else _LOWER_BOUNDS_OF_FEW[steps - 1]
     if not 0.0 < lower_bound < 1.0:
@@ -155,7 +156,8 @@ def gram_restarts(
     return tuple(restarts)
 
 
-def _checked_steps(steps: int) -> int:
+def checked_steps(steps: int) -> int:
+    """Return the number of steps; a ValueError if it is less than one."""
     if steps < 1:
         raise ValueError(f"steps={steps}: orthogonalisation needs at least one step")
     return steps

@@ -20,12 +20,13 @@ from quintic.optim.polar.coefficients import (
     SAFETY,
     Coefficients,
     Triple,
+    checked_steps,
     gram_restarts,
     newton_schulz_coefficients,
     polar_express_coefficients,
 )
 
-__all__ = ["Form", "Method", "Polynomials", "check_orthogonalizer", "orthogonalization_flops", "resolve"]
+__all__ = ["Form", "Method", "Polynomials", "check_orthogonalizer", "resolve"]
 
 Method = Literal["polar_express", "newton_schulz", "gram", "auto", "svd"]
 Polynomials = Triple | Sequence[Triple]
@@ -111,7 +112,7 @@ def check_orthogonalizer(
     elif coefficients is not None:
         _triples(coefficients, steps)
     else:
-        _checked_steps(steps)
+        checked_steps(steps)
 
 
 def resolve(
@@ -194,17 +195,11 @@ def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> For
     return Form("gram", dtype, triples, gram_restarts(triples, significant_bits, amplification))
 
 
-def _checked_steps(steps: int) -> int:
-    if steps < 1:
-        raise ValueError(f"steps={steps}: orthogonalisation needs at least one step")
-    return steps
-
-
 def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
     """Return one triple per step: a single triple is repeated, a list is taken as it is."""
     rows: list[Any] = list(coefficients)
     if len(rows) == 3 and all(isinstance(value, int | float) for value in rows):
-        rows = [rows] * _checked_steps(steps)
+        rows = [rows] * checked_steps(steps)
     try:
         triples: Coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
     except (TypeError, ValueError):
@@ -215,26 +210,3 @@ def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
             f"a list with one triple per step"
         )
     return triples
-
-
-def orthogonalization_flops(
-    m: int,
-    n: int,
-    steps: int = DEFAULT_STEPS,
-    method: Method = "polar_express",
-    *,
-    coefficients: Polynomials | None = None,
-    compute_dtype: torch.dtype | None = None,
-    device_type: str = "cuda",
-) -> int:
-    """Return the floating-point operations of one (m, n) matrix in the form that `resolve` chooses."""
-    form = resolve(
-        method,
-        m,
-        n,
-        steps=steps,
-        coefficients=coefficients,
-        compute_dtype=compute_dtype,
-        device_type=device_type,
-    )
-    return form.flops(m, n)

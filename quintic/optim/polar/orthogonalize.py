@@ -27,23 +27,13 @@ from quintic.kernels.dispatch import KernelsOption, choose_kernels
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
-from quintic.optim.polar.forms import Form, Method, Polynomials, check_orthogonalizer, orthogonalization_flops, resolve
+from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
 from quintic.optim.polar.products import nothing_ambient, padded_side
 from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.sums import norms
 
-__all__ = [
-    "DEFAULT_STEPS",
-    "Form",
-    "Method",
-    "apply_form",
-    "check_orthogonalizer",
-    "orthogonalization_flops",
-    "orthogonalize",
-    "polar_factor",
-    "resolve",
-]
+__all__ = ["apply_form", "orthogonalize"]
 
 # Frobenius norm that matrices enter the products with, instead of one. In float16 the entries of a large matrix of norm
 # one, and those of its smaller rows, would be subnormal numbers with few digits; the square of this is the largest
@@ -54,6 +44,7 @@ _ENTRY_NORM = 128.0
 # `nothing_ambient` keeps away.
 
 
+@opaque
 def orthogonalize(
     x: Tensor,
     method: Method = "polar_express",
@@ -88,26 +79,6 @@ def orthogonalize(
         ValueError: fewer than two dimensions, or see `check_orthogonalizer`.
         TypeError: `x` is not floating point.
     """
-    return polar_factor(x, method, steps, coefficients=coefficients, compute_dtype=compute_dtype, dtype=x.dtype)
-
-
-@opaque
-def polar_factor(
-    x: Tensor,
-    method: str,
-    steps: int = DEFAULT_STEPS,
-    *,
-    coefficients: Polynomials | None = None,
-    compute_dtype: torch.dtype | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return what `orthogonalize` returns, in the dtype of the products unless `dtype` names another.
-
-    The other arguments and errors are those of `orthogonalize`.
-
-    Returns:
-        (..., m, n); never an alias of `x`.
-    """
     _check_matrices(x)
     form = resolve(
         method,
@@ -119,12 +90,12 @@ def polar_factor(
         device_type=x.device.type,
         dtype=x.dtype,
     )
-    return apply_form(x, form, dtype=dtype)
+    return apply_form(x, form, dtype=x.dtype)
 
 
 @opaque
 def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the polar factors of `x`, (..., m, n) as for `polar_factor`, computed as `form` says.
+    """Return the polar factors of `x`, (..., m, n), computed as `form` says; never an alias of `x`.
 
     Args:
         x: as for `orthogonalize`.

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from quintic.optim.polar.forms import orthogonalization_flops
+from quintic.optim.polar.forms import resolve
 
 __all__ = ["assign_owners", "balance", "loads_of", "shape_cost"]
 
@@ -16,7 +16,7 @@ def shape_cost(m: int, n: int) -> int:
     A cost that follows from the shape alone gives work the same owner whatever the options are. State that lies with
     its owner needs that: it does not move when options change between steps or come out of a checkpoint.
     """
-    return orthogonalization_flops(m, n, method="auto", device_type="cuda")
+    return resolve("auto", m, n, device_type="cuda").flops(m, n)
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:

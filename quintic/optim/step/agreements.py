@@ -1,6 +1,6 @@
 """What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -63,6 +63,8 @@ class Agreements:
         self.connected = Connected({this_rank(): facts_of(groups, layouts)}, groups, communicators)
         """The ranks that decide together; this one alone until ranks have compared their plans."""
         self._counted: dict[tuple[int, ...], _Counted] = {}
+        self._sums: list[tuple[Tensor, int]] = []
+        """Parameters whose gradients may be sums, and their groups."""
         self._summing: list[_Counted] = []
         """Those among which some gradients are sums."""
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
@@ -83,6 +85,7 @@ class Agreements:
         if self.has_agreed:
             return
         self._communicators.connect(self._groups, self._layouts)
+        self._sums, self._summing = [], []
         problem = None
         for ranks, found in described(self._groups, self._layouts).items():
             descriptions = [description for _, description in found]
@@ -101,8 +104,9 @@ class Agreements:
             if differs is not None:
                 problem = problem or differs
                 continue
-            groups = [group for (group, _), _ in found]
-            self._counted[ranks] = _Counted(params, groups, needed, self._communicators[ranks], self.partial)
+            rows = zip(params, found, strict=True)
+            self._sums += [(param, group) for param, ((group, _), _) in rows if self.partial.is_watched(param)]
+            self._counted[ranks] = _Counted(params, needed, self._communicators[ranks], self.partial)
             if any(map(self.partial.is_sum, params)):
                 self._summing.append(self._counted[ranks])
             self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
@@ -163,10 +167,7 @@ class Agreements:
     def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
         """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
         wanted = set(numbers)
-        found: list[Tensor] = []
-        for counted in self._counted.values():
-            found += counted.watched(wanted)
-        return found
+        return [param for param, group in self._sums if group in wanted]
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -225,13 +226,11 @@ class _Counted:
     def __init__(
         self,
         params: Sequence[Tensor],
-        groups: Sequence[int],
         needed: Sequence[int],
         process_group: ProcessGroup,
         partial: PartialGradients,
     ) -> None:
-        self._params, self._group_numbers = params, groups
-        self._group, self._partial = process_group, partial
+        self._params, self._group, self._partial = params, process_group, partial
         self._present: list[int] | None = None
         self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
@@ -257,10 +256,6 @@ class _Counted:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
         self._pending = start_sum(self._flags.clone(), self._group)
-
-    def watched(self, numbers: Container[int]) -> list[Tensor]:
-        """Return the parameters of some groups whose gradients may be sums."""
-        return [self._params[number] for number in self._watched if self._group_numbers[number] in numbers]
 
     def enough(self) -> Tensor:
         """Return (parameters,) int32: 1 for those of which as many ranks as are needed have a gradient."""

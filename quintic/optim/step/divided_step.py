@@ -9,10 +9,10 @@ from torch import Tensor
 from quintic.optim.plan.bucket import Divided, DividedMatrices
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.step.averages.divided_memory import DividedMemory
-from quintic.optim.step.bucket_step import BucketStep, PlanWide
+from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.operands import Operands
 from quintic.optim.step.sparse_rows import start_mean_of_rows
-from quintic.optim.step.units import UnitsMemory, as_rows, beside_decay, factors_over, orthogonalized_units
+from quintic.optim.step.units import UnitsStep, as_rows, beside_decay, factors_over
 
 __all__ = ["DividedMatricesStep", "DividedStep"]
 
@@ -77,31 +77,20 @@ class DividedStep(BucketStep):
             torch._foreach_add_(steps, list(stepped[numbers].to(steps[0].dtype).unbind()))
 
 
-class DividedMatricesStep(DividedStep):
+class DividedMatricesStep(UnitsStep, DividedStep):
     """Steps a bucket of parts that are units of matrices."""
 
     bucket: DividedMatrices
 
-    def __init__(self, number: int, bucket: DividedMatrices, memory: DividedMemory, common: PlanWide) -> None:
-        super().__init__(number, bucket, memory, common)
-        self._units = UnitsMemory(bucket)
-
-    def renew(self) -> None:
-        """See `BucketStep`."""
-        super().renew()
-        self._units.renew()
-
     def _step_parts(self, owned: Operands, stepped: Tensor) -> None:
-        bucket, group, units = self.bucket, self.group, self._units
+        bucket = self.bucket
         if not owned.params:
             return
         passes = self.passes(owned, stepped[bucket.owned])
         directions = passes.directions().contiguous().view(len(owned.params), *bucket.units.shape)
-        scales = units.scales_of_units(bucket, group)
-        updates, factors = orthogonalized_units(
-            bucket, group, units, self._common.state, directions, scales, stepped, self.observer
-        )
-        if group.scale_decay:
+        scales = self.scales()
+        updates, factors = self.orthogonalized(directions, scales, stepped)
+        if self.group.scale_decay:
             factors = beside_decay(factors, scales[bucket.units.owned])
         passes.apply(as_rows(updates), factors_over(factors, bucket.units, None))
 

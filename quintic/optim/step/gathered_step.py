@@ -9,26 +9,27 @@ being gathered and the one before scattered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
+from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import Gathered
-from quintic.optim.step.bucket_step import BucketStep
-from quintic.optim.step.operands import Operands
+from quintic.optim.step.operands import BucketMemory, Operands
 from quintic.optim.step.units import (
-    UnitsMemory,
+    UnitsStep,
     as_rows,
     beside_decay,
+    factor_shape,
     factors_of_units,
     factors_over,
-    orthogonalized_units,
 )
 
 __all__ = ["GatheredMemory", "GatheredStep"]
 
 
-class GatheredMemory(UnitsMemory):
+class GatheredMemory(BucketMemory):
     """What a bucket whose matrices come to owners keeps between steps, besides state."""
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
@@ -39,11 +40,11 @@ class GatheredMemory(UnitsMemory):
         return everything.present(whole)._replace(missing=missing)
 
 
-class GatheredStep(BucketStep):
+class GatheredStep(UnitsStep):
     """Steps a bucket whose matrices come to owners, see `BucketStep`."""
 
     bucket: Gathered
-    memory: GatheredMemory
+    _packing: Packing | None = None
 
     def runs_alone(self, host_go: bool) -> bool:
         """See `BucketStep`: nothing travels where owners hold their units whole."""
@@ -51,19 +52,20 @@ class GatheredStep(BucketStep):
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
-        bucket, group, memory, active = self.bucket, self.group, self.memory, self.active
-        units, exchange, state = bucket.units, bucket.exchange, self._common.state
+        bucket, group, active = self.bucket, self.group, self.active
+        units, exchange = bucket.units, bucket.exchange
         process_group = self.process_group
         stepped = self.stepped(go, units.everywhere)
         passes = self.passes(active, stepped) if active.params else None
-        pieces = _empty_pieces(bucket) if passes is None else passes.directions()
+        if passes is None:
+            pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
+        else:
+            pieces = passes.directions()
         gathered = exchange.gather(pieces.contiguous(), process_group)
         del pieces
         yield
-        scales = memory.scales_of_units(bucket, group)
-        updates, factors = orthogonalized_units(
-            bucket, group, memory, state, exchange.assemble(gathered.wait()), scales, stepped, self.observer
-        )
+        scales = self.scales()
+        updates, factors = self.orthogonalized(exchange.assemble(gathered.wait()), scales, stepped)
         scattered = exchange.scatter(updates, process_group)
         wait_for_neurons = None if group.normalize is None else self._start_neurons(factors)
         del updates, factors
@@ -85,7 +87,7 @@ class GatheredStep(BucketStep):
         the units that this rank owns; second moments are up to date then.
         """
         units, exchange = self.bucket.units, self.bucket.exchange
-        moments, packing = self.memory.moments_of_units(self.group, self._common.state), self.memory.moments_packing()
+        moments = self.moments()
         parts = [found.flatten(1) for found in factors]
         # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
         for of_kind, found in zip(moments, factors, strict=True):
@@ -97,12 +99,21 @@ class GatheredStep(BucketStep):
         def finish() -> list[Tensor]:
             vectors = exchange.in_order(pending.wait())
             if not exchange.is_local:
-                packing.unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
+                self._moments_packing().unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
             return factors_of_units(vectors.chunk(2, dim=1)[0], units)
 
         return finish
 
-
-def _empty_pieces(bucket: Gathered) -> Tensor:
-    shape = (bucket.exchange.num_units, 0)
-    return torch.empty(shape, dtype=bucket.direction_dtype, device=bucket.device)
+    def _moments_packing(self) -> Packing:
+        """Return the copy plan that unpacks gathered second moments, kind by kind."""
+        if self._packing is None:
+            bucket = self.bucket
+            numels = [prod(factor_shape(kind)) for kind in bucket.units.kinds]
+            half = sum(numels)
+            runs: list[Run] = []
+            for number, numel in enumerate(numels):
+                for unit in range(len(bucket.units.everywhere)):
+                    place = (2 * unit + 1) * half + sum(numels[:number])
+                    runs.append(Run(len(runs), 0, numel, place))
+            self._packing = Packing(runs, bucket.kernels, bucket.device)
+        return self._packing

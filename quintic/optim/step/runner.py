@@ -218,7 +218,7 @@ class Runner:
                 return DividedMatricesStep(number, bucket, memory, self._common)
             return DividedStep(number, bucket, memory, self._common)
         if isinstance(bucket, Gathered):
-            return GatheredStep(number, bucket, GatheredMemory(bucket), self._common)
+            return GatheredStep(number, bucket, GatheredMemory(), self._common)
         return LocalStep(number, bucket, BucketMemory(), self._common)
 
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:

@@ -6,113 +6,88 @@ units again.
 
 from collections.abc import Sequence
 from functools import reduce
-from math import prod
 
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box
-from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import DividedMatrices, Gathered, ParameterUnit, Units
 from quintic.optim.plan.members import Kind, Member, update_dtype
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.operands import BucketMemory, State
-from quintic.optim.step.updates import Moments, Observer, make_updates
+from quintic.optim.step.bucket_step import BucketStep
+from quintic.optim.step.updates import Moments, make_updates
 
-__all__ = ["UnitsMemory", "as_rows", "beside_decay", "factors_of_units", "factors_over", "orthogonalized_units"]
+__all__ = ["UnitsStep", "as_rows", "beside_decay", "factor_shape", "factors_of_units", "factors_over"]
 
 
-class UnitsMemory(BucketMemory):
-    """What a bucket of units keeps between steps, besides state."""
+class UnitsStep(BucketStep):
+    """Steps a bucket of units, each of which one of the ranks orthogonalises."""
 
-    def __init__(self, bucket: Gathered | DividedMatrices) -> None:
-        super().__init__()
-        self.units = bucket.units
-        self._kernels, self._device = bucket.kernels, bucket.device
-        self._moments_of_units: list[list[Tensor]] | None = None
-        self._moments_packing: Packing | None = None
+    bucket: Gathered | DividedMatrices
+    _moments: list[list[Tensor]] | None = None
 
     def renew(self) -> None:
-        """Forget where weights and state are."""
+        """See `BucketStep`."""
         super().renew()
-        self._moments_of_units = None
+        self._moments = None
 
-    def moments_of_units(self, group: Group, state: State) -> list[list[Tensor]]:
+    def moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
-        if self._moments_of_units is None:
-            found: list[list[Tensor]] = [[] for _ in self.units.kinds]
-            for unit in self.units.everywhere:
-                param = group.params[unit.index]
-                blocks = second_moments(state[param]["second_momentum_buffer"], param.shape, group.view)
+        if self._moments is None:
+            found: list[list[Tensor]] = [[] for _ in self.bucket.units.kinds]
+            for unit in self.bucket.units.everywhere:
+                param = self.group.params[unit.index]
+                state = self._common.state[param]["second_momentum_buffer"]
+                blocks = second_moments(state, param.shape, self.group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     found[kind].append(blocks[block][matrix : matrix + 1])
-            self._moments_of_units = found
-        return self._moments_of_units
+            self._moments = found
+        return self._moments
 
-    def moments_packing(self) -> Packing:
-        """Return the copy plan that unpacks gathered second moments, kind by kind."""
-        if self._moments_packing is None:
-            numels = [prod(_factor_shape(kind)) for kind in self.units.kinds]
-            half = sum(numels)
-            runs: list[Run] = []
-            for number, numel in enumerate(numels):
-                for unit in range(len(self.units.everywhere)):
-                    place = (2 * unit + 1) * half + sum(numels[:number])
-                    runs.append(Run(len(runs), 0, numel, place))
-            self._moments_packing = Packing(runs, self._kernels, self._device)
-        return self._moments_packing
-
-    def scales_of_units(self, bucket: Gathered | DividedMatrices, group: Group) -> Tensor:
+    def scales(self) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
-        return self.scales(bucket, group, self.units.everywhere, self.units.shapes, _numbers_of)
+        units = self.bucket.units
+        return self.memory.scales(self.bucket, self.group, units.everywhere, units.shapes, _numbers_of)
 
+    def orthogonalized(self, directions: Tensor, scales: Tensor, go: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Orthogonalise the units that this rank owns, and advance their neurons.
 
-def orthogonalized_units(
-    bucket: Gathered | DividedMatrices,
-    group: Group,
-    memory: UnitsMemory,
-    state: State,
-    directions: Tensor,
-    scales: Tensor,
-    go: Tensor | None,
-    observer: Observer | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """Orthogonalise the units that this rank owns, and advance their neurons.
+        Args:
+            directions: (owned, *unit shape) contiguous.
+            scales: (units of all ranks, kinds).
+            go: (units of all ranks,) int32 on the device: where it is zero the unit stays as it was. None for all.
 
-    Directions are (owned, *unit shape) contiguous; scales, from `UnitsMemory.scales_of_units`, are those of the units
-    of all ranks. Where `go`, (units of all ranks,) int32 on the device, is zero the unit stays as it was; None for all.
-
-    Returns:
-        The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
-    """
-    units = bucket.units
-    owned, normalizes = units.owned, group.normalize is not None
-    scales = scales[owned]
-    moments = [of_kind[owned] for of_kind in memory.moments_of_units(group, state)] if normalizes else []
-    updates, factors = [], []
-    for number, (kind, block) in enumerate(zip(units.kinds, _blocks(directions, units), strict=True)):
-        matrices = block.flatten(1, 2)
-        if bucket.kernels == "torch":
-            matrices = matrices.contiguous()
-        found = scales[:, number].view(-1, 1, 1)
-        if len(matrices):
-            of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
-            of_kind = None
-            if normalizes:
-                table = memory.neuron_table(bucket, moments[number], (unit.name for unit in units.own), number)
-                of_kind = Moments(moments[number], table)
-            update, found = make_updates(matrices, kind.form, bucket, group, found, of_kind, of_owned)
-            if observer is not None:
-                observer(_members(units, number), matrices, update, found, of_owned)
-        else:
-            # Not a part of the directions, which it would keep alive.
-            update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
-            if normalizes:
-                found = scales.new_empty((0, *_factor_shape(kind)))
-        updates.append(update)
-        factors.append(found)
-    return _joined(updates, units), factors
+        Returns:
+            The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
+        """
+        bucket, group, units, observer = self.bucket, self.group, self.bucket.units, self.observer
+        owned, normalizes = units.owned, group.normalize is not None
+        scales = scales[owned]
+        moments = [of_kind[owned] for of_kind in self.moments()] if normalizes else []
+        updates, factors = [], []
+        for number, (kind, block) in enumerate(zip(units.kinds, _blocks(directions, units), strict=True)):
+            matrices = block.flatten(1, 2)
+            if bucket.kernels == "torch":
+                matrices = matrices.contiguous()
+            found = scales[:, number].view(-1, 1, 1)
+            if len(matrices):
+                of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
+                of_kind = None
+                if normalizes:
+                    names = (unit.name for unit in units.own)
+                    table = self.memory.neuron_table(bucket, moments[number], names, number)
+                    of_kind = Moments(moments[number], table)
+                update, found = make_updates(matrices, kind.form, bucket, group, found, of_kind, of_owned)
+                if observer is not None:
+                    observer(_members(units, number), matrices, update, found, of_owned)
+            else:
+                # Not a part of the directions, which it would keep alive.
+                update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
+                if normalizes:
+                    found = scales.new_empty((0, *factor_shape(kind)))
+            updates.append(update)
+            factors.append(found)
+        return _joined(updates, units), factors
 
 
 def _numbers_of(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
@@ -156,14 +131,15 @@ def _joined(updates: Sequence[Tensor], units: Units) -> Tensor:
     return values
 
 
-def _factor_shape(kind: Kind) -> tuple[int, int]:
+def factor_shape(kind: Kind) -> tuple[int, int]:
+    """Return (m, 1) or (1, n): the shape of NorMuon's factors and second moments of one matrix."""
     m, n = kind.shape
     return (m, 1) if m >= n else (1, n)
 
 
 def factors_of_units(vectors: Tensor, units: Units) -> list[Tensor]:
     """Return the factors (units, m or 1, n or 1) of each kind from (units, entries) of all kinds side by side."""
-    shapes = [_factor_shape(kind) for kind in units.kinds]
+    shapes = [factor_shape(kind) for kind in units.kinds]
     parts = vectors.split([m * n for m, n in shapes], dim=1)
     return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
 

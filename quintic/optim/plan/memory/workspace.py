@@ -213,7 +213,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 
 
 def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Footprint:
-    """Return what `units.orthogonalized_units` needs for so many units, besides their directions."""
+    """Return what `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
     if count == 0:
         return Footprint(0, 0)
     numel = math.prod(unit_shape)

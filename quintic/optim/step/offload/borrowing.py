@@ -20,7 +20,7 @@ from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, block_of
-from quintic.optim.plan.offload_size import Offloaded, offloaded_entries
+from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.state import master_key
 from quintic.optim.step.device_passes import with_one_gradient_dtype
@@ -60,20 +60,9 @@ class HostedMatrices:
         self.memory = BucketMemory()
         """Of the passes over blocks; everything else is the bucket's."""
 
-    @property
-    def directions(self) -> list[Loan]:
-        """Return what is needed for the directions."""
-        return self.loans[:1]
-
-    @property
-    def weights(self) -> list[Loan]:
-        """Return what is needed for the weights."""
-        return self.loans[1:]
-
-    def size(self) -> Offloaded:
-        """Return how much that is of the members prepared for."""
-        sizes = [loan.size for loan in self.loans] + [0, 0]
-        return Offloaded(sum(loan.num_bytes for loan in self.loans), sizes[0], sizes[1])
+    def of_pass(self, number: int) -> list[Loan]:
+        """Return what is needed for the directions (0), or for the weights (1)."""
+        return self.loans[number : number + 1]
 
     def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host."""
@@ -181,21 +170,9 @@ class HostedVectors:
         self._key: object = None
         self.pieces: list[_Piece] = []
 
-    @property
-    def directions(self) -> list[Loan]:
-        """Return everything, in order."""
-        return [piece.loan for piece in self.pieces]
-
-    @property
-    def weights(self) -> list[Loan]:
-        """Return nothing: there are no matrices to wait for."""
-        return []
-
-    def size(self) -> Offloaded:
-        """Return how much that is of the members prepared for."""
-        loans = self.directions
-        most = max((loan.size for loan in loans), default=0)
-        return Offloaded(sum(loan.num_bytes for loan in loans), most, 0, len(loans))
+    def of_pass(self, number: int) -> list[Loan]:
+        """Return everything, in order, for the first pass: there are no matrices to wait for before a second one."""
+        return [] if number else [piece.loan for piece in self.pieces]
 
     def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
         """Get ready for a step of some members, given their state on the host, and their tensors if they have gaps."""

@@ -8,6 +8,7 @@ addresses in every step that steps the same buckets.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -88,15 +89,15 @@ class Offload:
                     f"{bucket.name}: its optimizer state is in host memory, and a CUDA graph is being captured, which "
                     f"would not bring it; call optimizer.offload(False) before the capture"
                 )
-            first, last = _stages(bucket)
-            if stage == first:
+            stages = _stages(bucket)
+            if stage == stages[0]:
                 if isinstance(bucket, Divided):
                     hosted.prepare(bucket.members, None, self._states(bucket))
                 else:
                     hosted.prepare(active.members, active.params, active.states)
-                sequences.setdefault((bucket.device, 0), []).extend(hosted.directions)
-            if stage == last:
-                sequences.setdefault((bucket.device, 1), []).extend(hosted.weights)
+            for of_pass, its_stage in enumerate(stages):
+                if stage == its_stage:
+                    sequences.setdefault((bucket.device, of_pass), []).extend(hosted.of_pass(of_pass))
         for key, ring in self._rings.items():
             ring.begin(sequences.pop(key, []))
         for key, loans in sequences.items():
@@ -179,7 +180,9 @@ def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, DividedState]) 
         state[param] = planned_state(param, group, divided[param].own if param in divided else None)
     hosted = hosted_state(bucket, group)
     hosted.prepare(bucket.members, members, _states_of(bucket, params, state))
-    return hosted.size()
+    loans = hosted.of_pass(0), hosted.of_pass(1)
+    directions, weights = (max((loan.size for loan in of_pass), default=0) for of_pass in loans)
+    return Offloaded(sum(loan.num_bytes for loan in chain(*loans)), directions, weights, len(loans[0]))
 
 
 def _stages(bucket: Bucket) -> tuple[int | None, int | None]:
