@@ -31,7 +31,7 @@ from quintic.data.rows import PackedRows, PieceTable, RowPosition, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
-__all__ = ["Batch", "Loader", "validation_rows"]
+__all__ = ["Batch", "Loader", "numbered", "validation_rows"]
 
 _STATE_VERSION = 2
 _ONE_RANK_VERSION = 1  # the same position, with the rank and the number of ranks it was of
@@ -40,13 +40,13 @@ _VALIDATION_BUFFER = 1000
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents.
+    """Rows of packed documents, or one flat row of them (`quintic.speedrun.stream`).
 
     Attributes:
-        inputs: (B, T) int64; each row begins with bos.
-        targets: (B, T) int64; the token after each input.
-        document_starts: (num_docs + 1,) int32 on the CPU; where each document begins in the flattened inputs, and
-            B * T at the end. No document reaches over the end of a row.
+        inputs: (B, T) int64; each row begins with bos. (T,) where there is one flat row.
+        targets: likewise; the token after each input.
+        document_starts: (num_docs + 1,) int32; where each document begins in the flattened inputs, and their number at
+            the end, of a flat row again and again. No document reaches over the end of a row.
         epoch: the epoch of the first row, from 0; of all ranks' rows.
         documents: (B, T) int64 on the CPU; the number of each input's document, for batches that are scored.
     """
@@ -54,8 +54,30 @@ class Batch:
     inputs: Tensor
     targets: Tensor
     document_starts: Tensor
-    epoch: int
+    epoch: int = 0
     documents: Tensor | None = None
+
+    def pinned(self, device: torch.device, *, starts: bool = False) -> "Batch":
+        """Return it with inputs, targets and, with `starts`, starts pinned, if they are to go to a CUDA device."""
+        if device.type != "cuda":
+            return self
+        # In a prefetching thread the current device is the first one; pinning there would open a context on it.
+        with torch.cuda.device(device):
+            return self._with(Tensor.pin_memory, starts)
+
+    def to(self, device: torch.device, *, starts: bool = False) -> "Batch":
+        """Return it with the same tensors on a device; from pinned memory without waiting."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True), starts)
+
+    def _with(self, change: Callable[[Tensor], Tensor], starts: bool) -> "Batch":
+        places = change(self.document_starts) if starts else self.document_starts
+        return replace(self, inputs=change(self.inputs), targets=change(self.targets), document_starts=places)
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """Return a device, the current one for "cuda": which one is current is a property of the thread."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
 class Loader(Iterator[Batch]):
@@ -108,10 +130,7 @@ class Loader(Iterator[Batch]):
             raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
         self._dataset = dataset
         self._depth = prefetch
-        self._device = torch.device(device)
-        if str(self._device) == "cuda":
-            # Resolved here: the current device is a property of the thread, and pinning happens in another.
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = numbered(device)
         self._identity = {
             "version": _STATE_VERSION,
             "dataset": dataset.key,
@@ -152,9 +171,7 @@ class Loader(Iterator[Batch]):
                 self._prefetcher = Prefetcher(self._make, self._depth)
             batch, position = self._prefetcher.get()
         self._position = position
-        if self._device.type == "cpu":
-            return batch
-        return _changed(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+        return batch.to(self._device)
 
     @property
     def cropped_frac(self) -> float:
@@ -268,17 +285,7 @@ def _next_batch(
 ) -> tuple[Batch, RowPosition]:
     block = stream.next_rows(rows, part=part, parts=parts)
     assert block is not None  # a stream without max_epochs does not end
-    batch = _to_batch(block, dataset)
-    if device.type == "cuda":
-        # In this thread the current device is the first one; pinning there would open a context on it in every rank.
-        with torch.cuda.device(device):
-            batch = _changed(batch, Tensor.pin_memory)
-    return batch, stream.position()
-
-
-def _changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch with other inputs and targets."""
-    return replace(batch, inputs=change(batch.inputs), targets=change(batch.targets))
+    return _to_batch(block, dataset).pinned(device), stream.position()
 
 
 def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:

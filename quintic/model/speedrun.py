@@ -24,7 +24,6 @@ from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entro
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_inputs import (
     IGNORED,
-    LookedUp,
     SpeedrunInputs,
     all_targets,
     document_begins,
@@ -228,14 +227,6 @@ class SpeedrunGPT(nn.Module):
             reduction=reduction,
         )
 
-    def logits(self, inputs: Tensor, *, document_starts: Tensor | None = None) -> Tensor:
-        """Return the logits after their cap, (T, vocab_size) float32 or wider; arguments as for `forward`."""
-        x_TC = self._trunk(inputs, self._row(inputs, document_starts, None))
-        raw = (x_TC @ self.head).to(torch.promote_types(x_TC.dtype, torch.float32))
-        if not self.config.sigmoid_logits:
-            return _TANH_CAP * torch.tanh(raw / _TANH_CAP)
-        return _SIGMOID_CAP.height * torch.sigmoid((raw + _SIGMOID_CAP.shift) / _SIGMOID_CAP.width)
-
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return what the layers share about these tokens."""
         if self.rotary.windows is None:
@@ -261,10 +252,10 @@ class SpeedrunGPT(nn.Module):
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return what the head reads, (T, C)."""
         config, length = self.config, len(inputs)
-        looked_up = self.inputs.look_up(inputs)
-        x_TC, injected, gates = self._enter(inputs, looked_up)
+        embedding_TC, bigram_TC, values_KTC = self.inputs.look_up(inputs)
+        x_TC, injected, gates = self._enter(inputs, embedding_TC, bigram_TC)
         # Taken apart here, so that the gradient is put together once.
-        values = () if looked_up.values is None else looked_up.values.unbind()
+        values = () if values_KTC is None else values_KTC.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
         for plan, weights in zip(config.layers, self._block_weights(), strict=True):
             index, dense_value_TC = plan.index, None
@@ -310,9 +301,11 @@ class SpeedrunGPT(nn.Module):
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
-    def _enter(self, inputs: Tensor, found: LookedUp) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def _enter(
+        self, inputs: Tensor, embedding_TC: Tensor, bigram_TC: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Return what enters the first layer, what later ones add, and the gates of early layers."""
-        x0_TC, bigram_TC = self.inputs(inputs, found)
+        x0_TC, bigram_TC = self.inputs(inputs, embedding_TC, bigram_TC)
         gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
         if bigram_TC is None:
             return x0_TC, {"embedding": x0_TC}, gates

@@ -1,7 +1,6 @@
 """The two ends of the speedrun's model: embeddings of tokens, of pairs, and for values; targets and their weights."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from quintic.model.layers import rms_norm
 from quintic.model.speedrun_layers import previous
 from quintic.model.speedrun_sizes import SpeedrunConfig
 
-__all__ = ["IGNORED", "LookedUp", "SpeedrunInputs", "all_targets", "document_begins", "target_weights"]
+__all__ = ["IGNORED", "SpeedrunInputs", "all_targets", "document_begins", "target_weights"]
 
 IGNORED = -100
 """A target that does not count."""
@@ -23,17 +22,6 @@ _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate rea
 def document_begins(inputs: Tensor, bos_id: int) -> Tensor:
     """Return where documents start among (T,) tokens: bool, True for the first token and each `bos_id`."""
     return (inputs == bos_id) | (torch.arange(len(inputs), device=inputs.device) == 0)
-
-
-class LookedUp(NamedTuple):
-    """Rows of the tables."""
-
-    embedding: Tensor
-    """(T, C)"""
-    bigram: Tensor | None
-    """(T, C)"""
-    values: Tensor | None
-    """(tables, T, C)"""
 
 
 class SpeedrunInputs(nn.Module):
@@ -66,8 +54,8 @@ class SpeedrunInputs(nn.Module):
             self.smear_gate = nn.Parameter(torch.empty(1, min(_SMEAR_CHANNELS, width), dtype=dtype))
             self.smear_scale = nn.Parameter(torch.empty(1))
 
-    def look_up(self, inputs: Tensor) -> LookedUp:
-        """Return the rows of the tables that tokens have."""
+    def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the rows that tokens have of the tables: embedding and bigrams, (T, C), and values, (tables, T, C)."""
         look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
         bigram_TC = values_KTC = None
         if config.bigram_hash:
@@ -76,16 +64,14 @@ class SpeedrunInputs(nn.Module):
             # One lookup in all tables, and one gradient.
             first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
             values_KTC = look_up(first.unsqueeze(1) + inputs, self.value_embeddings)
-        return LookedUp(look_up(inputs, self.embedding), bigram_TC, values_KTC)
+        return look_up(inputs, self.embedding), bigram_TC, values_KTC
 
-    def forward(self, inputs: Tensor, found: LookedUp) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Tensor, x_TC: Tensor, bigram_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return normalised embeddings and bigrams with their signs, (T, C), of what `look_up` found."""
-        config, x_TC = self.config, found.embedding
-        if config.smear:
+        if self.config.smear:
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
-            gate_T1 = gate_T1.masked_fill(document_begins(inputs, config.bos_id).unsqueeze(1), 0)
+            gate_T1 = gate_T1.masked_fill(document_begins(inputs, self.config.bos_id).unsqueeze(1), 0)
             x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * previous(x_TC)
-        bigram_TC = found.bigram
         if bigram_TC is not None:
             bigram_TC = bigram_TC * F.embedding(self.bigram_hashes(inputs)[1], self.bigram_signs)
         return rms_norm(x_TC), bigram_TC

@@ -52,7 +52,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
     print(
         f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
-        f"{1000 * result.seconds / result.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+        f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
     )
 
 

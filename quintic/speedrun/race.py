@@ -55,14 +55,8 @@ class Race:
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
         self.stream = self._stream(track.at)
-        shares = {"rank": ranks.rank, "size": ranks.size}
-        vocabulary = {"vocab_size": config.vocab_size, "bos_id": config.bos_id}
         self.validation = validation_batches(
-            data.validation,
-            tokens=track.validation_tokens,
-            chunk_tokens=track.validation_chunk,
-            **shares,
-            **vocabulary,
+            data, tokens=track.validation_tokens, chunk_tokens=track.validation_chunk, ranks=ranks
         )
         with torch.device("meta"):
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
@@ -98,14 +92,11 @@ class Race:
 
     def _stream(self, settings: Callable[[int], StepSettings]) -> ChunkStream:
         return ChunkStream(
-            self.data.train,
+            self.data,
             settings,
             chunks=self.track.chunks,
             passes=self._passes,
-            rank=self.ranks.rank,
-            size=self.ranks.size,
-            vocab_size=self.data.vocab_size,
-            bos_id=self.data.bos_id,
+            ranks=self.ranks,
             device=self.device,
         )
 
@@ -181,7 +172,7 @@ class Race:
         self._set_windows(settings)
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in (one.to(self.device) for one in self.validation[:batches]):
+        for batch in (one.to(self.device, starts=True) for one in self.validation[:batches]):
             starts = batch.document_starts
             sums[0] += self.model(batch.inputs, batch.targets, document_starts=starts, reduction="sum")
             sums[1] += self._token_bytes[batch.targets].sum()

@@ -115,10 +115,9 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
     return optimizer
 
 
-def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> dict[str, float]:
-    """Set learning rates and momentum for a step; return the rates by role."""
+def set_rates(optimizer: quintic.Muon, settings: StepSettings) -> None:
+    """Set learning rates and momentum for a step."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * settings.rate
         if group["algorithm"] == "muon":
             group["momentum"] = settings.momentum
-    return {group["name"]: group["lr"] for group in optimizer.param_groups}

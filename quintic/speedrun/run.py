@@ -43,7 +43,6 @@ class RaceResult:
     """In bits per byte; None where the vocabulary is not at hand."""
     seconds: float
     """By the race's clock."""
-    steps: int
 
 
 class _Clock:
@@ -142,7 +141,7 @@ def train(
     finally:
         gc.unfreeze()
         gc.enable()
-    return RaceResult(loss=loss, bpb=bpb, seconds=clock.seconds, steps=track.steps)
+    return RaceResult(loss=loss, bpb=bpb, seconds=clock.seconds)
 
 
 def _time(seconds: float, steps: int) -> str:

@@ -23,17 +23,7 @@ from quintic.durable import write_atomically
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
 
-__all__ = [
-    "BYTES_BOS",
-    "RaceData",
-    "Tokens",
-    "open_data",
-    "prefixes",
-    "read_shard",
-    "vocabulary_of",
-    "write_bytes",
-    "write_shard",
-]
+__all__ = ["RaceData", "Tokens", "open_data", "prefixes", "read_shard", "vocabulary_of", "write_shard"]
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -175,7 +165,7 @@ def open_data(
 
 
 def _found(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
-    folder = write_bytes(data_dir) if source == "python" else Path(source).expanduser()
+    folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
     files = sorted(folder.glob("*.bin"))
     train, validation = ([file for file in files if split in file.name] for split in ("train", "val"))
     for split, some in (("train", train), ("val", validation)):
@@ -223,7 +213,7 @@ def _downloaded(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path
     return [get(_HUB_NAMES["train"].format(number)) for number in range(1, num_shards + 1)], validation
 
 
-def write_bytes(data_dir: Path) -> Path:
+def _bytes_of_python(data_dir: Path) -> Path:
     """Write the text that comes with Python as two shards whose tokens are bytes; return their folder."""
     folder = data_dir / "python-bytes"
     if (folder / "val_000000.bin").is_file():

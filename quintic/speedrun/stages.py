@@ -8,6 +8,7 @@ Source: the constants are those of the modded-nanogpt speedrun (github.com/Kelle
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quintic.errors import ConfigError
 
@@ -173,25 +174,21 @@ class Track:
         return most
 
 
-def _stages(
-    tokens: int, documents: tuple[int, int], block: int, short: tuple[int, ...], long: tuple[int, ...]
-) -> tuple[Stage, ...]:
-    """Return the three stages and the extension.
+def _track(tokens: int, documents: tuple[int, int], block: int, **lengths: Any) -> Track:
+    """Return a track of three stages and the extension.
 
     Args:
         tokens: of the first batch.
         documents: tokens at which documents are cut, in the first stage and in the others.
         block: tokens of a window's unit.
-        short: windows of the stages, in units.
-        long: likewise.
+        lengths: the other fields.
     """
-    windows = [(a * block, b * block) for a, b in zip(short, long, strict=True)]
     first, rest = documents
-    return (
+    stages = (
         Stage(
             batch_tokens=tokens,
             document_tokens=first,
-            windows=windows[0],
+            windows=(block, 3 * block),
             rate=1.0,
             first_weights=(1.0, 0.5, 0.25),
             last_weights=(1.0, 0.5, 0.0),
@@ -200,26 +197,29 @@ def _stages(
         Stage(
             batch_tokens=2 * tokens,
             document_tokens=rest,
-            windows=windows[1],
+            windows=(3 * block, 7 * block),
             rate=1.52,  # 2^0.6
             first_weights=(1.0, 0.5),
             last_weights=(1.0, 0.0),
             prefix_weights=(0.25, 0.0),
         ),
-        Stage(batch_tokens=3 * tokens, document_tokens=rest, windows=windows[2], rate=1.73),  # 3^0.5
-        Stage(batch_tokens=3 * tokens, document_tokens=rest, windows=windows[3], rate=1.73),
+        Stage(
+            batch_tokens=3 * tokens,
+            document_tokens=rest,
+            windows=(5 * block, 11 * block),
+            rate=1.73,  # 3^0.5
+        ),
     )
+    extension = replace(stages[-1], windows=(6 * block, 13 * block))
+    return Track(stages=stages, extension=extension, final_long_window=20 * block, **lengths)
 
 
-*_RACE, _RACE_EXTENSION = _stages(131_072, (896, 2048), 128, (1, 3, 5, 6), (3, 7, 11, 13))
-*_SMALL, _SMALL_EXTENSION = _stages(256, (56, 128), 8, (1, 3, 5, 6), (3, 7, 11, 13))
-
-SPEEDRUN = Track(
-    stages=tuple(_RACE),
-    extension=_RACE_EXTENSION,
+SPEEDRUN = _track(
+    131_072,
+    (896, 2048),
+    128,
     scheduled_steps=1270,
     extension_steps=15,
-    final_long_window=20 * 128,
     momentum_rise_steps=300,
     momentum_fall_steps=50,
     eval_every=250,
@@ -227,12 +227,12 @@ SPEEDRUN = Track(
     validation_chunk=262_144,
 )
 
-TINY = Track(
-    stages=tuple(_SMALL),
-    extension=_SMALL_EXTENSION,
+TINY = _track(
+    256,
+    (56, 128),
+    8,
     scheduled_steps=21,
     extension_steps=3,
-    final_long_window=20 * 8,
     momentum_rise_steps=6,
     momentum_fall_steps=2,
     chunks=2,

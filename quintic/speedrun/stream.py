@@ -17,7 +17,6 @@ Source: the order of documents is that of the modded-nanogpt speedrun's loader.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +25,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quintic.data.loader import Batch as FlatBatch
+from quintic.data.loader import numbered
 from quintic.data.prefetch import Prefetcher
 from quintic.errors import DataError
-from quintic.speedrun.shards import Tokens, read_shard
+from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import StepSettings
+from quintic.train.distributed import ALONE, Ranks
 
 __all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
 
 _BATCHES_AHEAD = 4
 _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
-
-
-@dataclass(frozen=True)
-class FlatBatch:
-    """One chunk of documents, or several.
-
-    Attributes:
-        inputs: (tokens,) int64.
-        targets: (tokens,) int64; the token after each input.
-        document_starts: int32; where each document begins, and `tokens` at the end, again and again, so that its length
-            hardly changes and nothing is compiled anew.
-        epoch: how often the shards have ended before.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    document_starts: Tensor
-    epoch: int = 0
-
-    def to(self, device: torch.device) -> "FlatBatch":
-        """Return it on a device; from pinned memory without waiting."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "FlatBatch":
-        """Return it in pinned memory."""
-        return self._with(Tensor.pin_memory)
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "FlatBatch":
-        return FlatBatch(change(self.inputs), change(self.targets), change(self.document_starts), self.epoch)
 
 
 class _Shard:
@@ -98,16 +71,12 @@ class ChunkStream(Iterator[FlatBatch]):
     Use it in a `with` block, or `close` it.
 
     Args:
-        paths: training shards, at least one.
+        data: the text.
         settings: step from 0 -> its settings; the tokens of batches and documents count here.
         chunks: of a step.
-        passes: settings of a step -> number of batches that a rank's chunks of it make, a divisor of `chunks / size`;
-            by default one of each chunk.
-        rank: this process among those that share the text.
-        size: number of those processes; must divide `chunks`.
-        vocab_size: tokens must be smaller.
-        bos_id: the token that begins a document.
-        device: where inputs and targets go; without waiting when it is a CUDA device.
+        passes: settings of a step -> number of batches that a rank's chunks of it make, a divisor of their number.
+        ranks: the processes that share the text; their number must divide `chunks`.
+        device: where batches go; without waiting when it is a CUDA device.
 
     Raises:
         DataError: the ranks cannot share the chunks.
@@ -115,25 +84,20 @@ class ChunkStream(Iterator[FlatBatch]):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        data: RaceData,
         settings: Callable[[int], StepSettings],
         *,
         chunks: int,
-        passes: Callable[[StepSettings], int] | None = None,
-        rank: int = 0,
-        size: int = 1,
-        vocab_size: int = 2**16,
-        bos_id: int,
+        passes: Callable[[StepSettings], int],
+        ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
     ) -> None:
-        if chunks % size:
-            raise DataError(f"{size} ranks cannot share the {chunks} chunks of a batch; start as many as divide them")
-        self._device = torch.device(device)
-        if str(self._device) == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._paths, self._settings = tuple(paths), settings
-        self._shares, self._passes = (chunks, rank, size), passes or (lambda settings: chunks // size)
-        self._load = functools.partial(_Shard, vocab_size=vocab_size, bos_id=bos_id)
+        if chunks % ranks.size:
+            raise DataError(
+                f"{ranks.size} ranks cannot share the {chunks} chunks of a batch; start as many as divide them"
+            )
+        self._data, self._settings, self._device = data, settings, numbered(device)
+        self._num_chunks, self._passes, self._ranks = chunks, passes, ranks
         self._threads: list[Prefetcher[Any]] = []
 
     def __next__(self) -> FlatBatch:
@@ -143,42 +107,37 @@ class ChunkStream(Iterator[FlatBatch]):
             DataError: a shard cannot be used, or the shards do not fill a chunk.
         """
         if not self._threads:
-            shards = Prefetcher(map(self._load, itertools.cycle(self._paths)).__next__, depth=1)
-            batches = self._batches(shards)
-            self._threads = [Prefetcher(batches.__next__, _BATCHES_AHEAD), shards]
+            load = functools.partial(_Shard, vocab_size=self._data.vocab_size, bos_id=self._data.bos_id)
+            shards = Prefetcher(map(load, itertools.cycle(self._data.train)).__next__, depth=1)
+            self._threads = [Prefetcher(self._batches(shards).__next__, _BATCHES_AHEAD), shards]
         batch: FlatBatch = self._threads[0].get()
-        return batch.to(self._device)
+        return batch.to(self._device, starts=True)
 
     def _batches(self, shards: Prefetcher[_Shard]) -> Iterator[FlatBatch]:
         """Yield a rank's batches."""
         chunks: list[FlatBatch] = []
-        num_chunks, _, size = self._shares
         for chunk, step in self._chunks(shards):
             chunks.append(chunk)
-            if len(chunks) == num_chunks // size // self._passes(step):
-                batch, chunks = _joined(chunks), []
-                if self._device.type == "cuda":
-                    # In this thread the current device is the first one; pinning there would open a context on it.
-                    with torch.cuda.device(self._device):
-                        batch = batch.pinned()
-                yield batch
+            if len(chunks) == self._num_chunks // self._ranks.size // self._passes(step):
+                yield _joined(chunks).pinned(self._device, starts=True)
+                chunks = []
 
     def _chunks(self, shards: Prefetcher[_Shard]) -> Iterator[tuple[FlatBatch, StepSettings]]:
         """Yield a rank's chunks and the settings of their steps, while walking through those of all ranks."""
-        num_chunks, rank, size = self._shares
+        num_shards = len(self._data.train)
         shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
         for number in itertools.count():
-            step = self._settings(number // num_chunks)
-            tokens, cut = step.batch_tokens // num_chunks, step.document_tokens
+            step = self._settings(number // self._num_chunks)
+            tokens, cut = step.batch_tokens // self._num_chunks, step.document_tokens
             while (lengths := shard.chunk(document, tokens, cut)) is None:
-                if num_unused == len(self._paths):
+                if num_unused == num_shards:
                     raise DataError(
-                        f"{self._paths[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents "
-                        f"cut at {cut}; give more text (--data)"
+                        f"{self._data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with "
+                        f"documents cut at {cut}; give more text (--data)"
                     )
                 shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
-            if number % size == rank:
-                yield _flat(shard, document, lengths, num_ended // len(self._paths)), step
+            if number % self._ranks.size == self._ranks.rank:
+                yield _flat(shard, document, lengths, num_ended // num_shards), step
             document, num_unused = document + len(lengths), 0
 
     def close(self) -> None:
@@ -193,33 +152,26 @@ class ChunkStream(Iterator[FlatBatch]):
         self.close()
 
 
-def validation_batches(
-    path: Path,
-    *,
-    tokens: int,
-    chunk_tokens: int,
-    rank: int = 0,
-    size: int = 1,
-    vocab_size: int = 2**16,
-    bos_id: int,
-) -> list[FlatBatch]:
-    """Return a rank's chunks of the validation text: of every `size` chunks, rank r has the r-th. On the CPU.
+def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks: Ranks = ALONE) -> list[FlatBatch]:
+    """Return a rank's chunks of the validation text: of as many as there are ranks, rank r has the r-th. On the CPU.
 
     Raises:
         DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
     """
-    if tokens % (chunk_tokens * size):
+    if tokens % (chunk_tokens * ranks.size):
         raise DataError(
-            f"{tokens:,} validation tokens are no whole number of chunks of {chunk_tokens:,} for each of {size} ranks; "
-            "give another --val-tokens"
+            f"{tokens:,} validation tokens are no whole number of chunks of {chunk_tokens:,} for each of {ranks.size} "
+            "ranks; give another --val-tokens"
         )
-    text = read_shard(path, vocab_size=vocab_size)
+    text = read_shard(data.validation, vocab_size=data.vocab_size)
     if len(text) <= tokens:
-        raise DataError(f"{path}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens")
+        raise DataError(
+            f"{data.validation}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens"
+        )
     batches = []
-    for begin in range(rank * chunk_tokens, tokens, size * chunk_tokens):
+    for begin in range(ranks.rank * chunk_tokens, tokens, ranks.size * chunk_tokens):
         piece = torch.from_numpy(text[begin : begin + chunk_tokens + 1].astype(np.int64))
-        starts = np.flatnonzero(text[begin + 1 : begin + chunk_tokens] == bos_id) + 1
+        starts = np.flatnonzero(text[begin + 1 : begin + chunk_tokens] == data.bos_id) + 1
         batches.append(FlatBatch(piece[:-1], piece[1:], _starts([0, *starts.tolist(), chunk_tokens])))
     return batches
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintic.errors import DataError
-from quintic.speedrun.shards import write_shard
+from quintic.speedrun.shards import RaceData, write_shard
 from quintic.speedrun.stream import ChunkStream, validation_batches
+from quintic.train.distributed import ALONE, Ranks
 
 BOS = 9
 
@@ -91,6 +92,17 @@ def write(folder: Path, shards: list[list[int]]) -> list[Path]:
     return paths
 
 
+def data_of(paths: list[Path]) -> RaceData:
+    """Data whose last file is the one for validation, too."""
+    kind = {"vocab_size": 2**16, "bos_id": BOS, "vocabulary": None}
+    return RaceData(source="", train=tuple(paths), validation=paths[-1], **kind)
+
+
+def stream_of(paths: list[Path], settings, *, chunks: int, passes=None, ranks: Ranks = ALONE) -> ChunkStream:
+    passes = passes or (lambda step: chunks // ranks.size)
+    return ChunkStream(data_of(paths), settings, chunks=chunks, passes=passes, ranks=ranks)
+
+
 def settings_of(first: Settings, second: Settings):
     return lambda step: first if step < 2 else second
 
@@ -126,9 +138,8 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
         return own // together[settings is stages[1]]
 
     for rank in range(size):
-        with ChunkStream(
-            paths, settings_of(*stages), chunks=4, passes=passes, rank=rank, size=size, bos_id=BOS
-        ) as stream:
+        ranks = Ranks(rank=rank, size=size)
+        with stream_of(paths, settings_of(*stages), chunks=4, passes=passes, ranks=ranks) as stream:
             found = [lists(next(stream)) for _ in range(2 * passes(stages[0]) + 3 * passes(stages[1]))]
         chunks = expected[rank::size]
         firsts = [*range(0, 2 * own, together[0]), *range(2 * own, 5 * own, together[1])]
@@ -137,7 +148,7 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
 
 def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2, BOS, 3, BOS, 4, 5, BOS, 6, 7]])
-    with ChunkStream(paths, lambda step: Settings(5, 8), chunks=1, bos_id=BOS) as stream:
+    with stream_of(paths, lambda step: Settings(5, 8), chunks=1) as stream:
         assert lists(next(stream)) == ([BOS, 1, 2, BOS, 3], [1, 2, BOS, 3, BOS], [0, 3, 5])
         batch = next(stream)
         assert batch.epoch == 1  # what was left did not fill a chunk
@@ -146,7 +157,7 @@ def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
 def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2], [BOS, 1, 2, 3]])
     with (
-        ChunkStream(paths, lambda step: Settings(8, 8), chunks=2, bos_id=BOS) as stream,
+        stream_of(paths, lambda step: Settings(8, 8), chunks=2) as stream,
         pytest.raises(DataError, match="no training shard fills a chunk of 4 tokens with documents cut at 8"),
     ):
         next(stream)
@@ -154,13 +165,13 @@ def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
 
 def test_ranks_that_do_not_divide_the_chunks_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="3 ranks cannot share the 8 chunks"):
-        ChunkStream([tmp_path], lambda step: Settings(8, 8), chunks=8, size=3, bos_id=BOS)
+        stream_of([tmp_path], lambda step: Settings(8, 8), chunks=8, ranks=Ranks(size=3))
 
 
 def test_a_damaged_shard_is_reported_where_it_is_read(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1] * 20, [BOS, 1] * 20])
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    with ChunkStream(paths, lambda step: Settings(8, 4), chunks=1, bos_id=BOS) as stream:
+    with stream_of(paths, lambda step: Settings(8, 4), chunks=1) as stream:
         for _ in range(4):
             next(stream)
         with pytest.raises(DataError, match=r"train_1\.bin: its header says 40 tokens"):
@@ -173,7 +184,8 @@ def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
     text[8] = BOS  # a chunk that begins with a document
     write_shard(tmp_path / "val.bin", text)
     for rank in range(size):
-        batches = validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=8, rank=rank, size=size, bos_id=BOS)
+        data, ranks = data_of([tmp_path / "val.bin"]), Ranks(rank=rank, size=size)
+        batches = validation_batches(data, tokens=32, chunk_tokens=8, ranks=ranks)
         assert len(batches) == 4 // size
         for number, batch in enumerate(batches):
             begin = 8 * (rank + number * size)
@@ -184,12 +196,12 @@ def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
 def test_validation_that_does_not_fit_is_refused(tmp_path: Path):
     write_shard(tmp_path / "val.bin", [BOS] * 32)
     with pytest.raises(DataError, match="32 validation tokens are no whole number of chunks of 24"):
-        validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=24, bos_id=BOS)
+        validation_batches(data_of([tmp_path / "val.bin"]), tokens=32, chunk_tokens=24)
     with pytest.raises(DataError, match=r"val\.bin: has 32 tokens, 33 are to be scored; give fewer --val-tokens"):
-        validation_batches(tmp_path / "val.bin", tokens=32, chunk_tokens=8, bos_id=BOS)
+        validation_batches(data_of([tmp_path / "val.bin"]), tokens=32, chunk_tokens=8)
 
 
 def test_more_documents_than_there_is_room_for_double_it(tmp_path: Path):
     paths = write(tmp_path, [[BOS] * 100])
-    with ChunkStream(paths, lambda step: Settings(40, 4), chunks=1, bos_id=BOS) as stream:
+    with stream_of(paths, lambda step: Settings(40, 4), chunks=1) as stream:
         assert next(stream).document_starts.tolist() == [*range(40), *[40] * 24]
