@@ -7,7 +7,7 @@ itself, the layouts, which part of divided state is whose (`comms="sharded"`), a
 rounded.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
-__all__ = ["Observer", "Rounding", "reference_step", "run_reference"]
+__all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
 
 # State that is not cut as the parameter is.
 _UNCUT = ("step", "second_momentum_buffer")
@@ -59,8 +59,8 @@ class Rounding:
     """Largest of NorMuon's second moments; 0 without them."""
 
 
-Observer = Callable[[Tensor, int, Rounding], None]
-"""Called with a parameter, the number of a matrix of it and its rounding."""
+Roundings = dict[tuple[Tensor, int], Rounding]
+"""Of each parameter and number of a matrix of it."""
 
 
 def reference_step(optimizer: torch.optim.Optimizer) -> None:
@@ -94,8 +94,8 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def run_reference(optimizer: Muon, observer: Observer | None) -> None:
-    """Do as `reference_step`, and show the rounding of every matrix to an observer, if there is one."""
+def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
+    """Do as `reference_step`, and measure the rounding of every matrix, unless that is None."""
     pending_steps = optimizer.next_pending_steps()
     ties = [tie for tie in optimizer.current.ties if pending_steps[tie.head_group] == 0]
     for tie in ties:
@@ -112,7 +112,7 @@ def run_reference(optimizer: Muon, observer: Observer | None) -> None:
         is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
         if is_stepped and (is_finite or found.group.on_nonfinite == "propagate"):
             with state_on_device(found.param, states[found.param]) as state:
-                _step_parameter(found, cut, state, observer)
+                _step_parameter(found, cut, state, roundings)
     for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
         group["pending_steps"] = pending % group["step_every"]
     for tie in ties:
@@ -133,7 +133,7 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
         FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
     """
     asking = [found for found in due if found.group.on_nonfinite != "propagate"]
-    bad = [found for found in asking if found.param.grad is not None and not _is_finite(found.param.grad)]
+    bad = [f for f in asking if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
     is_raised = any(found.group.on_nonfinite == "raise" for found in asking)
     groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
     for group in optimizer.current.groups:
@@ -168,10 +168,6 @@ def _least_of_connected(
             all_agree_(on_device, process_group)
             flags = on_device.tolist()
     return flags
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(torch.isfinite(local_tensor(gradient)).all())
 
 
 def _partial_cut(found: Parameter) -> Cut | None:
@@ -217,7 +213,9 @@ def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
     return (total / count).to(gradient.dtype).view(gradient.shape)
 
 
-def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], observer: Observer | None) -> None:
+def _step_parameter(
+    found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], roundings: Roundings | None
+) -> None:
     gradient = _gradient_of(found, cut)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = found.group.algorithm == "adamw"
@@ -232,7 +230,7 @@ def _step_parameter(found: Parameter, cut: Cut | None, state: Mapping[str, Tenso
     if is_adamw:
         _step_adamw({"step": local["step"], **whole}, whole["gradient"], found.group)
     else:
-        _step_matrices(found, whole, second, observer)
+        _step_matrices(found, whole, second, roundings)
     for key, value in local.items():
         if key not in _UNCUT and value.numel():
             value.copy_(found.local_of(key, whole[key]))
@@ -259,7 +257,7 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
 
 
 def _step_matrices(
-    found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, observer: Observer | None
+    found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
 ) -> None:
     """Step the whole weight, momentum and master, one matrix after the other."""
     view: View = found.group.view
@@ -273,9 +271,9 @@ def _step_matrices(
             if moments is not None:
                 matrix["second_moment"] = moments[block][index : index + 1]
             if matrix["weight"].numel():
-                rounding = _step_matrix(matrix, number, found.group, measure=observer is not None)
-                if observer is not None and rounding is not None:
-                    observer(found.param, number, rounding)
+                rounding = _step_matrix(matrix, number, found.group, measure=roundings is not None)
+                if roundings is not None and rounding is not None:
+                    roundings[found.param, number] = rounding
             number += 1
     for key, batch in batches.items():
         view.write_(whole[key], batch)
@@ -317,8 +315,8 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
         return None
     change = factor * update * float(group.lr)
     if form is None:
-        second = 0.0 if before is None else _largest(matrix["second_moment"])
-        return Rounding(_FUNCTION_ROUNDING * _largest(change), _FUNCTION_ROUNDING * second)
+        second = 0.0 if before is None else largest(matrix["second_moment"])
+        return Rounding(_FUNCTION_ROUNDING * largest(change), _FUNCTION_ROUNDING * second)
     wide = replace(form, compute_dtype=torch.float32 if form.compute_dtype.itemsize == 2 else torch.float64)
     forms = [(direction, wide)]
     if direction.is_cuda:  # kernels round sums otherwise than the reference, and now and then the direction with them
@@ -362,9 +360,9 @@ def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
 
 def _spread(tensors: Sequence[Tensor]) -> float:
     """Return how far tensors are from the first of them, at most; 0 for none."""
-    return max((_largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
+    return max((largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """Return the largest finite absolute entry, 0 if there is none."""
     return float(tensor.abs().nan_to_num(0.0, 0.0).max())

@@ -30,7 +30,7 @@ from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.update import lr_scale_factor
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
-from quintic.optim.verify.reference import Rounding, run_reference
+from quintic.optim.verify.reference import Rounding, Roundings, largest, run_reference
 from quintic.optim.verify.report import Answer, Difference, Verification, badness, merged
 
 __all__ = ["verify"]
@@ -88,20 +88,10 @@ def verify(
     if not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
-    foreign = [
-        name
-        for group in optimizer.param_groups
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-        if param not in names
-    ]
-    problems = _foreign_problem(foreign)
+    problems = _foreign_problem([name for name, param in named_parameters(optimizer) if param not in names])
     kept = Kept(optimizer)
     given: list[Tensor] = []
-    roundings: dict[tuple[Tensor, int], Rounding] = {}
-
-    def observe(param: Tensor, number: int, rounding: Rounding) -> None:
-        roundings[param, number] = rounding
-
+    roundings: Roundings = {}
     try:
         given = _give_gradients(optimizer, process_group)
         kept.keep_gradients()
@@ -111,7 +101,7 @@ def verify(
         taken = snapshot(optimizer)
         kept.restore()
         kept.make_due()
-        run_reference(optimizer, observe)
+        run_reference(optimizer, roundings)
         found, stepped = _compare(optimizer, kept.values, taken, roundings)
     finally:
         kept.restore()
@@ -185,7 +175,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
 
 @torch.no_grad()
 def _compare(
-    optimizer: Muon, before: Values, taken: Values, roundings: Mapping[tuple[Tensor, int], Rounding]
+    optimizer: Muon, before: Values, taken: Values, roundings: Roundings
 ) -> tuple[list[Difference], dict[str, int]]:
     """Return this rank's differences, all that are wrong and the worst, and how many matrices each parameter has."""
     differences: list[Difference] = []
@@ -217,21 +207,11 @@ def _compare_adamw(
             continue
         if key == "weight":
             allowed = _allowed_change(found.group, old, right, _ADAMW * found.group.learning_rate)
-            scale = _largest(right - old)
+            scale = largest(right - old)
         else:
             allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
-            scale = _largest(right)
-        absolute, ratio = _distance(right, mine, allowed)
-        yield Difference(
-            name=found.name,
-            tensor=key,
-            matrix=None,
-            num_matrices=0,
-            ranks=(this_rank(),),
-            absolute=absolute,
-            relative=_relative(absolute, scale),
-            ratio=ratio,
-        )
+            scale = largest(right)
+        yield _difference(found, key, right, mine, allowed, scale)
 
 
 def _compare_matrices(
@@ -239,7 +219,7 @@ def _compare_matrices(
     expected: Mapping[str, Tensor],
     taken: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
-    roundings: Mapping[tuple[Tensor, int], Rounding],
+    roundings: Roundings,
 ) -> Iterator[Difference]:
     """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
     view, shape = found.group.view, found.param.shape
@@ -253,28 +233,21 @@ def _compare_matrices(
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), found.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
-            change = _largest(right - old)
+            change = largest(right - old)
             if key == "weight":
                 # A parameter that was not stepped has not changed.
                 rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * change
                 multipliers = found.group.lr_multipliers
                 own = lr_scale_factor(found.group.lr_scale, *right.shape) * (multipliers[number] if multipliers else 1)
-                scale = abs(own) if found.group.scale_decay else 1.0
-                allowed = _allowed_change(found.group, old, right, slack, scale)
+                decay_factor = abs(own) if found.group.scale_decay else 1.0
+                allowed = _allowed_change(found.group, old, right, slack, decay_factor)
             else:
                 allowed = _allowed_state(right, old)
-            absolute, ratio = _distance(right, mine, allowed)
-            yield Difference(
-                name=found.name,
-                tensor=key,
-                matrix=number,
-                num_matrices=len(numbers),
-                ranks=_ranks(found, wholes[1], block, index, (right - mine).abs() > allowed if ratio > 1 else None),
-                absolute=absolute,
-                relative=_relative(absolute, change if key == "weight" else _largest(right)),
-                ratio=ratio,
-            )
+            scale = change if key == "weight" else largest(right)
+            one = _difference(found, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
+            wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
+            yield replace(one, ranks=_ranks(found, wholes[1], block, index, wrong))
     if "second_momentum_buffer" in expected:
         yield from _compare_second_moments(found, numbers, expected, taken, roundings)
 
@@ -284,7 +257,7 @@ def _compare_second_moments(
     numbers: Sequence[tuple[int, int]],
     expected: Mapping[str, Tensor],
     taken: Mapping[str, Tensor],
-    roundings: Mapping[tuple[Tensor, int], Rounding],
+    roundings: Roundings,
 ) -> Iterator[Difference]:
     """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
     view, shape = found.group.view, found.param.shape
@@ -297,17 +270,8 @@ def _compare_second_moments(
             continue
         rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
         allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
-        absolute, ratio = _distance(right, mine, allowed)
-        yield Difference(
-            name=found.name,
-            tensor=key,
-            matrix=number,
-            num_matrices=len(numbers),
-            ranks=(this_rank(),),
-            absolute=absolute,
-            relative=_relative(absolute, _largest(right)),
-            ratio=ratio,
-        )
+        scale = largest(right)
+        yield _difference(found, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
 
 
 def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
@@ -359,21 +323,32 @@ def _allowed_state(right: Tensor, old: Tensor) -> Tensor:
     """Return for each entry of a state the difference that rounding explains."""
     wide = torch.promote_types(right.dtype, torch.float32)
     allowed = right.abs().to(wide) * (torch.finfo(right.dtype).eps if right.itemsize < 4 else 0.0)
-    return allowed + _EPS * torch.finfo(wide).eps * (_largest(right) + _largest(old))
+    return allowed + _EPS * torch.finfo(wide).eps * (largest(right) + largest(old))
 
 
-def _distance(right: Tensor, mine: Tensor, allowed: Tensor) -> tuple[float, float]:
-    """Return the largest absolute difference, and the largest over what is allowed; NaN agrees with NaN."""
+def _difference(
+    found: Parameter,
+    key: str,
+    right: Tensor,
+    mine: Tensor,
+    allowed: Tensor,
+    scale: float,
+    *,
+    matrix: int | None = None,
+    num_matrices: int = 0,
+) -> Difference:
+    """Return how far a tensor of this rank is from the reference; NaN agrees with NaN."""
     wide = torch.promote_types(right.dtype, torch.float32)
     same = (right == mine) | (right.isnan() & mine.isnan())
     apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)
-    ratio = (apart / allowed).nan_to_num(math.inf).masked_fill(same, 0.0)
-    return float(apart.max()), float(ratio.max())
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().nan_to_num(0.0, 0.0).max())
-
-
-def _relative(absolute: float, scale: float) -> float:
-    return absolute / scale if scale else (math.inf if absolute else 0.0)
+    absolute = float(apart.max())
+    return Difference(
+        name=found.name,
+        tensor=key,
+        matrix=matrix,
+        num_matrices=num_matrices,
+        ranks=(this_rank(),),
+        absolute=absolute,
+        relative=absolute / scale if scale else (math.inf if absolute else 0.0),
+        ratio=float((apart / allowed).nan_to_num(math.inf).masked_fill(same, 0.0).max()),
+    )
