@@ -196,12 +196,7 @@ class CapturedStep:
 
 
 def _divided(pending_steps: Sequence[int], sparse: Container[int]) -> tuple[list[int], list[int]]:
-    """Return `pending_steps` of what a CUDA graph can hold, and of the rest: in each the other's groups wait.
-
-    Args:
-        pending_steps: for each group 0 if it is stepped.
-        sparse: numbers of the groups that send messages of other sizes at each step.
-    """
+    """Return pending steps of what a CUDA graph can hold, and of the sparse rest: in each the other's groups wait."""
     inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
     outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
     return inside, outside

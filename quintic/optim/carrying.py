@@ -22,15 +22,7 @@ def carry(
     *,
     transposed: bool,
 ) -> None:
-    """Do as `Muon.carry_state`.
-
-    Args:
-        current: of the optimizer, planned.
-        states: of all parameters, made; changed.
-        source: see `Muon.carry_state`.
-        target: likewise.
-        transposed: likewise.
-    """
+    """Do as `Muon.carry_state`, given what is planned and the state of all parameters, which is changed."""
     groups = current.groups
     places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
     params = [group.params[index] for group, index in places]
@@ -59,11 +51,7 @@ def carry(
 
 
 def _check(source: tuple[Group, int], target: tuple[Group, int], *, transposed: bool) -> None:
-    """Reject two parameters of which one cannot have the other's state; nothing is communicated.
-
-    Raises:
-        ValueError: names both parameters, and what does not fit.
-    """
+    """Reject two parameters of which one cannot have the state of the other; a ValueError names both."""
     (group, index), (other_group, other_index) = source, target
     param, other = group.params[index], other_group.params[other_index]
     names = f"the state of {group.param_names[index]} cannot be carried to {other_group.param_names[other_index]}"

@@ -175,11 +175,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
 
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:
-    """Return this rank's piece of the gradient of a tensor or `DTensor`, cut as that is; None where there is none.
-
-    Raises:
-        ValueError: the gradient is sparse.
-    """
+    """Return this rank's piece of a gradient that is not sparse, cut as the parameter is; None where there is none."""
     gradient = param.grad
     if gradient is None:
         return None
@@ -227,15 +223,7 @@ def _squared_norms(
     device: torch.device,
     communicators: Communicators,
 ) -> _Squares:
-    """Return the squared norm of each parameter's whole gradient, on `device`; mesh by mesh.
-
-    Args:
-        names: of the parameters.
-        params: their meshes say what a gradient's piece is a piece of.
-        gradients: this rank's pieces.
-        device: of the result.
-        communicators: of the optimizer, connected.
-    """
+    """Return the squared norm of each parameter's whole gradient, on a device, from this rank's pieces."""
     norms = _norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
     for place, param in enumerate(params):
@@ -260,13 +248,9 @@ def _ranks(mesh: "DeviceMesh | None") -> list[int]:
 def _squared_norms_of_parts(
     parts: Sequence[tuple[str, Tensor]], group: ProcessGroup, num_ranks: int, device: torch.device
 ) -> _Squares:
-    """Return the squared norms of what ranks have parts of, on `device`. All ranks of the group must call it.
+    """Return the squared norms of what the ranks of a group have parts of, on `device`. All of them must call it.
 
-    Args:
-        parts: names of the parameters, and this rank's parts of their gradients.
-        group: of the ranks that divide them.
-        num_ranks: how many these are.
-        device: of the result.
+    Names of parameters stand beside this rank's parts of their gradients.
     """
     norms = _norms([part for _, part in parts])
     zero = torch.zeros((), dtype=_wide(device), device=device)
@@ -293,13 +277,9 @@ def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch
 
 
 def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
-    """Return the squared norms of whole gradients, (n,), on every rank of the mesh; no host waits.
+    """Return the (n,) squared norms of whole gradients of n `DTensor`s, on every rank of their mesh; no host waits.
 
-    Args:
-        squares: (n,) those of this rank's pieces.
-        mesh: of all these parameters.
-        params: the n parameters, `DTensor`s.
-        communicators: of the optimizer, connected.
+    What is given are those of this rank's pieces.
     """
     if mesh.size() == 1:
         return squares

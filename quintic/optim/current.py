@@ -38,10 +38,8 @@ _Dictionaries: TypeAlias = Sequence[dict[str, Any]]
 class Current:
     """The plan, the communicators and what else one optimizer has for its groups.
 
-    Methods are given the optimizer's groups and state, which PyTorch keeps, and others may replace.
-
-    Args:
-        orders: which parameters the user wants to come first.
+    Methods are given the optimizer's groups and state, which PyTorch keeps, and others may replace. They raise a
+    ValueError or TypeError that names the parameter or the option where a group that was changed cannot be stepped.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -61,10 +59,9 @@ class Current:
         """How many sets of ranks had told each other of their hosts when the plan was made."""
 
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
-        """Check a new group and connect its ranks. All ranks that share its parameters must call it.
+        """Check a new group and connect its ranks; an error changes nothing.
 
-        Raises:
-            ValueError, TypeError: names the parameter or the option; nothing was changed.
+        All ranks that share its parameters must call it.
         """
         group = _checked(number, dictionary)
         self.communicators.connect([group], [layouts_of(group)])
@@ -83,11 +80,7 @@ class Current:
         self._qk_step = None
 
     def planned(self, dictionaries: _Dictionaries, states: States) -> Runner:
-        """Return the runner of the plan. No state is made, and nothing is communicated.
-
-        Raises:
-            ValueError, TypeError: of a group that was changed; the message names the parameter or the option.
-        """
+        """Return the runner of the plan. No state is made, and nothing is communicated."""
         self.look(dictionaries)
         if self.runner is None:
             self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.early)
@@ -99,9 +92,6 @@ class Current:
         """Do the same as `planned`, and connect ranks before the first step. All that share parameters must call it.
 
         They tell each other then on which hosts they are, which the plan may depend on.
-
-        Raises:
-            ValueError, TypeError: as `planned`.
         """
         runner = self.planned(dictionaries, states)
         if not runner.agreements.has_agreed:
@@ -133,18 +123,13 @@ class Current:
     def use_state(self, states: States) -> None:
         """Let all parameters have the state that they need, in a step that is `planned` and changes it.
 
-        Raises:
-            ValueError: state that says something cannot move to the parameter that is there now; nothing was changed.
+        State that says something and cannot move to the parameter that is there now is an error; nothing was changed.
         """
         self._make_state(states)
         self._upkeep.use()
 
     def needed_state(self, dictionaries: _Dictionaries, states: States) -> States:
-        """Return the state, all of it made and nothing under way.
-
-        Raises:
-            ValueError, TypeError: as `planned` and `use_state`.
-        """
+        """Return the state, all of it made and nothing under way."""
         self.look(dictionaries)
         self._make_state(states)
         if self.runner is not None:
@@ -168,10 +153,9 @@ class Current:
             self.groups = []
 
     def start_qk_step(self, qk_clip: QKClip, states: States, logits: Mapping[Any, Tensor]) -> QKStep:
-        """Begin QK-clip in a step that is `planned`. All ranks that share parameters must call it.
+        """Begin QK-clip in a step that is `planned`; an error if the logits fit no attention layer.
 
-        Raises:
-            ValueError: the logits fit no attention layer.
+        All ranks that share parameters must call it.
         """
         if self._qk_step is None or self._qk_step.clip != qk_clip:
             self._qk_step = QKStep(qk_clip, self.groups, states, self.communicators)
@@ -179,11 +163,7 @@ class Current:
         return self._qk_step
 
     def look(self, dictionaries: _Dictionaries) -> None:
-        """Bring `groups` up to date; check those of which options or parameters have changed.
-
-        Raises:
-            ValueError, TypeError: as `planned`.
-        """
+        """Bring `groups` up to date; check those of which options or parameters have changed."""
         self._notice(dictionaries)
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):

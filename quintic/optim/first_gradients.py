@@ -28,9 +28,7 @@ class FirstGradients:
     def look(self, groups: Sequence[Group], *, may_lack: bool) -> None:
         """Look whether this rank has a gradient, before the first step; warn if it is known by now that none has.
 
-        Args:
-            groups: parameter groups.
-            may_lack: whether there is a reason to have none; then the next step counts as the first one.
+        Where it may lack them for a reason, the next step counts as the first one.
         """
         self._warn()
         if self._is_over or may_lack:
@@ -56,9 +54,8 @@ class FirstGradients:
     def ask_others(self, present: Iterable[Tensor]) -> bool:
         """Begin to find out whether other ranks have gradients, after the step. Return whether nothing is left to do.
 
-        Args:
-            present: () on a device, whether any rank of those that share parameters has one; looked at only if this
-                rank has none.
+        What is present is () on a device each: whether any rank of those that share parameters has a gradient. It is
+        looked at only if this rank has none.
         """
         if self._suspect and self._present is None:
             self._present = list(map(HostCopy, present))

@@ -360,10 +360,7 @@ def _neurons_span(dim: int, shape: torch.Size, view: View) -> bool:
 def _neurons(means: Tensor, shape: torch.Size, view: View) -> list[Tensor]:
     """Return the entries of every neuron, (b, neurons, entries) for each batch of the view: rows, of wide ones columns.
 
-    Args:
-        means: with size 1 in the dimensions of the parameter along which it is constant.
-        shape: of the parameter.
-        view: of the parameter.
+    The means have size 1 in the dimensions of the parameter along which they are constant.
     """
     spread = means.expand(shape)
     batches = view.batches(spread.contiguous() if isinstance(view, Flatten) else spread)

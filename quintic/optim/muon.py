@@ -275,11 +275,7 @@ class Muon(OptimizerBase):
         return loss
 
     def step_part(self, pending_steps: Sequence[int]) -> Done:
-        """Step some of the groups that are due, and note nothing of it on the host. For `CapturedStep`.
-
-        Args:
-            pending_steps: for each group 0 if it is stepped.
-        """
+        """Step the groups that wait for 0 more steps, and note nothing of it on the host. For `CapturedStep`."""
         runner = self._connected()
         if not runner.is_alone:
             runner.agreements.check_sums(pending_steps)

@@ -46,13 +46,7 @@ def bare(optimizer: Any) -> Any:
 class OptimizerBase(Optimizer):
     """Groups with names and checked options, and the state of their parameters.
 
-    Args:
-        params: as of `torch.optim.Optimizer`.
-        defaults: of a group's options.
-        orders: which parameters the user wants to come first.
-
-    Raises:
-        ValueError, TypeError: names the parameter or the option.
+    Some parameters come first where the user wants that (`orders`); the rest is as of `torch.optim.Optimizer`.
     """
 
     _current: Current

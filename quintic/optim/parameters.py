@@ -69,12 +69,7 @@ class Parameter:
         return whole
 
     def whole_of(self, key: str, local: Tensor) -> Tensor:
-        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it.
-
-        Args:
-            key: name of the state.
-            local: what this rank has.
-        """
+        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it."""
         if self.divided is None or key not in CUT_KEYS:
             return self.whole(local)
         return self._of_parts(local)
@@ -123,9 +118,6 @@ class Parameter:
         """Return NorMuon's second moments of all matrices: those of a matrix that one rank alone holds are there alone.
 
         All of `ranks` must call it.
-
-        Args:
-            buffer: what this rank has of them.
         """
         if self.layout is None or self.process_group is None:
             return buffer.clone()
@@ -187,12 +179,9 @@ def whole_states(current: Current, states: Mapping[Tensor, Mapping[str, Tensor]]
     """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
 
     Matrices that are whole on one rank of each copy (experts, heads) may be stepped without any exchange, so that only
-    these ranks know their second moments. All ranks that share parameters with such state must call it; without any,
-    nothing is communicated. Temporary memory: that of one parameter's state, besides the result.
-
-    Args:
-        current: of the optimizer.
-        states: of all parameters, made; second moments are changed in place where no state is divided.
+    these ranks know their second moments; they are changed in place where no state is divided. All ranks that share
+    parameters with such state must call it; without any, nothing is communicated. Temporary memory: that of one
+    parameter's state, besides the result.
     """
     layouts = [
         [layout if layout is not None and _has_state_apart(group, layout) else None for layout in layouts_of(group)]

@@ -29,11 +29,8 @@ class StepsMade:
     def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
         """Note a step; the host waits for nothing.
 
-        Args:
-            done: what became of it.
-            waiting: parameters that wait for a later step (`step_every`).
-            clipped_layers: attention layers that QK-clip had logits of.
-            is_replayed: whether `count_skips` was captured in a CUDA graph.
+        Some parameters wait for a later step (`step_every`); QK-clip had logits of some attention layers. Where a CUDA
+        graph is replayed, it has captured `count_skips`.
         """
         self.num_steps += 1
         self._go = done.go if done.asks else None

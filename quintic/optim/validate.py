@@ -65,11 +65,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Reject options that do not exist.
-
-    Raises:
-        ValueError: names the option and the nearest one that exists.
-    """
+    """Reject options that do not exist; the ValueError names the option and the nearest one that exists."""
     for key in group:
         if key not in options and key not in _FOREIGN_GROUP_KEYS:
             raise ValueError(f"parameter group {number}: {_unknown(key, options)}")
@@ -100,13 +96,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Reject a tensor that is listed twice, in one group or in two: it would be stepped twice.
 
-    Args:
-        number: position of the group, for messages.
-        group: with `params` as a list of tensors, with their `param_names`, or of pairs of a name and a tensor.
-        others: complete groups that come before it.
-
-    Raises:
-        ValueError: names the tensor as both places do.
+    The group's `params` are a list of tensors, with `param_names`, or of pairs of a name and a tensor; the others are
+    complete, and come before it. The ValueError names the tensor as both places do.
     """
     places: dict[Tensor, str] = {}
     for place, other in enumerate(others):
@@ -128,10 +119,6 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:
     """Reject a complete group whose options or parameters cannot be stepped.
-
-    Args:
-        number: its position, for messages.
-        group: with every option set and `params` and `param_names` as lists.
 
     Raises:
         ValueError: an option is unknown or out of range, or a parameter does not fit its algorithm or view.
@@ -173,12 +160,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
 def check_averages(number: int, group: Mapping[str, Any]) -> None:
     """Reject averaging coefficients that bfloat16 state cannot follow, whatever a schedule has made of them.
 
-    Args:
-        number: position of the group, for messages.
-        group: complete, with a valid `state_dtype`.
-
-    Raises:
-        ValueError: names the option and its limit. A coefficient that is a tensor on a device is not read.
+    The ValueError names the option and its limit. A coefficient that is a tensor on a device is not read.
     """
     if group["state_dtype"] is None:
         return

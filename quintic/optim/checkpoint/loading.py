@@ -131,8 +131,7 @@ def _check_is_ours(saved_groups: _Groups) -> None:
 def _matched_by_name(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
     """Return the matches of all parameters; none where names are missing, or do not tell parameters apart.
 
-    Raises:
-        ValueError: a parameter is on one side only.
+    A parameter that is on one side only is an error.
     """
     own = {name for group in groups for name in group["param_names"]}
     saved: dict[str, tuple[int, Any]] = {}
@@ -174,8 +173,7 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str]
 def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
     """Return the matches of all parameters by their positions, as PyTorch matches them.
 
-    Raises:
-        ValueError: groups or parameters are more or fewer, or have names that contradict.
+    More or fewer groups or parameters, or names that contradict, are an error.
     """
     if len(saved_groups) != len(groups):
         raise ValueError(

@@ -70,13 +70,7 @@ def choose(
 ) -> Choice | str:
     """Return the treatment of a parameter without rules, or what an error should add about an undecided one.
 
-    Args:
-        name: of the parameter.
-        param: the parameter.
-        uses: all of them.
-        known: what the registry says about the parameters of the model.
-        heads: {layer: why}.
-        convolutions: the treatment of convolutions.
+    The registry knows `known`; `heads` are the output heads, each with the reason for taking it for one.
     """
     if param.ndim < 2:
         return _adamw(f"{param.ndim}-D")

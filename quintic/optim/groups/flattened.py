@@ -20,11 +20,7 @@ _WAY_OUT = (
 
 
 def check_model_is_whole(model: nn.Module) -> None:
-    """Reject a model whose parameters are pieces of a vector.
-
-    Raises:
-        ValueError: names the library, the first module or parameter, and the way out.
-    """
+    """Reject a model whose parameters are pieces of a vector; the ValueError names the library and the way out."""
     for name, module in model.named_modules():
         bases = {base.__name__ for base in type(module).__mro__}
         # Without sharding it is data parallelism, and keeps the shapes.
@@ -42,9 +38,6 @@ def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: 
         number: position of the group, for messages.
         group: with `params` and `param_names`.
         was_checked: whether the group was right before something else became of its parameters.
-
-    Raises:
-        ValueError: names the group or the parameter, and the way out.
     """
     names, params = group["param_names"], group["params"]
     if len(names) != len(params):

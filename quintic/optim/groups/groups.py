@@ -130,11 +130,7 @@ def grouped(
 
 
 def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
-    """Return one decision per trainable parameter, in the model's order; arguments as `param_groups`.
-
-    Raises:
-        ValueError: as `param_groups`.
-    """
+    """Return one decision per trainable parameter, in the model's order; arguments and errors as `param_groups`."""
     check_model_is_whole(model)
     uses = uses_of(model)
     known = known_views(model.modules())

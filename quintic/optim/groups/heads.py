@@ -121,11 +121,7 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
 
     By size alone a layer of a stack could be meant (a hidden layer may be as wide as the vocabulary). So those that
     recur under other numbers are left out; then a name without a number wins, else the one with the highest numbers.
-
-    Args:
-        layers: all layers of the model by name.
-        modules: all its modules by name.
-        sizes: outputs of the heads known otherwise: these vocabularies have theirs.
+    `sizes` are the outputs of the heads known otherwise: these vocabularies have theirs.
     """
     linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     vocabularies = {

@@ -57,11 +57,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
-    """Return the name without wrappers of every parameter and every module of a model.
+    """Return {name: name without wrappers} of parameters and modules, with all names of what is registered repeatedly.
 
-    Returns:
-        {name: clean name}, with all names of what is registered several times. Parameters whose clean names would be
-        equal keep the names they have.
+    Parameters whose clean names would be equal keep the names they have.
     """
     modules: dict[str, str] = {"": ""}
     params: dict[str, str] = {}

@@ -79,12 +79,7 @@ class Group:
 
     @classmethod
     def of(cls, number: int, group: Mapping[str, Any]) -> "Group":
-        """Return what a dictionary says now.
-
-        Args:
-            number: its position.
-            group: validated, with every option.
-        """
+        """Return what a validated dictionary with every option, at this position, says now."""
         values = _values_of(group)
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(_OPTIONS, values, strict=True))
@@ -115,15 +110,9 @@ class Group:
 
 
 def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
-    """Return the group of a parameter, and its position in it.
+    """Return the group of a parameter, and its position in it; a ValueError beginning with `what` if there is none.
 
-    Args:
-        groups: of the optimizer.
-        param: the parameter, or its name; prefixes of wrappers do not count.
-        what: begins the message.
-
-    Raises:
-        ValueError: there is no such parameter.
+    Prefixes of wrappers do not count in names.
     """
     places = [(group, index) for group in groups for index in range(len(group.params))]
     if isinstance(param, str):

@@ -19,13 +19,9 @@ __all__ = ["Tie", "ties_of"]
 
 
 class Tie:
-    """A parameter that is alone in its group, and the one that it is a copy of.
+    """A parameter that is alone in its group, and the one that it is a copy of: one of another group, at an index.
 
-    Args:
-        group: of the copy.
-        head_group: of the other parameter.
-        index: of the other parameter in its group.
-        transposed: whether one is stored as the transpose of the other.
+    Either may be stored as the transpose of the other.
     """
 
     def __init__(self, group: Group, head_group: Group, index: int, *, transposed: bool) -> None:
@@ -36,11 +32,7 @@ class Tie:
         """The copy's gradient that was added last, and its version then."""
 
     def add_gradient(self) -> None:
-        """Move the copy's gradient to the head's, unless it was moved before and nobody has touched it since.
-
-        Raises:
-            ValueError: a gradient is sparse.
-        """
+        """Move the copy's gradient to the head's, unless it was moved and is untouched since. None may be sparse."""
         gradient, total = self.copy.grad, self.head.grad
         if gradient is None:
             return
@@ -77,11 +69,7 @@ class Tie:
 
 
 def ties_of(groups: Sequence[Group]) -> list[Tie]:
-    """Return the ties of parameter groups (`Muon.tie`).
-
-    Raises:
-        ValueError: two parameters cannot be tied; the message names them.
-    """
+    """Return the ties of parameter groups (`Muon.tie`); a ValueError names two that cannot be tied."""
     return [_tie_of(group, groups) for group in groups if group.tied_to is not None]
 
 

@@ -54,11 +54,9 @@ class RowFactors(NamedTuple):
         return RowFactors(self.factor[start:stop], self.dim)
 
     def at(self, places: Tensor, param: Tensor) -> Tensor:
-        """Return the factors of single entries, (entries,).
+        """Return the factors of single entries of the whole parameter, which has no gaps.
 
-        Args:
-            places: (entries,) int64, where in the memory of the parameter they stand.
-            param: the whole parameter, without gaps.
+        Places are (entries,) int64: where in its memory the entries stand.
         """
         return self.factor.to(places.device)[places // max(1, param.stride(self.dim)) % param.shape[self.dim]]
 

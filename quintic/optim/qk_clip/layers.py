@@ -83,12 +83,7 @@ def find_heads(
 
 
 def is_projection(name: str, names: Mapping[str, str]) -> bool:
-    """Return whether a parameter may, by its name, be one that `find_heads` looks for.
-
-    Args:
-        name: of the parameter.
-        names: as in `QKClip`.
-    """
+    """Return whether a parameter may, by its name, be one that `find_heads` looks for; `names` as in `QKClip`."""
     return _meaning(_Projection.of(name, name), names) in PROJECTIONS
 
 

@@ -46,9 +46,7 @@ class Seen(NamedTuple):
 class Maxima:
     """The largest logits of the layers that some ranks share, kept from step to step.
 
-    Args:
-        group: the ranks; None for this one alone.
-        device: on which they communicate.
+    Without a group this rank is alone; `device` is the one on which ranks communicate.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
@@ -143,8 +141,7 @@ class Maxima:
     def _agree(self, seen: Mapping[Layer, Seen], problem: ValueError | None, group: ProcessGroup) -> ValueError | None:
         """Add the layers that any rank has seen to those that are reduced. All ranks must call it; waits.
 
-        Returns:
-            What is wrong on any rank, or that ranks differ in what they say of a layer: nothing was changed then.
+        Returns what is wrong on any rank, or that ranks differ in what they say of a layer: nothing was changed then.
         """
         new = {layer: found.slot for layer, found in seen.items() if layer not in self.slots}
         text = None if problem is None else str(problem)

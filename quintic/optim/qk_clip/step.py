@@ -52,14 +52,7 @@ class _Held(NamedTuple):
 
 
 class QKStep:
-    """QK-clip of one optimizer, from step to step; made anew when its groups change.
-
-    Args:
-        clip: the options.
-        groups: validated parameter groups.
-        state: of their parameters.
-        communicators: connected.
-    """
+    """QK-clip of one optimizer, from step to step; made anew when its groups change. Communicators are connected."""
 
     def __init__(
         self,
@@ -78,10 +71,9 @@ class QKStep:
         self._maxima = self._reductions()
 
     def start(self, qk_logits: Mapping[Layer, Tensor]) -> None:
-        """Check what was given, and begin to bring it together. All ranks that share parameters must call it.
+        """Check what `Muon.step` was given, and begin to bring it together.
 
-        Args:
-            qk_logits: as `Muon.step` takes them.
+        All ranks that share parameters must call it.
 
         Raises:
             ValueError: it fits no attention layer, or not what other ranks give; nothing was changed.
@@ -109,10 +101,9 @@ class QKStep:
 
     @torch.no_grad()
     def finish(self, go: Tensor | None) -> None:
-        """Scale what this rank holds. All ranks that share parameters must call it.
+        """Scale what this rank holds; nothing where `go`, () int32 on a device, is zero.
 
-        Args:
-            go: () int32 on a device; where it is zero nothing is scaled. None for always.
+        All ranks that share parameters must call it.
         """
         scaled: list[str] = []
         for found in self._maxima.values():
@@ -249,10 +240,8 @@ class QKStep:
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
     """Return (heads,) float32: what this rank has seen of all heads, -inf for the others.
 
-    Args:
-        layer: for messages.
-        maxima: (heads,) tensor, or a `DTensor` of which each rank has the heads of its own.
-        ranks: over which the maximum is taken.
+    The maxima are (heads,), or a `DTensor` of which each rank has the heads of its own; `ranks` those that they are
+    taken over.
 
     Raises:
         ValueError: a `DTensor` that lies on other ranks, or in a way that says nothing of heads.

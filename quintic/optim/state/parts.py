@@ -51,12 +51,7 @@ class Part:
 
 
 def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
-    """Return for each parameter of a group its parts, in the order of memory.
-
-    Args:
-        group: validated.
-        ranks: global ranks that divide the state.
-    """
+    """Return for each parameter of a group its parts, in the order of memory; `ranks` divide the state."""
     num_ranks = len(ranks)
     if group.algorithm == "muon":
         return _parts_of_matrices(group, num_ranks)
@@ -150,13 +145,9 @@ def _cost(unit: Unit) -> int:
 
 
 def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part of a rank in its flat state, and the same entries of a whole tensor.
+    """Yield each part of a rank in its flat state, and the same entries of a whole tensor of the parameter's shape.
 
-    Args:
-        flat: the rank's state of a parameter; it shares memory with what is yielded.
-        whole: of the parameter's shape.
-        own: the rank's parts of the parameter.
-        param: the parameter, which says what the order of memory is.
+    The flat state shares memory with what is yielded; the parameter says what the order of memory is.
     """
     ordered = whole.contiguous()
     if not param.is_contiguous():
@@ -176,12 +167,6 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
 
 
 def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:
-    """Return a part's own state, shaped as the part: of the flat tensors, which hold all parts of this rank, its run.
-
-    Args:
-        state: of the parameter, as this rank has it.
-        part: of this rank.
-        param: the parameter.
-    """
+    """Return a part's own state, shaped as the part: of flat tensors, which hold all parts of this rank, its run."""
     run = slice(part.offset, part.offset + part.numel)
     return {key: shaped(value[run], part, param) if key in CUT_KEYS else value for key, value in state.items()}

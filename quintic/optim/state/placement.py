@@ -58,10 +58,7 @@ def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
 def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
     """Return the state of a parameter that no step has used, in its place: zeros, and masters of the weights.
 
-    Args:
-        param: the parameter, with the weights that count.
-        group: its validated group.
-        own: where ranks divide the state, the parts of this rank; nothing whole is allocated then.
+    Where ranks divide the state, `own` are the parts of this rank; nothing whole is allocated then.
     """
     state = {}
     for key, needed in needed_state(param, group).items():
@@ -81,14 +78,7 @@ def planned_state(param: Tensor, group: Group, own: Sequence[Part] | None = None
 
 
 def fits(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[Part] | None) -> bool:
-    """Return whether a parameter's state has the form and the place that it would be made in.
-
-    Args:
-        state: what there is.
-        param: the parameter.
-        group: its validated group.
-        own: where ranks divide the state, the parts of this rank.
-    """
+    """Return whether a parameter's state has the form and the place it would be made in; `own` as for `init_state`."""
     needed = needed_state(param, group)
     if state.keys() & STATE_KEYS != needed.keys():
         return False
@@ -114,12 +104,7 @@ def fits(state: Mapping[str, Any], param: Tensor, group: Group, own: Sequence[Pa
 
 @contextmanager
 def state_on_device(param: Tensor, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give a parameter's state on its device, and write what was in host memory back at the end; waits for the device.
-
-    Args:
-        param: the parameter.
-        state: its own, as `optimizer.state` gives it.
-    """
+    """Give a parameter's state on its device, and write what was on the host back at the end; waits for the device."""
     device = local_tensor(param).device
     here = {key: _on_device(value, device) for key, value in state.items()}
     yield here

@@ -63,11 +63,7 @@ def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
 def part_of_saved(
     what: str, param: Tensor, divided: DividedState, target: Tensor, source: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what of this rank's flat state becomes what of a saved whole tensor.
-
-    Raises:
-        ValueError: the saved tensor has not the parameter's shape.
-    """
+    """Yield what of this rank's flat state becomes what of a saved whole tensor; an error if its shape is another."""
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
     yield from own_runs(target, source, divided.own, param)

@@ -70,10 +70,7 @@ def num_second_moments(shape: Sequence[int], view: View) -> int:
 def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
     """Return NorMuon's second moments as one (b, m, 1) or (b, 1, n) tensor per batch of the view, sharing memory.
 
-    Args:
-        buffer: the state.
-        shape: of the whole parameter.
-        view: of the parameter.
+    The shape is that of the whole parameter.
     """
     shapes = _second_moment_shapes(shape, view)
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])

@@ -135,10 +135,6 @@ class Upkeep:
 
         Waits for the device where state moves. Temporary memory: that of one parameter's state.
 
-        Args:
-            groups: validated parameter groups.
-            states: of their parameters; changed.
-
         Raises:
             ValueError: state that says something cannot move to the parameter that is there now; the message names it.
         """
@@ -165,11 +161,9 @@ class Upkeep:
         self.watch([group.params for group in groups])
 
     def drop_unused(self, states: _States, *, is_planned: bool) -> None:
-        """Forget state that says nothing, and its parameters: it is made again when it is needed.
+        """Forget state that says nothing: it is made again when it is needed.
 
-        Args:
-            states: of all parameters; changed.
-            is_planned: whether there is a plan, too, that was made for them.
+        Where no other state and no plan is left, nothing is watched any more.
         """
         for param in list(states):
             if _says_nothing(states[param], param.dtype):
@@ -215,11 +209,7 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 
 
 def _changes(entry: _Entry, source: _Source | None) -> Iterator[_Change]:
-    """Yield what becomes of a parameter's state, if anything.
-
-    Raises:
-        ValueError: it says something and cannot move.
-    """
+    """Yield what becomes of a parameter's state, if anything; an error if it says something and cannot move."""
     if source is None:
         yield _Change(entry, "make", None)
         return
@@ -259,11 +249,7 @@ def _make(change: _Change, states: _States) -> None:
 
 
 def _check_move(entry: _Entry, source: _Source) -> None:
-    """Reject state that cannot move to a parameter.
-
-    Raises:
-        ValueError: the message names the parameter.
-    """
+    """Reject state that cannot move to a parameter; the message names it."""
     name, param, group, own = entry.name, entry.param, entry.group, entry.own
     for key, (_, other_shape) in needed_state(param, group).items():
         if key not in source.state:

@@ -30,11 +30,7 @@ class Change(Enum):
 
 
 class WatchedParameters:
-    """Parameters as they are now. Keeps references to them.
-
-    Args:
-        groups: the parameters of each group.
-    """
+    """Parameters of groups as they are now. Keeps references to them."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._params: list[list[Tensor]] = []

@@ -32,11 +32,7 @@ def snapshot(optimizer: Muon) -> Values:
 
 
 class Kept:
-    """Everything that a step changes, as it is now.
-
-    Args:
-        optimizer: whose weights and state are copied to host memory.
-    """
+    """Everything that a step changes, as it is now: weights and state are copied to host memory."""
 
     _CHANGED = ("pending_steps", "telemetry_every", "qk_clip")
 

@@ -122,12 +122,7 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
 def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Parameter]) -> bool:
     """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
 
-    All of these ranks must call it.
-
-    Args:
-        optimizer: of all parameters.
-        everything: this rank's parameters.
-        due: those that are stepped now.
+    All of these ranks must call it, with all of their parameters and those that are stepped now.
 
     Raises:
         FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
@@ -155,10 +150,7 @@ def _least_of_connected(
     """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
 
     Each process group takes its minimum, one after the other, until a flag can have gone from any rank to any other.
-
-    Args:
-        flags: of this rank.
-        groups: ranks -> their process group, and a tensor on the device on which they communicate.
+    Beside a process group stands a tensor on the device on which its ranks communicate.
     """
     # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
     num_rounds = 1 if any(len(ranks) == num_ranks() for ranks in groups) else num_ranks()
@@ -341,12 +333,8 @@ def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
     """Return a direction as it may come out where sums are rounded in another order.
 
     Of 16-bit entries one in 31 is another neighbour of the exact value. Wider ones all move, by a rounding of what was
-    added: where that cancels, it is more than a rounding of the sum.
-
-    Args:
-        direction: any shape.
-        terms: sums of the absolute values that were added, of the same shape.
-        pattern: which of many ways to move the entries.
+    added: where that cancels, it is more than a rounding of the sum. `terms` are the sums of the absolute values that
+    were added, and `pattern` is one of many ways to move the entries.
     """
     eps = torch.finfo(direction.dtype).eps
     numbers = torch.arange(direction.numel(), device=direction.device).view(direction.shape)

@@ -151,8 +151,7 @@ def _text(value: Any) -> str:
 def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
     """Set random gradients if no rank has any, the same wherever a piece is held, unless they are to be averaged.
 
-    Returns:
-        The parameters that got one.
+    Returns the parameters that got one.
     """
     has_gradients = any(param.grad is not None for _, param in named_parameters(optimizer))
     if any(all_gather_values(has_gradients, process_group)):
