@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import size_of
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, ParameterUnit, Units
 from quintic.optim.plan.gathered import kinds_of
@@ -49,7 +50,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         fits = param.numel() <= _offload_limit(group, param.dtype, len(ranks))
         alone = rows is not None or (fits and _travels_alone(parts, param, len(ranks)))
         for part in parts:
-            kind = None if part.unit is None else (_size(part.unit), part.unit.view)
+            kind = None if part.unit is None else (size_of(part.unit.box), part.unit.view)
             key = (kind, param.dtype, param.device, kernels, part.index if alone else None)
             together.setdefault(key, []).append(part)
     for (kind, dtype, device, kernels, alone), found in together.items():
@@ -93,15 +94,11 @@ def _travels_alone(parts: Sequence[Part], param: Tensor, num_ranks: int) -> bool
     """Return whether a parameter is large, and all ranks have parts of it, in their order in memory, of one kind."""
     if param.numel() < _LEAST_ALONE or {part.owner for part in parts} != set(range(num_ranks)):
         return False
-    if len({part.unit and (part.unit.view, _size(part.unit)) for part in parts}) > 1:
+    if len({part.unit and (part.unit.view, size_of(part.unit.box)) for part in parts}) > 1:
         return False
     ends = [0, *(part.stop for part in parts)]
     in_order = all(part.start == end for part, end in zip(parts, ends, strict=False)) and ends[-1] == param.numel()
     return in_order and all(a.owner <= b.owner for a, b in pairwise(parts))
-
-
-def _size(unit: Unit) -> tuple[int, ...]:
-    return tuple(b - a for a, b in unit.box)
 
 
 def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dtype) -> Iterator[list[Part]]:

@@ -6,7 +6,6 @@ Either way the next step takes them as they are, so that nothing travels twice. 
 `p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -156,7 +155,7 @@ class GradientAverages:
         for number in self._ranks:
             if groups[number].comms == "replicated":
                 # Most gradients have the dtype of their parameter.
-                deque(self._averagings_of(number, groups[number].params), maxlen=0)
+                self._averagings_of(number, groups[number].params)
 
     @property
     def is_needed(self) -> bool:
@@ -239,16 +238,18 @@ class GradientAverages:
                 [averaging.average([gradients[n] for n in indices], process_group) for averaging, indices in of_dtype]
             )
 
-    def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> Iterator[list[tuple[Averaging, list[int]]]]:
-        """Yield by dtype what averages a group's gradients, and which; `tensors` are like these, one per parameter."""
+    def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> list[list[tuple[Averaging, list[int]]]]:
+        """Return by dtype what averages a group's gradients, and which; `tensors` are like these, one per parameter."""
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
             together.setdefault((tensor.dtype, tensor.device), []).append(index)
+        found = []
         for (dtype, device), indices in together.items():
             key = number, dtype, tuple(indices)
             if key not in self._averagings:
                 self._averagings[key] = self._new_averagings(number, indices, dtype, device)
-            yield self._averagings[key]
+            found.append(self._averagings[key])
+        return found
 
     def _new_averagings(
         self, number: int, indices: Sequence[int], dtype: torch.dtype, device: torch.device
