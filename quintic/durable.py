@@ -58,6 +58,8 @@ def new_folder(path: Path, *, discard_old: bool = False) -> Iterator[Path]:
 def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
     """Flush a finished file, or a folder and the files in it, and rename it to `path`, in the same folder.
 
+    Whoever can read or write the folder can do so with the files in it.
+
     Args:
         finished: the file or folder.
         path: its new name. A file of that name is replaced; a folder must be empty, or is deleted if `discard_old`.
@@ -67,7 +69,10 @@ def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
         OSError: it cannot be flushed or renamed. Where only the flush of the folder failed, `path` is new already.
     """
     if finished.is_dir():
+        readers = finished.stat().st_mode & 0o666
         for inner in sorted(finished.iterdir()):
+            with contextlib.suppress(OSError):  # libraries may make files that nobody else can read
+                inner.chmod(inner.stat().st_mode | readers)
             flush(inner)
     flush(finished)
     if discard_old and path.is_dir():

@@ -48,6 +48,14 @@ def test_everybody_may_read_what_the_umask_allows(tmp_path: Path) -> None:
     assert modes[0] == modes[1]
 
 
+def test_whoever_may_read_a_folder_may_read_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    with new_folder(tmp_path / "folder") as folder:
+        os.close(os.open(folder / "hidden", os.O_CREAT | os.O_WRONLY, 0o600))  # as safetensors does
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "folder/hidden")]
+    assert modes[0] == modes[1]
+
+
 def test_a_folder_is_flushed_with_each_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = write_folder(tmp_path / "finished")
     events = disk_events(monkeypatch)
