@@ -192,7 +192,7 @@ def test_answers_are_those_of_a_plain_loop_over_transformers(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = export_hf(model, tiny_dataset.tokenizer, tmp_path / "model")
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     if kind == "language_modeling" and shots == 0:
         task, items = task_of(kind, 0, delimiter=""), likely_items(model, tiny_dataset.tokenizer, 10)
     else:

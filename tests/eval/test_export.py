@@ -1,6 +1,7 @@
 """The exported folder in transformers: the same logits and tokens as here, with padding, documents and a cache."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_beams_carry_their_cache_along(pair: tuple[GPT, Any]) -> None:
 
 
 def test_the_tokenizer_is_ours(pair: tuple[GPT, Any], tiny_dataset: Dataset, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=True)
     ours = tiny_dataset.tokenizer
     for text in ("def model(step):\n\treturn 12345", "résumé \U0001f642  spaces ", "<|bos|> is text", ""):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -128,6 +129,22 @@ def test_the_tokenizer_is_ours(pair: tuple[GPT, Any], tiny_dataset: Dataset, tmp
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == ours.bos_id
     assert len(tokenizer) == ours.vocab_size
+
+
+@pytest.mark.usefixtures("pair")
+def test_the_lines_of_the_guide_run_and_ask_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*args: Any) -> str:
+        pytest.fail("transformers asked whether to run the code")
+
+    guide = Path(__file__).parents[2] / "docs" / "how-to" / "train" / "export.md"
+    lines = re.search(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert lines is not None
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.chdir(tmp_path)
+    exec(lines[1], {})
+    assert "The capital of France is" in capsys.readouterr().out
 
 
 def test_the_code_stands_alone(pair: tuple[GPT, Any], tmp_path: Path) -> None:
