@@ -196,7 +196,7 @@ class WandbTracker:
         run_id: identifies the run; give the same one again to continue it after a resume.
 
     Raises:
-        ConfigError: if the package ``wandb`` is not installed.
+        ConfigError: if the package ``wandb`` is not installed, or cannot start the run.
     """
 
     def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str | None = None) -> None:
@@ -205,7 +205,12 @@ class WandbTracker:
         except ImportError as error:
             raise missing_package("wandb") from error
         resume: Literal["allow"] | None = None if run_id is None else "allow"
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
+        try:
+            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
+        except Exception as error:  # an account, the network or the project's name: the package says which
+            raise ConfigError(
+                f"--wandb {project}: {error}; log in, set WANDB_MODE=offline, or leave --wandb out"
+            ) from error
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the record's numbers under ``kind/field``, or the configuration of a run record."""

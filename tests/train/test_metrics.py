@@ -287,6 +287,17 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
         WandbTracker("project", name="x", folder=tmp_path)
 
 
+def test_a_service_that_refuses_is_an_error_that_names_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: Any) -> Any:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(ConfigError, match=r"--wandb project: no API key; log in, set WANDB_MODE=offline"):
+        WandbTracker("project", name="x", folder=tmp_path)
+
+
 @pytest.mark.parametrize(("resume_step", "kept"), [(2, 0), (3, 1)])
 def test_a_rollback_is_forgotten_where_it_will_come_again(resume_step: int, kept: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
