@@ -92,6 +92,23 @@ def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
     assert "<b> reached a's final validation loss after 1.5 of 2 steps (75.0 %)" in read(tmp_path / "out.html").text
 
 
+def test_losses_of_other_tokens_are_said_not_to_compare(tmp_path: Path) -> None:
+    def sentence(**keys: str) -> str:
+        runs = {}
+        for name, key in keys.items():
+            with MetricsLog(tmp_path / f"{name}-{key}" / "metrics.jsonl") as log:
+                log.write("run", name=name, data={"key": key})
+                log.write("eval", step=10, loss=2.0, bpb=1.0)
+            runs[name] = tmp_path / f"{name}-{key}"
+        figures = write_comparison(runs, tmp_path / "out.html", title="")
+        return str(figures["candidates"]["b"]["sentence"])
+
+    assert sentence(a="text", b="text") == "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
+    assert sentence(a="text", b="other").endswith(
+        "(100.0 %); but their texts or tokenizers differ, and so their losses cannot be compared"
+    )
+
+
 def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
     run = write_curve(tmp_path / "a", {1: 2.0})
     lost = write_curve(tmp_path / "lost", {1: math.nan})
