@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from quintic.commands.options import rehearsal_options, training_options
+from quintic.commands.parsing import taken
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
@@ -17,6 +18,7 @@ from quintic.streams import say
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
+from quintic.train.runs import check_new_run
 
 __all__ = ["run", "training_memory"]
 
@@ -37,6 +39,8 @@ def run(arguments: list[str]) -> int:
         return 0
     start = training_options(arguments, "plan")
     config = start.config
+    if start.resumed is None and taken(arguments, "--run")[0] is not None:
+        check_new_run(config)  # the plan of a new run would be taken for that of the one which is there
     on_gpu = start.preset == "gpu" or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)

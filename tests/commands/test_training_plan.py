@@ -49,6 +49,14 @@ def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path
         planned_vocabulary(DataConfig(tokenizer=str(tmp_path / "none.json")))
 
 
+def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--run", mine.name, "--runs-dir", str(mine.parent)]
+    assert main(options) == 2
+    assert "exists: choose another --run, or continue it with --resume --run" in capsys.readouterr().err
+    assert main([*options, "--resume"]) == 0
+    assert "Model: depth 1," in capsys.readouterr().out
+
+
 def test_damaged_data_does_not_stop_a_plan(tiny_dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "dataset.json").write_text("[")
