@@ -348,6 +348,7 @@ def test_report_compares_any_runs(
         (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two different runs at least"),
         (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
         (["--out", "x.html"], "--out: the page of one run is written to its folder"),
+        (["--runs", "other", "again", "--out", str(mine)], f"--out {mine}: cannot be written (Is a directory)"),
     ):
         assert error_of(capsys, "report", "--runs-dir", str(runs_dir), *arguments).startswith(message)
 

@@ -67,6 +67,8 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --threads 100000", "--threads 100000: must be at most "),
         ("train --seed 9223372036854775808", "--seed 9223372036854775808: must be below 2^63"),
         ("train --run a/b", "--run 'a/b': give a plain folder name"),
+        ("train --run -x", "--run -x: for a value that begins with a dash write --run=-x"),
+        ("sample --prompts a -x", "--prompts -x: for a value that begins with a dash write --prompts=-x"),
         ("train --device cuda", "--device cuda: PyTorch finds no CUDA GPU here; use --device cpu"),
         ("train --attention varlen", "--attention varlen needs a CUDA device"),
         ("train --resume", "runs holds no run yet; start one with: quintic train"),

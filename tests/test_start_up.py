@@ -69,6 +69,7 @@ def test_help_fits_the_terminal(
     lines = capsys.readouterr().out.splitlines()
     longest = max(lines, key=len)
     assert len(longest) <= (columns if command else 100), longest
+    assert lines[0].startswith(f"usage: quintic {command}")
 
 
 @pytest.mark.usefixtures("elsewhere")

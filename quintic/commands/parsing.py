@@ -82,8 +82,8 @@ def _fitted(text: str) -> str:
     """Wrap the lines above the boxes of a help text, which tyro leaves as they are."""
     above, box, rest = text.partition("╭")
     width = shutil.get_terminal_size().columns
-    lines = [textwrap.fill(line, width) for line in above.split("\n")]
-    return "\n".join(lines) + box + rest
+    paragraphs = [textwrap.fill(lines, width) for lines in above.split("\n\n")]
+    return "\n\n".join(paragraphs) + box + rest
 
 
 def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
@@ -115,6 +115,9 @@ def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
         while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
             values.append(arguments[position])
             position += 1
+        dashed = [value for value in values if re.match(r"-[^\W\d_]", value) and not _reads(value, float)]
+        if dashed and not has_value and hints[option] is not bool:
+            raise ConfigError(f"{option} {dashed[0]}: for a value that begins with a dash write {option}={dashed[0]}")
         _check_values(option, values, hints[option])
 
 
