@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import itertools
 import os
 import re
 import textwrap
@@ -130,11 +131,12 @@ def _type(hint: Any) -> str:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """Return the text below each field of a dataclass."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
+    """Return the text below each field of a dataclass, those that it inherits included."""
+    bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
+    statements = [ast.parse(textwrap.dedent(inspect.getsource(base))).body[0] for base in bases]
+    bodies = [definition.body for definition in statements if isinstance(definition, ast.ClassDef)]
     meanings = {}
-    for field, text in zip(definition.body, definition.body[1:], strict=False):
+    for field, text in itertools.chain.from_iterable(itertools.pairwise(body) for body in bodies):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             assert isinstance(text.value, ast.Constant)
             meanings[field.target.id] = " ".join(str(text.value.value).split())

@@ -1,19 +1,17 @@
 """What `quintic train --preset speedrun` does."""
 
-from dataclasses import asdict, replace
-from datetime import datetime
-from pathlib import Path
+from dataclasses import asdict, fields, replace
 
-from quintic.errors import ConfigError
 from quintic.speedrun.options import SpeedrunOptions
 from quintic.speedrun.presets import preset, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data
 from quintic.speedrun.stages import Track
-from quintic.train.config import RunConfig
+from quintic.train.config import BaseRunConfig, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import choose_hardware
+from quintic.train.runs import run_folder
 
 __all__ = ["speedrun"]
 
@@ -30,8 +28,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     chosen = preset(name)
     track = ranks.agree(lambda: _track(chosen.track, options))
     model = ranks.agree(lambda: replace(without(chosen.model, options.without), fp8_head=options.fp8_head))
-    shared = ("device", "dtype", "attention", "compile", "threads", "seed", "run")
-    hardware = ranks.agree(lambda: choose_hardware(RunConfig(**{name: getattr(options, name) for name in shared})))
+    shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
+    hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
     data = ranks.once_per_host(
         lambda: open_data(
@@ -45,7 +43,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     )
     capture = options.capture and hardware.device.type == "cuda"
     race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
-    run_dir = ranks.from_first(lambda: _new_folder(options, name))
+    run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
     print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
@@ -67,14 +65,3 @@ def _track(track: Track, options: SpeedrunOptions) -> Track:
         eval_every=options.eval_every or track.eval_every,
         pass_tokens=options.pass_tokens or track.pass_tokens,
     )
-
-
-def _new_folder(options: SpeedrunOptions, name: str) -> Path:
-    folder = options.runs_dir / (options.run or f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(f"{folder} exists: choose another --run") from None
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
-    return folder

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from quintic.errors import ConfigError
+from quintic.train.config import BaseRunConfig, check_at_least
 
 __all__ = ["SpeedrunOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedrunOptions:
+class SpeedrunOptions(BaseRunConfig):
     """What may differ from the race."""
 
     data: str | None = None
@@ -38,28 +37,16 @@ class SpeedrunOptions:
     """Steps between validations; by default the preset's."""
     val_tokens: int | None = None
     """Validation tokens; by default the preset's."""
-    run: str | None = None
-    """Name of the run's folder; by default date, time and preset. Behind torchrun the option is --name."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    seed: int = 1337
-    """Seed of the weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; 'auto' takes a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of matrices, tables and activations; 'auto' is bfloat16 where the hardware has it, else float32."""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
-    """Attention implementation; 'auto' takes the fastest the device has."""
-    compile: bool | None = None
-    """Compile the model with torch.compile; by default only on a GPU."""
     capture: bool = True
     """Replay passes and steps of the optimizer as CUDA graphs, on a GPU."""
-    threads: int | None = None
-    """CPU threads; by default PyTorch's choice."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        for name in ("shards", "pass_tokens", "eval_every", "val_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        super().__post_init__()
+        check_at_least(
+            1,
+            shards=self.shards,
+            pass_tokens=self.pass_tokens,
+            eval_every=self.eval_every,
+            val_tokens=self.val_tokens,
+        )

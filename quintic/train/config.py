@@ -15,6 +15,7 @@ from typing import Literal
 from quintic.errors import ConfigError
 
 __all__ = [
+    "BaseRunConfig",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "WeightsName",
+    "check_at_least",
     "check_prompts",
 ]
 
@@ -56,8 +58,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
         if self.tokenizer is None:
-            _check_at_least(_MIN_VOCAB, vocab_size=self.vocab_size)
-        _check_at_least(1, max_bytes=self.max_bytes)
+            check_at_least(_MIN_VOCAB, vocab_size=self.vocab_size)
+        check_at_least(1, max_bytes=self.max_bytes)
         if not 0 < self.val_frac < 1:
             raise ConfigError(f"--val-frac {self.val_frac}: must lie strictly between 0 and 1")
 
@@ -93,9 +95,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        _check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
-        _check_at_least(1, l3_k_max=self.l3_k_max)
-        _check_at_least(
+        check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
+        check_at_least(1, l3_k_max=self.l3_k_max)
+        check_at_least(
             1,
             depth=self.depth,
             aspect_ratio=self.aspect_ratio,
@@ -166,7 +168,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        _check_at_least(
+        check_at_least(
             0,
             muon_lr=self.muon_lr,
             adamw_lr=self.adamw_lr,
@@ -217,8 +219,8 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        _check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
-        _check_at_least(0, tokens_per_param=self.tokens_per_param, warmup_steps=self.warmup_steps)
+        check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
+        check_at_least(0, tokens_per_param=self.tokens_per_param, warmup_steps=self.warmup_steps)
         if self.target_flops is not None and not 0 < self.target_flops < math.inf:
             raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
         for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):
@@ -229,12 +231,12 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where to run, what to record."""
+class BaseRunConfig:
+    """The options that runs of every model have: where they are, and what computes them."""
 
     run: str | None = None
-    """Name of the run's folder; by default date, time and depth. With --resume: the run to continue. Behind torchrun,
-    which has options that begin with --run, the option is --name."""
+    """Name of the run's folder; by default from date and time. With --resume, which speedruns do not have: the
+    run to continue. Behind torchrun, which has options that begin with --run, the option is --name."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 1337
@@ -242,22 +244,41 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Of weights: --weights."""
+    """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Of weights: --weights; in
+    the speedrun they have the same."""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
+    """Attention implementation; 'auto' takes the fastest the device has."""
+    compile: bool | None = None
+    """Compile the model with torch.compile; by default only on a GPU."""
+    threads: int | None = None
+    """CPU threads; by default PyTorch's choice."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range, and a name that is no folder's."""
+        check_at_least(1, threads=self.threads)
+        check_at_least(0, seed=self.seed)
+        if self.seed >= _SEEDS:
+            raise ConfigError(f"--seed {self.seed}: must be below 2^63")
+        # A leading dot hides a folder, and marks what is not finished yet.
+        if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
+            raise ConfigError(
+                f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(BaseRunConfig):
+    """Where to run, what to record."""
+
     fp8: bool = False
     """Multiply in 8 bits in the linear layers whose sizes suit it (a GPU of compute capability 8.9 or more)."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Scales of 8-bit products: one for a tensor, the faster, or one for each row and column, the more exact."""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "fa3", "fa4"] = "auto"
-    """Attention implementation; 'auto' takes the fastest the device has."""
     parallel: ParallelName = "sharded"
     """How several devices (torchrun) share the work; see
     docs/how-to/train/several-gpus.md. One device needs none of it."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under --parallel hsdp; by default those of a host."""
-    compile: bool | None = None
-    """Compile the model with torch.compile; by default only on a GPU."""
-    threads: int | None = None
-    """CPU threads; by default PyTorch's choice."""
     eval_every: int = 100
     """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: int = 131_072
@@ -287,17 +308,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range, and a name that is no folder's."""
-        _check_at_least(
+        super().__post_init__()
+        check_at_least(
             1,
-            threads=self.threads,
             shard_ranks=self.shard_ranks,
             eval_tokens=self.eval_tokens,
             core_items=self.core_items,
             keep=self.keep,
         )
-        _check_at_least(
+        check_at_least(
             0,
-            seed=self.seed,
             eval_every=self.eval_every,
             core_every=self.core_every,
             sample_every=self.sample_every,
@@ -305,14 +325,7 @@ class RunConfig:
             save_every=self.save_every,
             rms_every=self.rms_every,
         )
-        if self.seed >= _SEEDS:
-            raise ConfigError(f"--seed {self.seed}: must be below 2^63")
         check_prompts(self.prompts)
-        # A leading dot hides a folder, and marks what is not finished yet.
-        if self.run is not None and (not self.run or Path(self.run).name != self.run or self.run.startswith(".")):
-            raise ConfigError(
-                f"--run {self.run!r}: give a plain folder name without a leading dot, and its parent with --runs-dir"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +367,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_at_least(least: int, **values: float | None) -> None:
+def check_at_least(least: int, **values: float | None) -> None:
+    """Raise ConfigError, naming the option, for a number that is smaller or not finite; None is none."""
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:
             finite = "" if math.isfinite(value) else " and finite"

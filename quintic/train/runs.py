@@ -10,17 +10,17 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
 from quintic.durable import lock, new_folder
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
-from quintic.train.config import Config
+from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import load_config, to_dict
 
-__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run", "hold_run"]
+__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run", "hold_run", "run_folder"]
 
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
@@ -47,17 +47,27 @@ def create_run(config: Config) -> Path:
     Raises:
         ConfigError: a run of that name exists, or the folder cannot be made.
     """
-    runs_dir = config.run.runs_dir
-    if config.run.run is not None:
-        folder = runs_dir / config.run.run
+    files = {CONFIG_FILE: json.dumps(to_dict(config), indent=2) + "\n"}
+    return run_folder(config.run, f"d{config.model.depth}", files)
+
+
+def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
+    """Make the folder of a new run with some files in it, and return it; without a name it is of time and kind.
+
+    Raises:
+        ConfigError: as `create_run`.
+    """
+    if run.run is not None:
+        folder = run.runs_dir / run.run
     else:
         # Several runs may start within a second.
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-d{config.model.depth}"
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{kind}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        folder = next(runs_dir / name for name in names if not _is_taken(runs_dir / name))
+        folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
     try:
         with new_folder(folder) as unfinished:
-            (unfinished / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+            for file, content in files.items():
+                (unfinished / file).write_text(content, encoding="utf-8")
             if _is_taken(folder):
                 raise _exists(folder)
     except OSError as error:

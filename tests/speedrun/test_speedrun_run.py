@@ -146,8 +146,9 @@ def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_thr
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_two_ranks_have_the_losses_of_one_after_a_warm_up(alone, shards: Path, tmp_path: Path) -> None:
-    found = run(course, 2, shards, tmp_path, True)
+    found = run(course, 2, shards, tmp_path, True, timeout=240)
     assert found[0] == found[1]  # the same weights everywhere
     for one, two in zip(losses_of(alone[0]), losses_of(tmp_path), strict=True):
         assert one[:2] == two[:2]
