@@ -134,15 +134,9 @@ class Connected:
     def total(self, names: Sequence[str], values: Tensor) -> Tensor:
         """Return the sum over all parameters of all ranks, each parameter counted once. All of them must call it.
 
+        Values are (names of this rank's parameters,), at least 0, or NaN; the sum, (), has the same bits on all ranks.
         Where several ranks have a parameter of one name, the largest value counts. Those that share it have equal
         values. Of others nothing says whether they have copies.
-
-        Args:
-            names: of this rank's parameters.
-            values: (names,) of any floating dtype and device, at least 0, or NaN.
-
-        Returns:
-            () on the device of the values; the same bits on all ranks.
         """
         if self.is_alone or self._all_share_all:
             return values.sum()

@@ -126,20 +126,11 @@ def resolve(
     device_type: str,
     dtype: torch.dtype = torch.float32,
 ) -> Form:
-    """Return what `orthogonalize` runs for matrices of shape (m, n).
+    """Return what `orthogonalize` runs for matrices of shape (m, n), given its arguments.
 
     The answer depends on these arguments alone, never on how many matrices are in a batch: a matrix is computed in the
-    same way alone and among others.
-
-    Args:
-        method: as for `orthogonalize`, like `steps`, `coefficients` and `compute_dtype`.
-        m: rows, >= 0.
-        n: columns, >= 0.
-        steps: see there.
-        coefficients: see there.
-        compute_dtype: see there.
-        device_type: `"cuda"`, `"cpu"`, ...; only `"auto"` asks.
-        dtype: of the matrices; only `"svd"` asks.
+    same way alone and among others. The type of device, such as `"cuda"`, matters to `"auto"` only, the dtype of the
+    matrices to `"svd"`.
 
     Raises:
         ValueError: see `check_orthogonalizer`.

@@ -65,12 +65,9 @@ class Program(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficients, norm: float) -> Program:
-    """Return the products of a form.
+    """Return the products of a form: segments are half-open ranges of steps, each from a fresh Gram matrix.
 
-    Args:
-        segments: half-open ranges of steps, each from a fresh Gram matrix.
-        coefficients: one triple (a, b, c) per step.
-        norm: what the entries of x are multiplied with at first; the result's are not.
+    Entries of x are multiplied with a norm at first; the result's are not.
     """
     products: list[Product] = []
 

@@ -19,16 +19,10 @@ _LOW_BITS = 0xFFFF
 
 
 def full_precision(weight: Tensor, master: Tensor | None) -> Tensor:
-    """Return the value behind a weight.
+    """Return the value behind a weight: the weight itself without a master, else a new float32 tensor.
 
-    Args:
-        weight: floating point; not modified.
-        master: None, or float32 (the value), or uint16 (the mantissa's low bits of a bfloat16 weight), of the same
-            shape; not modified.
-
-    Returns:
-        `weight` itself without a master, else float32. Where a float32 master is not the value behind the weight, as
-        after loading a checkpoint into the model, the weight counts.
+    A master of the same shape is float32 (the value) or uint16 (the mantissa's low bits of a bfloat16 weight). Where a
+    float32 master is not the value behind the weight, as after loading a checkpoint into the model, the weight counts.
     """
     if master is None:
         return weight

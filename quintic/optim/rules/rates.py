@@ -21,11 +21,6 @@ _CYCLED_KEY = "max_momentum"
 def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Set the `lr` and `weight_decay` that a new AdamW group does not have: those of AdamW, and not of Muon.
 
-    Args:
-        number: of the group, for messages.
-        group: not yet complete; changed.
-        defaults: of the optimizer.
-
     Raises:
         ValueError: it has a learning rate of its own, which the optimizer's `adamw_lr_ratio` would change.
     """

@@ -35,14 +35,6 @@ class Agreements:
     Where a gradient is that of all ranks already, a parameter is stepped if every rank has one. Where the optimizer
     averages gradients, or sums are still to be made (`partial_gradients.py`), it is if any rank has one; a missing one
     counts as zeros.
-
-    Args:
-        groups: parameter groups.
-        layouts: of their parameters, from `layouts_of`.
-        travels: of those whose matrices travel, from `divided_layouts`.
-        choices: which ranks divide the work.
-        communicators: of the optimizer.
-        orders: which buckets the user wants to come first.
     """
 
     def __init__(
