@@ -345,7 +345,7 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (untyped_groups, "optim.plan.plan", "x = group['lr']\n"),
         (untyped_groups, "optim.step.runner", "x = self._groups[number]['lr']\n"),
         (private_reads, "optim.clip", "x = optimizer._current\n"),
-        (private_reads, "rehearsal.rehearse", "optimizer._planned()\n"),
+        (private_reads, "rehearsal.rehearse", "optimizer._pending_steps()\n"),
         (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
         (environment_reads, "train.loop", "from os import getenv\n"),
         (stray_renames, "data.hub", "import os\nos.replace(a, b)\n"),

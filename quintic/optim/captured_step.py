@@ -145,11 +145,10 @@ class CapturedStep:
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters whose gradients a step reads, with their names."""
-        current = self._optimizer.current
-        for group in current.groups:
+        for group in self._optimizer.typed_groups:
             if pending_steps[group.number] == 0:
                 yield from zip(group.param_names, group.params, strict=True)
-        for tie in current.ties:
+        for tie in self._optimizer.runner.ties:
             if pending_steps[tie.head_group] == 0:
                 yield tie.copy_name, tie.copy
 

@@ -104,11 +104,11 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
     names, params, gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
-    current = optimizer.current
+    current, runner = optimizer.current, optimizer.runner
     squares = [_squared_norms(names, params, gradients, device, current.communicators)]
     for ranks, parts in divided.items():
         squares.append(_squared_norms_of_parts(parts, current.communicators[ranks], len(ranks), device))
-    squared = current.agreements.connected.total(*_together(squares))
+    squared = runner.agreements.connected.total(*_together(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -139,7 +139,8 @@ class _Gradients(NamedTuple):
 
 def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
     gradients = _Gradients([], [], [], {})
-    current = optimizer.connected() if has_process_group() else optimizer.current
+    runner = optimizer.connected() if has_process_group() else optimizer.runner
+    current = optimizer.current
     pending_steps = optimizer.next_pending_steps()
     due = [
         group
@@ -147,15 +148,15 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
         if pending == 0 and scope in ("all", group.algorithm)
     ]
     numbers = [group.number for group in due]
-    for tie in current.ties:
+    for tie in runner.ties:
         if pending_steps[tie.head_group] == 0:
             tie.add_gradient()  # and with it the norm
     current.early.fresh()  # forgets what was touched, before what remains is touched here
     if has_process_group():
-        current.agreements.sum_early(numbers)
+        runner.agreements.sum_early(numbers)
     averages: Mapping[int, OfGroup] = {}
     if any(group.comms in AVERAGING for group in due):
-        averages = current.average_early(numbers)
+        averages = runner.average_early(numbers)
     for group in due:
         if group.number not in averages:
             gradients.names.extend(group.param_names)

@@ -14,15 +14,12 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
-from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.plan import PLANNED_OPTIONS
-from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change
-from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.gradient_averages import EarlyAverages, OfGroup
+from quintic.optim.step.averages.gradient_averages import EarlyAverages
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.validate import check_averages, check_group
@@ -52,8 +49,6 @@ class Current:
         self.runner: Runner | None = None
         """Of the plan, if there is one."""
         self._upkeep = Upkeep()
-        self.qk_clip: QKClip | None = None
-        """Of the first group that has one."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
         """How many sets of ranks had told each other of their hosts when the plan was made."""
@@ -101,25 +96,6 @@ class Current:
                 runner = self.planned(dictionaries, states)
         return runner
 
-    @property
-    def agreements(self) -> Agreements:
-        """What ranks agree on, given a plan."""
-        return self._runner.agreements
-
-    @property
-    def ties(self) -> Sequence[Tie]:
-        """The parameters that are copies of others; given a plan."""
-        return self._runner.ties
-
-    def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
-        """See `Runner.average_early`; given a plan."""
-        return self._runner.average_early(numbers)
-
-    @property
-    def _runner(self) -> Runner:
-        assert self.runner is not None
-        return self.runner
-
     def use_state(self, states: States) -> None:
         """Let all parameters have the state that they need, in a step that is `planned` and changes it.
 
@@ -152,11 +128,19 @@ class Current:
         if not self._upkeep.is_watching:
             self.groups = []
 
-    def start_qk_step(self, qk_clip: QKClip, states: States, logits: Mapping[Any, Tensor]) -> QKStep:
-        """Begin QK-clip in a step that is `planned`; an error if the logits fit no attention layer.
+    def start_qk_step(self, runner: Runner, states: States, logits: Mapping[Any, Tensor]) -> QKStep | None:
+        """Begin QK-clip in a step that is `planned`, if it was asked for; every mistake in the logits is found here.
 
         All ranks that share parameters must call it.
         """
+        qk_clip = next((group.qk_clip for group in self.groups if group.qk_clip is not None), None)
+        if qk_clip is None:
+            if logits:
+                raise ValueError(
+                    "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
+                )
+            return None
+        runner.agreements.agree()
         if self._qk_step is None or self._qk_step.clip != qk_clip:
             self._qk_step = QKStep(qk_clip, self.groups, states, self.communicators)
         self._qk_step.start(logits)
@@ -182,7 +166,6 @@ class Current:
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
             groups.append(group)
         self.groups = groups
-        self.qk_clip = next((group.qk_clip for group in groups if group.qk_clip is not None), None)
         if must_plan:
             self.outdate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:

@@ -42,18 +42,18 @@ class Row:
     """`"muon"`, `"adamw"`, or `"frozen"` for `requires_grad=False`."""
     optimizer: str
     """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
-    view: View | None
+    view: View | None = None
     """Which matrices it holds; None unless the algorithm is Muon."""
-    matrices: tuple[tuple[int, int, int], ...]
+    matrices: tuple[tuple[int, int, int], ...] = ()
     """(count, m outputs, n inputs) for each kind of matrix."""
     why: str
-    lr: float
+    lr: float = 0.0
     """The learning rate it is stepped with, before `lr_scale`; 0 if frozen."""
-    lr_scale: tuple[float, ...]
+    lr_scale: tuple[float, ...] = ()
     """The factor on `lr` that the shape of each kind of matrix gives; empty unless the algorithm is Muon."""
-    weight_decay: float
+    weight_decay: float = 0.0
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
-    state_bytes: int
+    state_bytes: int = 0
     """Bytes of the optimizer state of the whole parameter, before any sharding."""
 
     @property
@@ -178,7 +178,8 @@ def explain(
     rows, states = [], optimizer.state
     for name, param in model_parameters(model):
         if param not in decisions:
-            rows.append(_frozen(name, param))
+            why, shape = "requires_grad=False", tuple(param.shape)
+            rows.append(Row(name=name, shape=shape, dtype=param.dtype, algorithm="frozen", optimizer="frozen", why=why))
             continue
         decision, twin = decisions[param], twins[param]
         group = group_of[twin]
@@ -197,7 +198,7 @@ def explain(
                 lr=group.learning_rate,
                 lr_scale=tuple(lr_scale_factor(group.lr_scale, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
-                state_bytes=sum(_tensor_bytes(value) for value in states[twin].values()),
+                state_bytes=sum(value.nbytes for value in states[twin].values()),
             )
         )
     return Explanation(type(model).__name__, tuple(rows))
@@ -208,31 +209,10 @@ def _twin(param: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"))
 
 
-def _frozen(name: str, param: Tensor) -> Row:
-    return Row(
-        name=name,
-        shape=tuple(param.shape),
-        dtype=param.dtype,
-        algorithm="frozen",
-        optimizer="frozen",
-        view=None,
-        matrices=(),
-        why="requires_grad=False",
-        lr=0.0,
-        lr_scale=(),
-        weight_decay=0.0,
-        state_bytes=0,
-    )
-
-
 def _optimizer_name(group: Group) -> str:
     if group.algorithm == "adamw":
         return "AdamW"
     return "Muon" if group.normalize is None else "NorMuon"
-
-
-def _tensor_bytes(value: object) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _total(algorithm: str, rows: Sequence[Row]) -> Total:

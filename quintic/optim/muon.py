@@ -22,12 +22,11 @@ from quintic.optim.plan.plan import Plan
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.forms import Polynomials
 from quintic.optim.qk_clip.clip import QKClip
-from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
-from quintic.optim.step.runner import Done, Runner
+from quintic.optim.step.runner import Done
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.validate import suggests_options
 
@@ -217,7 +216,7 @@ class Muon(OptimizerBase):
 
     def plan(self) -> Plan:
         """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
-        return self._planned().plan
+        return self.runner.plan
 
     @overload
     def step(self, closure: None = None, *, qk_logits: Mapping[str | int, Tensor] | None = None) -> None: ...
@@ -250,7 +249,7 @@ class Muon(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runner, first = self._connected(), self._steps_made.first_gradients
+        runner, first = self.connected(), self._steps_made.first_gradients
         for group in self._current.groups:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError(
@@ -262,7 +261,7 @@ class Muon(OptimizerBase):
         self._current.use_state(self.__dict__["state"])
         if first is not None:
             first.look(self._current.groups, may_lack=closure is not None and loss is None)
-        qk_step = self._start_qk_step(runner, qk_logits or {})
+        qk_step = self._current.start_qk_step(runner, self.__dict__["state"], qk_logits or {})
         done = runner.step(pending_steps, self._steps_made.num_steps)
         if first is not None and first.ask_others(runner.agreements.any_present()):
             self._steps_made.first_gradients = None
@@ -276,7 +275,7 @@ class Muon(OptimizerBase):
 
     def step_part(self, pending_steps: Sequence[int]) -> Done:
         """Step the groups that wait for 0 more steps, and note nothing of it on the host. For `CapturedStep`."""
-        runner = self._connected()
+        runner = self.connected()
         if not runner.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])
@@ -309,14 +308,14 @@ class Muon(OptimizerBase):
             IndexError: the table has no such row (for rows on the CPU).
             RuntimeError: the rows of this step were sent before, or rows were missing in the step before.
         """
-        has_agreed = self._planned().agreements.has_agreed
+        has_agreed = self.runner.agreements.has_agreed
         self._current.rows.announce(
             self._current.groups, self._pending_steps(), param, rows, more=more, may_send=has_agreed
         )
 
     def withdraw_rows(self) -> None:
         """Forget announced rows, where a step is left out. All ranks must call it, also those that announced none."""
-        has_agreed = self._planned().agreements.has_agreed
+        has_agreed = self.runner.agreements.has_agreed
         self._current.rows.withdraw(self._pending_steps(), may_have_sent=has_agreed)
 
     @opaque
@@ -352,19 +351,7 @@ class Muon(OptimizerBase):
         """
         self._cycled.follow()
         if self._current.runner is not None:
-            self._planned().upload_hyperparameters()
-
-    def _start_qk_step(self, runner: Runner, qk_logits: Mapping[str | int, Tensor]) -> QKStep | None:
-        """Begin QK-clip of a step, if it was asked for; every mistake in `qk_logits` is found here."""
-        qk_clip = self._current.qk_clip
-        if qk_clip is None:
-            if qk_logits:
-                raise ValueError(
-                    "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
-                )
-            return None
-        runner.agreements.agree()
-        return self._current.start_qk_step(qk_clip, self.__dict__["state"], qk_logits)
+            self.runner.upload_hyperparameters()
 
     def note_step(
         self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int = 0, is_replayed: bool = False

@@ -127,17 +127,24 @@ class OptimizerBase(Optimizer):
 
     @property
     def current(self) -> Current:
-        """What follows from the groups as they are now: typed groups, the plan's runner, the ranks' communicators.
+        """What follows from the groups as they are now: typed groups, a plan, the ranks' communicators.
 
-        For the other files of the library; use the methods instead.
+        For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
-        self._planned()
+        self._current.planned(self.param_groups, self.__dict__["state"])
         return self._current
 
-    def connected(self) -> Current:
-        """Return `current`, with ranks connected. All ranks that share parameters must call it."""
-        self._connected()
-        return self._current
+    @property
+    def runner(self) -> Runner:
+        """The runner of the current plan; what was changed is checked first. No state is made."""
+        return self._current.planned(self.param_groups, self.__dict__["state"])
+
+    def connected(self) -> Runner:
+        """Return the same, with ranks connected; the plan may depend on their hosts.
+
+        All ranks that share parameters must call it.
+        """
+        return self._current.connected(self.param_groups, self.__dict__["state"])
 
     @property
     def steps_made(self) -> StepsMade:
@@ -146,7 +153,7 @@ class OptimizerBase(Optimizer):
 
     def next_pending_steps(self) -> list[int]:
         """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._planned()
+        self._current.planned(self.param_groups, self.__dict__["state"])
         return self._pending_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,7 +209,8 @@ class OptimizerBase(Optimizer):
             ValueError: the shapes, algorithms, dtypes of state or ranks of the two do not fit; nothing was changed.
         """
         states = self._needed_state()
-        carry(self.connected(), states, source, target, transposed=transposed)
+        self.connected()
+        carry(self._current, states, source, target, transposed=transposed)
         self._current.use_state(states)
 
     @opaque
@@ -225,18 +233,17 @@ class OptimizerBase(Optimizer):
         Raises:
             ValueError: they cannot be tied, as `DTensor`s cannot; the message says why, and nothing was changed.
         """
-        self._planned()
         (head_group, index), (group, _) = (
-            found_parameter(self._current.groups, param, "tie was given") for param in (head, embedding)
+            found_parameter(self.typed_groups, param, "tie was given") for param in (head, embedding)
         )
         dictionary, before = self.param_groups[group.number], group.tied_to
         dictionary["tied_to"] = (head_group.param_names[index], transposed)
         try:
-            self._planned()
+            ties = self.runner.ties
         except ValueError:
             dictionary["tied_to"] = before
             raise
-        for tie in self._current.ties:
+        for tie in ties:
             if tie.copy is group.params[0]:
                 tie.write()
 
@@ -251,8 +258,7 @@ class OptimizerBase(Optimizer):
         Raises:
             ValueError: it is not tied, or cannot have the state; nothing was changed.
         """
-        self._planned()
-        group, index = found_parameter(self._current.groups, embedding, "untie was given")
+        group, index = found_parameter(self.typed_groups, embedding, "untie was given")
         if group.tied_to is None:
             raise ValueError(f"{group.param_names[index]} is not tied to another parameter")
         head, transposed = group.tied_to
@@ -270,14 +276,6 @@ class OptimizerBase(Optimizer):
         super().__setstate__(state)
         self._forget_steps(self.__dict__.pop("_orders"))
         self._cycled.watch(self.__dict__["param_groups"])
-
-    def _planned(self) -> Runner:
-        """Return the runner of the current plan; what was changed is checked first. No state is made."""
-        return self._current.planned(self.param_groups, self.__dict__["state"])
-
-    def _connected(self) -> Runner:
-        """Return the same, with ranks connected; the plan may depend on their hosts."""
-        return self._current.connected(self.param_groups, self.__dict__["state"])
 
     def _needed_state(self) -> States:
         """Return the state of all parameters, which is made if there is none; nothing is under way."""

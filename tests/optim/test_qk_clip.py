@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from clipped import clip_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,7 +170,7 @@ def test_clipped_heads_end_at_the_threshold_and_others_keep_their_logits(name, q
     assert float(largest.min()) > 0
     threshold = float(0.99 * largest.quantile(quantile))
     clip = resolved(case, threshold=threshold)
-    clip.apply_(case.params, largest)
+    clip_(clip, case.params, largest)
     after = case.logits()
     torch.testing.assert_close(maxima(after), largest.clamp(max=threshold), rtol=1e-6, atol=0)
     # Not the maximum alone: each logit by the same factor.
@@ -183,7 +184,7 @@ def test_below_the_threshold_nothing_changes_a_bit(name):
     before = {name: param.clone() for name, param in case.params.items()}
     largest = maxima(case.logits())
     clip = resolved(case, threshold=float(largest.max()))
-    clip.apply_(case.params, largest)
+    clip_(clip, case.params, largest)
     assert all(torch.equal(param, before[name]) for name, param in case.params.items())
 
 
@@ -192,7 +193,7 @@ def test_only_queries_and_keys_change():
         case = CASES[name]()
         before = {key: param.clone() for key, param in case.params.items()}
         clip = resolved(case, threshold=1e-3)
-        clip.apply_(case.params, maxima(case.logits()))
+        clip_(clip, case.params, maxima(case.logits()))
         changed = {key for key, param in case.params.items() if not torch.equal(param, before[key])}
         assert changed == set(clip.names)
         assert not changed & {"attn.v_proj.weight", "attn.o_proj.weight", "attn.kv_a_proj_with_mqa.weight"}
@@ -201,7 +202,7 @@ def test_only_queries_and_keys_change():
 def test_values_of_the_latent_up_projection_stay():
     case = Latent(3, query_lora=True)
     before = case.params["attn.kv_b_proj.weight"].clone().unflatten(0, (3, -1))
-    resolved(case, threshold=1e-3).apply_(case.params, maxima(case.logits()))
+    clip_(resolved(case, threshold=1e-3), case.params, maxima(case.logits()))
     after = case.params["attn.kv_b_proj.weight"].unflatten(0, (3, -1))
     assert torch.equal(after[:, case.nope :], before[:, case.nope :])
     assert (after[:, : case.nope] != before[:, : case.nope]).all()
@@ -210,7 +211,7 @@ def test_values_of_the_latent_up_projection_stay():
 def test_values_of_a_fused_weight_stay():
     case = CASES["per key head"]()
     before = case.params["attn.qkv.weight"].clone().unflatten(0, (2, 5, DIM))
-    resolved(case, threshold=1e-3).apply_(case.params, maxima(case.logits()))
+    clip_(resolved(case, threshold=1e-3), case.params, maxima(case.logits()))
     after = case.params["attn.qkv.weight"].unflatten(0, (2, 5, DIM))
     assert torch.equal(after[:, 4], before[:, 4])
     assert (after[:, :4] != before[:, :4]).all()
@@ -299,7 +300,7 @@ def test_nothing_waits_for_the_device(name):
     case = CASES[name]()
     clip, largest = resolved(case, threshold=1.0), maxima(case.logits())
     with NoSync():
-        clip.apply_(case.params, largest)
+        clip_(clip, case.params, largest)
     with NoSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         largest[0].item()
 
@@ -309,7 +310,7 @@ def test_no_gradient_is_recorded():
     params = {name: param.requires_grad_() for name, param in case.params.items()}
     largest = maxima(case.logits())
     clip = resolved(case, threshold=0.1)
-    clip.apply_(params, largest)
+    clip_(clip, params, largest)
     assert all(param.is_leaf for param in params.values())
     assert not any(found.factor.requires_grad for found in clip.factors(largest).values())
 
@@ -319,7 +320,7 @@ def test_low_precision_weights_and_maxima():
     weights = {name: param.bfloat16() for name, param in case.params.items()}
     expected = {name: param.clone() for name, param in weights.items()}
     clip = resolved(case, threshold=100.0)
-    clip.apply_(weights, torch.tensor([400.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16))
+    clip_(clip, weights, torch.tensor([400.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16))
     expected["attn.q_proj.weight"][:DIM] *= 0.5
     expected["attn.q_proj.weight"][DIM : 2 * DIM] *= 2
     expected["attn.q_proj.bias"][:DIM] *= 0.5
@@ -331,8 +332,8 @@ def test_low_precision_weights_and_maxima():
 
 def test_row_factors_scale_along_their_dimension():
     factors = RowFactors(torch.tensor([1.0, 2.0, 3.0]), 1)
-    assert factors.scale_(torch.ones(2, 3)).tolist() == [[1, 2, 3], [1, 2, 3]]
-    assert factors.scale_(torch.ones(1, 3, 1)).flatten().tolist() == [1, 2, 3]
+    assert factors.over(torch.ones(2, 3)).expand(2, 3).tolist() == [[1, 2, 3], [1, 2, 3]]
+    assert factors.over(torch.ones(1, 3, 1)).flatten().tolist() == [1, 2, 3]
 
 
 def test_the_number_of_maxima_is_checked():

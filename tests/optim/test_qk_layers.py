@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from clipped import clip_
 from torch import nn
 
 from quintic.kernels.attention.max_logits import MaxLogits
@@ -305,7 +306,7 @@ def test_torch_multihead_attention(add_bias_kv, kdim):
     before = logits()
     largest = before.amax(dim=(1, 2))
     assert float(largest.min()) > 0.5
-    clip.apply_(params, largest)
+    clip_(clip, params, largest)
     torch.testing.assert_close(logits(), before * (0.5 / largest)[:, None, None], rtol=1e-6, atol=1e-9)
 
 
@@ -369,7 +370,7 @@ def test_models_of_transformers(name, recorded_attention):
     assert before.shape == (6,)
     threshold = float(before.median())
     clip = QKClip(threshold=threshold).resolve(0, {key: p.shape for key, p in params.items()}, 6, views)
-    clip.apply_(params, before)
+    clip_(clip, params, before)
     torch.testing.assert_close(largest(), before.clamp(max=threshold), rtol=1e-5, atol=0)
     assert any(key.endswith("bias") for key in clip.names) == (name in ("qwen2", "gpt_neox", "gpt2", "gpt_bigcode"))
 

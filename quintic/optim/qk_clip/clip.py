@@ -35,7 +35,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.views import Matrix, Split, View
-from quintic.optim.qk_clip.layers import PROJECTIONS, Features, Role, Scaled, find_heads
+from quintic.optim.qk_clip.layers import PROJECTIONS, Features, HeadSearch, Role, Scaled
 
 __all__ = ["LayerClip", "QKClip", "RowFactors"]
 
@@ -65,10 +65,6 @@ class RowFactors(NamedTuple):
         shape = [1] * tensor.ndim
         shape[self.dim] = -1
         return self.factor.to(tensor.device).view(shape)
-
-    def scale_(self, tensor: Tensor) -> Tensor:
-        """Multiply what it is for in place and return it; where the factor is 1 it keeps its bits."""
-        return tensor.mul_(self.over(tensor))
 
 
 @dataclass(frozen=True)
@@ -124,12 +120,6 @@ class LayerClip:
         by_role: dict[Role, Tensor] = {"query": query, "key": key, "rotary": gamma, "none": gamma.new_ones(1)}
         expanded = {rows: _expand(rows, by_role) for rows in {scaled.rows for scaled in self.parameters}}
         return {scaled.name: RowFactors(expanded[scaled.rows], scaled.dim) for scaled in self.parameters}
-
-    @torch.no_grad()
-    def apply_(self, params: Mapping[str, Tensor], max_logits: Tensor) -> None:
-        """Scale whole parameters, given by name, in place."""
-        for name, row_factors in self.factors(max_logits).items():
-            row_factors.scale_(params[name])
 
 
 def _expand(rows: Features, by_role: Mapping[Role, Tensor]) -> Tensor:
@@ -218,14 +208,6 @@ class QKClip:
             ValueError: nothing found, more than one found, sizes that do not fit, a fused weight without a `Split`, or
                 a normalisation after the projections, which undoes any scaling of them.
         """
-        num_kv_heads, parameters = find_heads(
-            layer,
-            shapes,
-            num_heads,
-            views or {},
-            parts=self.parts,
-            rope_dim=self.rope_dim,
-            layouts=self.layouts,
-            names=self.names,
-        )
+        options = self.parts, self.rope_dim, self.layouts, self.names
+        num_kv_heads, parameters = HeadSearch(layer, shapes, num_heads, views or {}, *options).heads()
         return LayerClip(str(layer), num_heads, num_kv_heads, self.threshold, self.grouped, parameters)

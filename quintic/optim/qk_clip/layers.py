@@ -17,7 +17,7 @@ import torch
 from quintic.optim.groups.names import spellings, without_holders, without_wrappers
 from quintic.optim.layout.views import Matrix, Split, View
 
-__all__ = ["PROJECTIONS", "Features", "Role", "Scaled", "find_heads", "is_projection"]
+__all__ = ["PROJECTIONS", "Features", "HeadSearch", "Role", "Scaled", "is_projection"]
 
 Role = Literal["query", "key", "rotary", "none"]
 """Whose factor a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
@@ -66,24 +66,8 @@ class Scaled(NamedTuple):
     rows: Features
 
 
-def find_heads(
-    layer: str | int,
-    shapes: Mapping[str, torch.Size],
-    num_heads: int,
-    views: Mapping[str, View],
-    *,
-    parts: tuple[int, int],
-    rope_dim: int | None,
-    layouts: Mapping[str, View],
-    names: Mapping[str, str],
-) -> tuple[int, tuple[Scaled, ...]]:
-    """Return the number of key heads and the parameters to scale; arguments and errors as `QKClip.resolve`."""
-    search = _Search(layer, shapes, num_heads, views, parts, rope_dim, layouts, names)
-    return search.heads()
-
-
 def is_projection(name: str, names: Mapping[str, str]) -> bool:
-    """Return whether a parameter may, by its name, be one that `find_heads` looks for; `names` as in `QKClip`."""
+    """Return whether a parameter may, by its name, be one that `HeadSearch` looks for; `names` as in `QKClip`."""
     return _meaning(_Projection.of(name, name), names) in PROJECTIONS
 
 
@@ -113,8 +97,8 @@ class _Projection(NamedTuple):
 
 
 @dataclass
-class _Search:
-    """One `find_heads`: its arguments, and the projections below the layer."""
+class HeadSearch:
+    """The search for the heads of a layer, and the projections below it; arguments and errors as `QKClip.resolve`."""
 
     layer: str | int
     shapes: Mapping[str, torch.Size]
@@ -133,6 +117,7 @@ class _Search:
         self.below = [p for p in self.projections if _is_below(p.path, self.scope)]
 
     def heads(self) -> tuple[int, tuple[Scaled, ...]]:
+        """Return the number of key heads and the parameters to scale."""
         latent_up = self._one(_LATENT_UP)
         query = (self._one(_QUERY_UP) if latent_up else None) or self._one(_QUERY)
         key = self._one(_KEY) or self._one(_KEY_VALUE)

@@ -43,7 +43,7 @@ class Kept:
         self._steps_made = optimizer.steps_made.copy()
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._early = optimizer.current.early.fresh()
-        self._has_agreed = optimizer.current.agreements.has_agreed
+        self._has_agreed = optimizer.runner.agreements.has_agreed
 
     def keep_gradients(self) -> None:
         """Keep the gradients that a step changes."""
@@ -76,7 +76,7 @@ class Kept:
         optimizer.current.early.keep(self._early)
         if not self._has_agreed:
             # Ranks ask each other before the first step of training, not before one with gradients that were made up.
-            optimizer.current.agreements.has_agreed = False
+            optimizer.runner.agreements.has_agreed = False
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             group.update(options)
         optimizer.steps_made.restore(self._steps_made)

@@ -97,10 +97,10 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
 def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     """Do as `reference_step`, and measure the rounding of every matrix, unless that is None."""
     pending_steps = optimizer.next_pending_steps()
-    ties = [tie for tie in optimizer.current.ties if pending_steps[tie.head_group] == 0]
+    ties = [tie for tie in optimizer.runner.ties if pending_steps[tie.head_group] == 0]
     for tie in ties:
         tie.add_gradient()
-    optimizer.current.agreements.check_sums(pending_steps)
+    optimizer.runner.agreements.check_sums(pending_steps)
     everything = list(parameters_of(optimizer.current))
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if pending_steps[found.group.number] == 0]
