@@ -166,13 +166,13 @@ class CapturedStep:
             for group in self._optimizer.param_groups
         ]
         # A learning rate that is a tensor is read where it is.
-        live = [id(group[key]) for group in self._optimizer.param_groups for key in ("lr",) if _is_tensor(group[key])]
+        live = [id(group["lr"]) for group in self._optimizer.param_groups if isinstance(group["lr"], Tensor)]
         state = self._optimizer.state
         places = [
             local_tensor(tensor).data_ptr()
             for param in self._params()
             for tensor in (param, *state[param].values())
-            if _is_tensor(tensor)
+            if isinstance(tensor, Tensor)
         ]
         return options, live, places
 
@@ -251,7 +251,3 @@ def _obstacle(group: Mapping[str, Any], *, is_sparse: bool) -> str | None:
     if is_sparse and group["on_nonfinite"] != "propagate":
         return "comms='sharded_sparse' is stepped after the graph, which on_nonfinite='skip' would have to stop as well"
     return None
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

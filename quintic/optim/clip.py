@@ -102,13 +102,14 @@ def clip_grad_norm_(
         raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
-    names, params, gradients, divided = _gradients_in(optimizer, scope)
+    gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     current, runner = optimizer.current, optimizer.runner
-    squares = [_squared_norms(names, params, gradients, device, current.communicators)]
+    names, squares = _squared_norms(gradients, device, current.communicators)
     for ranks, parts in divided.items():
+        names += [part.name for part in parts]
         squares.append(_squared_norms_of_parts(parts, current.communicators[ranks], len(ranks), device))
-    squared = runner.agreements.connected.total(*_together(squares))
+    squared = runner.agreements.connected.total(names, torch.cat(squares))
     if process_group is not None:
         squared = _gathered(squared.view(1), process_group, len(group_ranks(process_group))).sum()
     norm = squared.sqrt()
@@ -118,27 +119,25 @@ def clip_grad_norm_(
             f"was scaled (error_if_nonfinite=False scales anyway)"
         )
     if math.isfinite(max_norm):
-        of_parts = [part for parts in divided.values() for _, part in parts]
+        of_parts = [part for parts in divided.values() for part in parts]
         _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
         current.early.renew()
     return norm.float()
 
 
-class _Gradients(NamedTuple):
-    """Everything that the scope counts."""
+class _Gradient(NamedTuple):
+    """A gradient that the scope counts."""
 
-    names: list[str]
-    """Of parameters."""
-    params: list[Tensor]
-    """These."""
-    gradients: list[Tensor | None]
-    """Of each parameter, cut as it is."""
-    divided: dict[tuple[int, ...], list[tuple[str, Tensor]]]
-    """By the ranks that divide them: names of other parameters, and this rank's parts of their gradients."""
+    name: str
+    param: Tensor
+    local: Tensor | None
+    """This rank's piece, cut as the parameter is; or, where ranks divide the state, its parts of the average."""
 
 
-def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
-    gradients = _Gradients([], [], [], {})
+def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tuple[int, ...], list[_Gradient]]]:
+    """Return the gradients that lie as their parameters do, and those of which ranks have parts, by these ranks."""
+    gradients: list[_Gradient] = []
+    divided: dict[tuple[int, ...], list[_Gradient]] = {}
     runner = optimizer.connected() if has_process_group() else optimizer.runner
     current = optimizer.current
     pending_steps = optimizer.next_pending_steps()
@@ -159,20 +158,14 @@ def _gradients_in(optimizer: Muon, scope: str) -> _Gradients:
         averages = runner.average_early(numbers)
     for group in due:
         if group.number not in averages:
-            gradients.names.extend(group.param_names)
-            gradients.params.extend(group.params)
             rows = zip(group.param_names, group.params, strict=True)
-            gradients.gradients.extend(_own_gradient(name, param) for name, param in rows)
+            gradients += [_Gradient(name, param, _own_gradient(name, param)) for name, param in rows]
             continue
-        params, averaged = zip(*averages[group.number].tensors(), strict=True)
+        averaged = zip(group.param_names, averages[group.number].tensors(), strict=True)
         ranks = dividing_ranks(group, layouts_of(group))
-        if ranks:
-            gradients.divided.setdefault(ranks, []).extend(zip(group.param_names, averaged, strict=True))
-        else:
-            gradients.names.extend(group.param_names)
-            gradients.params.extend(params)
-            gradients.gradients.extend(averaged)
-    return gradients
+        target = divided.setdefault(ranks, []) if ranks else gradients
+        target += [_Gradient(name, param, average) for name, (param, average) in averaged]
+    return gradients, divided
 
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:
@@ -189,11 +182,11 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     return local_tensor(gradient)
 
 
-def _device_of(optimizer: Muon, gradients: Sequence[Tensor | None]) -> torch.device:
+def _device_of(optimizer: Muon, gradients: Sequence[_Gradient]) -> torch.device:
     """Return the device of the first gradient; where this rank has none, of the first parameter."""
     for gradient in gradients:
-        if gradient is not None:
-            return gradient.device
+        if gradient.local is not None:
+            return gradient.local.device
     params = (param for group in optimizer.param_groups for param in group["params"])
     return next((param.device for param in params), torch.device("cpu"))
 
@@ -203,43 +196,27 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class _Squares(NamedTuple):
-    """The squared norms of whole gradients, the same on all ranks that share the parameters."""
-
-    names: list[str]
-    """Of the parameters."""
-    values: Tensor
-    """(names,) float64, where the device has that."""
-
-
-def _together(found: Sequence[_Squares]) -> _Squares:
-    names = [name for squares in found for name in squares.names]
-    return _Squares(names, torch.cat([squares.values for squares in found]))
-
-
 def _squared_norms(
-    names: Sequence[str],
-    params: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    device: torch.device,
-    communicators: Communicators,
-) -> _Squares:
-    """Return the squared norm of each parameter's whole gradient, on a device, from this rank's pieces."""
+    gradients: Sequence[_Gradient], device: torch.device, communicators: Communicators
+) -> tuple[list[str], list[Tensor]]:
+    """Return names of parameters, and on a device the squared norm of each whole gradient, (n,) for those of a mesh."""
     norms = _norms(gradients)
     places: dict[tuple[DeviceMesh | None, torch.device], list[int]] = {}
-    for place, param in enumerate(params):
+    for place, (_, param, _) in enumerate(gradients):
         mesh = getattr(param, "device_mesh", None)
         if mesh is None or mesh.get_coordinate() is not None:
             places.setdefault((mesh, param.device), []).append(place)
-    found = [_Squares([], torch.zeros(0, dtype=_wide(device), device=device))]
+    names: list[str] = []
+    found = [torch.zeros(0, dtype=_wide(device), device=device)]
     # In one order everywhere: ranks of several meshes wait for each other.
     for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
         zero = torch.zeros((), dtype=_wide(where), device=where)
         squares = torch.stack([norms.get(place, zero) for place in members]).square()
         if mesh is not None:
-            squares = _over_mesh(squares, mesh, [params[place] for place in members], communicators)
-        found.append(_Squares([names[place] for place in members], squares.to(device)))
-    return _together(found)
+            squares = _over_mesh(squares, mesh, [gradients[place].param for place in members], communicators)
+        names += [gradients[place].name for place in members]
+        found.append(squares.to(device))
+    return names, found
 
 
 def _ranks(mesh: "DeviceMesh | None") -> list[int]:
@@ -247,33 +224,29 @@ def _ranks(mesh: "DeviceMesh | None") -> list[int]:
 
 
 def _squared_norms_of_parts(
-    parts: Sequence[tuple[str, Tensor]], group: ProcessGroup, num_ranks: int, device: torch.device
-) -> _Squares:
-    """Return the squared norms of what the ranks of a group have parts of, on `device`. All of them must call it.
-
-    Names of parameters stand beside this rank's parts of their gradients.
-    """
-    norms = _norms([part for _, part in parts])
+    parts: Sequence[_Gradient], group: ProcessGroup, num_ranks: int, device: torch.device
+) -> Tensor:
+    """Return the (n,) squared norms of what the ranks of a group have parts of, on `device`. All must call it."""
+    norms = _norms(parts)
     zero = torch.zeros((), dtype=_wide(device), device=device)
     squares = torch.stack([norms.get(place, zero).to(device) for place in range(len(parts))]).square()
-    return _Squares([name for name, _ in parts], _gathered(squares, group, num_ranks).sum(dim=0))
+    return _gathered(squares, group, num_ranks).sum(dim=0)
 
 
-def _norms(gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     """Return the 2-norm of each gradient that has entries, by its place."""
     found: dict[int, Tensor] = {}
-    for (device, _), places in _alike(gradients).items():
-        tensors = [gradient for place in places if (gradient := gradients[place]) is not None]
-        found |= zip(places, torch._foreach_norm(tensors, 2, dtype=_wide(device)), strict=True)
+    for (device, _), tensors in _alike(gradients).items():
+        found |= zip(tensors, torch._foreach_norm(list(tensors.values()), 2, dtype=_wide(device)), strict=True)
     return found
 
 
-def _alike(gradients: Sequence[Tensor | None]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the places of the gradients that have entries, by device and dtype: what one launch can handle."""
-    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        if gradient is not None and gradient.numel():
-            found.setdefault((gradient.device, gradient.dtype), []).append(place)
+def _alike(gradients: Sequence[_Gradient]) -> dict[tuple[torch.device, torch.dtype], dict[int, Tensor]]:
+    """Return the gradients that have entries by their places, by device and dtype: what one launch takes."""
+    found: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for place, (_, _, local) in enumerate(gradients):
+        if local is not None and local.numel():
+            found.setdefault((local.device, local.dtype), {})[place] = local
     return found
 
 
@@ -309,10 +282,10 @@ def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:
     return start_all_gather(values, num_ranks, group).wait().view(num_ranks, -1)
 
 
-def _scale_(gradients: Sequence[Tensor | None], coefficient: Tensor) -> None:
+def _scale_(gradients: Sequence[_Gradient], coefficient: Tensor) -> None:
     """Multiply all gradients by a () tensor, in place."""
-    for (device, dtype), places in _alike(gradients).items():
-        tensors = [gradient for place in places if (gradient := gradients[place]) is not None]
+    for (device, dtype), by_place in _alike(gradients).items():
+        tensors = list(by_place.values())
         factor = coefficient.to(device, torch.promote_types(dtype, torch.float32))
         if factor.dtype == dtype:
             torch._foreach_mul_(tensors, factor)

@@ -221,8 +221,8 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check_averages(number, group)
     for key in ("step_every", "orthogonalizer_steps"):
         check(key, _is_count(group[key]), "an integer of at least 1")
-    check("max_workspace_bytes", _is_count_or_none(group["max_workspace_bytes"]), "a positive integer, or None")
-    check("telemetry_every", _is_count_or_none(group["telemetry_every"]), "an integer of at least 1, or None")
+    for key, need in (("max_workspace_bytes", "a positive integer"), ("telemetry_every", "an integer of at least 1")):
+        check(key, group[key] is None or _is_count(group[key]), f"{need}, or None")
     multipliers = group["lr_multipliers"]
     if multipliers is not None:
         check("lr_multipliers", all(_is_number(value) for value in multipliers), "finite numbers")
@@ -255,10 +255,6 @@ def _is_number(value: object, least: float = -math.inf, below: float = math.inf)
 
 def _is_count(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1
-
-
-def _is_count_or_none(value: object) -> bool:
-    return value is None or _is_count(value)
 
 
 def _first_name(group: Mapping[str, Any]) -> str:
