@@ -58,7 +58,8 @@ class Current:
 
         All ranks that share its parameters must call it.
         """
-        group = _checked(number, dictionary)
+        check_group(number, dictionary)
+        group = Group.of(number, dictionary)
         self.communicators.connect([group], [layouts_of(group)])
         self.outdate()
 
@@ -160,7 +161,7 @@ class Current:
                 # Whoever makes a group of vectors Muon's has flattened nothing.
                 was_checked = before is not None and before.algorithm == group.algorithm
                 check_group_is_whole(number, dictionary, was_checked=was_checked)
-                group = _checked(number, dictionary)
+                check_group(number, dictionary)
             else:
                 check_averages(number, dictionary)  # schedules change the coefficients at any step
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
@@ -186,9 +187,3 @@ class Current:
             self.forget_plan()
         elif change is Change.MEMORY and self.runner is not None:
             self.runner.renew()
-
-
-def _checked(number: int, dictionary: dict[str, Any]) -> Group:
-    """Return a group whose options and parameters can be stepped."""
-    check_group(number, dictionary)
-    return Group.of(number, dictionary)

@@ -356,13 +356,9 @@ class Muon(OptimizerBase):
     def note_step(
         self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int = 0, is_replayed: bool = False
     ) -> None:
-        """Note for each group how many steps it waits for, and for `last_step` what became of this one.
+        """Note for each group how many steps it waits for, and for `last_step` what became of this one (`done`).
 
-        Args:
-            done: what became of it.
-            pending_steps: by group.
-            clipped_layers: attention layers that QK-clip had logits of.
-            is_replayed: whether a CUDA graph has counted skipped steps.
+        QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
         waiting = 0
         for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):

@@ -1,5 +1,6 @@
 """What one optimizer knows of the steps that it has made."""
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -59,17 +60,13 @@ class StepsMade:
 
     def copy(self) -> "StepsMade":
         """Return what is known now, which later steps do not change."""
-        found = StepsMade()
-        found.restore(self)
+        found = copy(self)
         found._skipped = None if self._skipped is None else self._skipped.clone()
         return found
 
     def restore(self, kept: "StepsMade") -> None:
         """Take back what was known when `copy` was called."""
-        self.num_steps, self.first_gradients = kept.num_steps, kept.first_gradients
-        self._counts, self._waiting, self._clipped_layers = kept._counts, kept._waiting, kept._clipped_layers
-        self._go = kept._go
-        if kept._skipped is None or self._skipped is None:
-            self._skipped = kept._skipped
-        else:
-            self._skipped.copy_(kept._skipped)  # a CUDA graph may count there
+        skipped = self._skipped
+        vars(self).update(vars(kept))
+        if skipped is not None and kept._skipped is not None:
+            self._skipped = skipped.copy_(kept._skipped)  # a CUDA graph may count there

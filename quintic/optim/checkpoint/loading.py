@@ -75,14 +75,8 @@ def load_state(
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
     State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
-    what it needs. Nothing is communicated.
-
-    Args:
-        groups: of the optimizer; their options are set.
-        state: of their parameters.
-        divided: those of them whose state is divided among ranks.
-        state_dict: what was saved.
-        check: raises an error if a group, given with its number, has options that do not fit.
+    what it needs. Nothing is communicated. `check` raises an error if a group, given with its number, has options that
+    do not fit.
 
     Raises:
         ValueError: the state is another optimizer's, or of other parameters, algorithms or views; state is missing or

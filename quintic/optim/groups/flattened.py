@@ -34,10 +34,7 @@ def check_model_is_whole(model: nn.Module) -> None:
 def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
     """Reject a group that was given pieces of its parameters, or some of them.
 
-    Args:
-        number: position of the group, for messages.
-        group: with `params` and `param_names`.
-        was_checked: whether the group was right before something else became of its parameters.
+    Where it was checked, the group was right before something else became of its parameters.
     """
     names, params = group["param_names"], group["params"]
     if len(names) != len(params):

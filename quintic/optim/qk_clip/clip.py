@@ -87,11 +87,7 @@ class LayerClip:
         return tuple(scaled.name for scaled in self.parameters)
 
     def check(self, max_logits: Tensor) -> None:
-        """Reject another number of maxima than the layer has query heads.
-
-        Raises:
-            ValueError: names the layer.
-        """
+        """Reject another number of maxima than the layer has query heads; the ValueError names the layer."""
         if max_logits.shape != (self.num_heads,):
             raise ValueError(
                 f"qk_logits[{self.layer!r}] has shape {tuple(max_logits.shape)}; "

@@ -64,13 +64,10 @@ class Maxima:
         self._alone: dict[Layer, Tensor] = {}
 
     def start(self, seen: Mapping[Layer, Seen], problem: ValueError | None = None) -> ValueError | None:
-        """Begin to reduce. All ranks must call it in every step, whatever they have seen.
+        """Begin to reduce what this rank has seen. All ranks must call it in every step, whatever they have seen.
 
-        Waits for the device only if this rank has seen a layer that is not reduced yet.
-
-        Args:
-            seen: of this rank.
-            problem: what is wrong on this rank. The other ranks hear of it where all agree on layers.
+        Waits for the device only if this rank has seen a layer that is not reduced yet. Other ranks hear of a problem
+        of this one where all agree on layers.
 
         Returns:
             What is wrong on any rank, as far as this one knows; then nothing may be scaled. It is not raised here,

@@ -139,11 +139,7 @@ class QKStep:
         return {ranks: Maxima(self._communicators[ranks], devices[0]) for ranks in sorted(groups)} | alone
 
     def _ranks_of(self, clip: LayerClip) -> tuple[int, ...]:
-        """Return over which ranks the maxima of a layer are taken.
-
-        Raises:
-            ValueError: it cannot be known.
-        """
+        """Return over which ranks the maxima of a layer are taken; an error if it cannot be known."""
         where = f"qk_logits[{clip.layer!r}]"
         parts = [self._held[name] for name in clip.names]
         needed = frozenset().union(*(held.ranks for held in parts))

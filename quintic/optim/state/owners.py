@@ -26,14 +26,8 @@ def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ra
     each to the rank with the least so far. Where it is better to take all of it by size, that is done. Every rank
     computes the same answer from the same arguments; equal costs and loads fall to the lower number.
 
-    Args:
-        costs: of each piece of work, in any unit.
-        holders: for each, the ranks that may take it: those that hold all of its data, where there are some, because
-            then nothing must be sent to them. Empty for any rank.
-        num_ranks: ranks are 0 to num_ranks - 1, positions in a process group.
-
-    Returns:
-        For each piece of work its owner.
+    Holders are for each piece the ranks that may take it: those that hold all of its data, where there are some,
+    because then nothing must be sent to them; empty for any rank. Ranks are positions in a process group.
 
     Source: the rule of longest processing time, R. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
     """

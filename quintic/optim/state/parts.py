@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
+from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.state.owners import assign_owners, shape_cost
@@ -126,7 +127,7 @@ def _runs(view: View, param: Tensor) -> tuple[Unit, ...]:
 
 def _is_run(unit: Unit, shape: tuple[int, ...]) -> bool:
     start, stop = _range_of(unit, shape)
-    return stop - start == math.prod(b - a for a, b in unit.box)
+    return stop - start == numel_of(unit.box)
 
 
 def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -141,7 +142,7 @@ def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _cost(unit: Unit) -> int:
     """Cost of a unit's matrices, the same whatever the group's options are."""
-    return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes([b - a for a, b in unit.box]))
+    return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box)))
 
 
 def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +164,7 @@ def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:
         return run
     if part.numel == param.numel():
         return run.as_strided(param.shape, param.stride(), run.storage_offset())
-    return run.view([stop - start for start, stop in part.unit.box])
+    return run.view(size_of(part.unit.box))
 
 
 def state_of_part(state: Mapping[str, Tensor], part: Part, param: Tensor) -> dict[str, Tensor]:

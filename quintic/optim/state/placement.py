@@ -32,11 +32,7 @@ class Needed(NamedTuple):
 
 
 def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
-    """Return which state a parameter of a validated group has, by name.
-
-    Raises:
-        ValueError: the parameter does not have a shape that its view divides.
-    """
+    """Return which state a parameter of a validated group has, by name; an error if its view does not fit."""
     dtype = dtype_of_averages(param.dtype, group.state_dtype)
     found: dict[str, Needed] = {}
     if group.algorithm == "adamw":

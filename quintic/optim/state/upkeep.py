@@ -61,13 +61,8 @@ class _Source(NamedTuple):
     state: dict[str, Any]
 
 
-class _Change(NamedTuple):
-    """What becomes of a parameter's state."""
-
-    entry: _Entry
-    kind: Literal["make", "take", "move"]
-    """Made anew, the source's tensors, or made anew with the source's values."""
-    source: _Source | None
+_Fate = Literal["keep", "make", "take", "move"]
+"""What becomes of a parameter's state: kept, made anew, the source's tensors, or made anew with the source's values."""
 
 
 class Upkeep:
@@ -148,9 +143,9 @@ class Upkeep:
                 raise _divided_otherwise(name)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
-        changes = [change for param, entry in entries.items() for change in _changes(entry, sources[param])]
-        for change in changes:
-            _make(change, states)
+        fates = [_fate_of(entry, sources[param]) for param, entry in entries.items()]
+        for (param, entry), fate in zip(entries.items(), fates, strict=True):
+            _make(entry, fate, sources[param], states)
         for param in states.keys() - entries.keys():
             # What says something stays, as in PyTorch: the parameter may come back.
             if _says_nothing(states[param], param.dtype):
@@ -208,36 +203,33 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
     return found
 
 
-def _changes(entry: _Entry, source: _Source | None) -> Iterator[_Change]:
-    """Yield what becomes of a parameter's state, if anything; an error if it says something and cannot move."""
+def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:
+    """Return what becomes of a parameter's state; an error if it says something and cannot move."""
     if source is None:
-        yield _Change(entry, "make", None)
-        return
+        return "make"
     is_divided_alike = source.was.division == entry.division
     if is_divided_alike and fits(source.state, entry.param, entry.group, entry.own):
-        if source.was.param is not entry.param:
-            yield _Change(entry, "take", source)
-        return
+        return "keep" if source.was.param is entry.param else "take"
     if _says_nothing(source.state, source.was.dtype):
-        yield _Change(entry, "make", source)
-        return
+        return "make"
     _check_move(entry, source)
-    yield _Change(entry, "move", source)
+    return "move"
 
 
-def _make(change: _Change, states: _States) -> None:
+def _make(entry: _Entry, fate: _Fate, source: _Source | None, states: _States) -> None:
     """Give a parameter its state."""
-    entry, kind, source = change
     if source is None:
         states[entry.param] = init_state(entry.param, entry.group, entry.own)
         return
     was, values = source
-    if kind == "take":
+    if fate == "keep":
+        return
+    if fate == "take":
         states[entry.param] = states.pop(was.param)
         return
     # Other keys are the user's.
     others = {key: value for key, value in values.items() if key not in STATE_KEYS}
-    if kind == "make":
+    if fate == "make":
         values = {}
         states[was.param].clear()  # before there is new state
     state = init_state(entry.param, entry.group, entry.own)
