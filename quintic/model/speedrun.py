@@ -11,7 +11,6 @@ dimension. Where this model departs from the race's:
 - banks have no padding, coefficients no unused entries, products of MLPs 16 bits.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import AttentionName, attention, choose_attention, document_mask
+from quintic.kernels.attention.attention import AttentionName, attention, document_mask
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_inputs import (
@@ -51,11 +50,6 @@ _TANH_CAP = 15.0
 _FP8_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)
 
 
-@functools.cache
-def _implementation(name: str, device: torch.device, dtype: torch.dtype) -> AttentionName:
-    return choose_attention(cast(AttentionName, name), device=device, dtype=dtype)
-
-
 class SpeedrunGPT(nn.Module):
     """The model. Build it on any device, or on the meta device and move it with `to_empty`; then `init_weights`.
 
@@ -67,11 +61,13 @@ class SpeedrunGPT(nn.Module):
 
     Args:
         config: sizes and features.
-        attention: implementation, as for `GPT`; `"auto"` takes the fastest that the device allows.
+        attention: implementation, as for `GPT`.
         dtype: of matrices, tables and activations; scalars are float32.
     """
 
-    def __init__(self, config: SpeedrunConfig, *, attention: str = "auto", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: SpeedrunConfig, *, attention: AttentionName = "sdpa", dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.config, self.attention_name = config, attention
         self.tied = config.tied  # whether the embedding holds the head's transpose; False once they are untied
@@ -239,7 +235,7 @@ class SpeedrunGPT(nn.Module):
                 F.pad(inputs.unsqueeze(1), (0, copies - 1), value=-1).view(1, -1),
                 bos_id=self.config.bos_id,
                 windows=(short, long),
-                implementation=_implementation(self.attention_name, inputs.device, dtype),
+                implementation=self.attention_name,
                 dtype=dtype,
                 document_starts=None if document_starts is None else copies * document_starts,
                 longest=None if longest is None else copies * longest,
