@@ -5,6 +5,7 @@ own, and then puts weights, optimizer and random state back to what they were.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ class Race:
         capture: bool = False,
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
+        self._passes = functools.partial(track.passes, ranks=ranks.size)
         self.stream = self._stream(track.at)
         self.validation = validation_batches(
             data, tokens=track.validation_tokens, chunk_tokens=track.validation_chunk, ranks=ranks
@@ -99,9 +101,6 @@ class Race:
             ranks=self.ranks,
             device=self.device,
         )
-
-    def _passes(self, settings: StepSettings) -> int:
-        return self.track.passes(settings, self.ranks.size)
 
     def _weights_on_device(self, settings: StepSettings) -> Tensor:
         """Return the weights of a step's losses, the prefix's last; the device has them before the clock starts."""

@@ -109,36 +109,11 @@ class ChunkStream(Iterator[FlatBatch]):
         if not self._threads:
             load = functools.partial(_Shard, vocab_size=self._data.vocab_size, bos_id=self._data.bos_id)
             shards = Prefetcher(map(load, itertools.cycle(self._data.train)).__next__, depth=1)
-            self._threads = [Prefetcher(self._batches(shards).__next__, _BATCHES_AHEAD), shards]
+            chunks = _chunks(shards, self._data, self._settings, self._num_chunks, self._ranks)
+            batches = _batches(chunks, self._num_chunks // self._ranks.size, self._passes, self._device)
+            self._threads = [Prefetcher(batches.__next__, _BATCHES_AHEAD), shards]
         batch: FlatBatch = self._threads[0].get()
         return batch.to(self._device, starts=True)
-
-    def _batches(self, shards: Prefetcher[_Shard]) -> Iterator[FlatBatch]:
-        """Yield a rank's batches."""
-        chunks: list[FlatBatch] = []
-        for chunk, step in self._chunks(shards):
-            chunks.append(chunk)
-            if len(chunks) == self._num_chunks // self._ranks.size // self._passes(step):
-                yield _joined(chunks).pinned(self._device, starts=True)
-                chunks = []
-
-    def _chunks(self, shards: Prefetcher[_Shard]) -> Iterator[tuple[FlatBatch, StepSettings]]:
-        """Yield a rank's chunks and the settings of their steps, while walking through those of all ranks."""
-        num_shards = len(self._data.train)
-        shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
-        for number in itertools.count():
-            step = self._settings(number // self._num_chunks)
-            tokens, cut = step.batch_tokens // self._num_chunks, step.document_tokens
-            while (lengths := shard.chunk(document, tokens, cut)) is None:
-                if num_unused == num_shards:
-                    raise DataError(
-                        f"{self._data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with "
-                        f"documents cut at {cut}; give more text (--data)"
-                    )
-                shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
-            if number % self._ranks.size == self._ranks.rank:
-                yield _flat(shard, document, lengths, num_ended // num_shards), step
-            document, num_unused = document + len(lengths), 0
 
     def close(self) -> None:
         """Stop the threads."""
@@ -150,6 +125,49 @@ class ChunkStream(Iterator[FlatBatch]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+# What runs in the threads holds no stream, so that one that nobody closed ends with its last reference.
+
+
+def _batches(
+    chunks: Iterator[tuple[FlatBatch, StepSettings]],
+    chunks_per_step: int,
+    passes: Callable[[StepSettings], int],
+    device: torch.device,
+) -> Iterator[FlatBatch]:
+    """Yield a rank's batches, of its chunks of each step."""
+    waiting: list[FlatBatch] = []
+    for chunk, step in chunks:
+        waiting.append(chunk)
+        if len(waiting) == chunks_per_step // passes(step):
+            yield _joined(waiting).pinned(device, starts=True)
+            waiting = []
+
+
+def _chunks(
+    shards: Prefetcher[_Shard],
+    data: RaceData,
+    settings: Callable[[int], StepSettings],
+    num_chunks: int,
+    ranks: Ranks,
+) -> Iterator[tuple[FlatBatch, StepSettings]]:
+    """Yield a rank's chunks and the settings of their steps, while walking through those of all ranks."""
+    num_shards = len(data.train)
+    shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
+    for number in itertools.count():
+        step = settings(number // num_chunks)
+        tokens, cut = step.batch_tokens // num_chunks, step.document_tokens
+        while (lengths := shard.chunk(document, tokens, cut)) is None:
+            if num_unused == num_shards:
+                raise DataError(
+                    f"{data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut "
+                    f"at {cut}; give more text (--data)"
+                )
+            shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
+        if number % ranks.size == ranks.rank:
+            yield _flat(shard, document, lengths, num_ended // num_shards), step
+        document, num_unused = document + len(lengths), 0
 
 
 def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks: Ranks = ALONE) -> list[FlatBatch]:

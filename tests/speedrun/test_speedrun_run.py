@@ -1,8 +1,10 @@
 """The smallest speedrun through every transition: the same on one and on two ranks, with and without warm-up."""
 
 import functools
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -337,6 +339,19 @@ def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypat
     torch.testing.assert_close(found[0], expected)
     tokens = sum(len(chunk.inputs) for chunk in chunks)
     assert float(loss) == pytest.approx(float(total.detach()) / tokens)
+
+
+def test_a_race_that_nobody_closed_ends_with_its_last_reference(shards: Path) -> None:
+    race = race_of(shards)
+    next(race.stream)
+    threads, alive = [prefetcher._thread for prefetcher in race.stream._threads], weakref.ref(race.stream)
+    assert all(thread.is_alive() for thread in threads)
+    del race
+    gc.collect()
+    assert alive() is None
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 # -------------------------------------------------------------------------------------------------- the command line
