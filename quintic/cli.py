@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _DISK_ERRORS:
             raise
         place = f"{error.filename}: " if error.filename is not None else ""
-        code = _fail(f"{place}{error.strerror}; free some space, or choose another --runs-dir or --data-dir")
+        code = _fail(f"{place}{error.strerror}; free some space, or write elsewhere (--runs-dir, --data-dir, --out)")
         try:
             sys.stdout.flush()
         except OSError:  # it was the output that could not be written

@@ -315,6 +315,11 @@ def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str])
     assert main(["report", "--runs-dir", str(mine.parent)]) == 0
     assert capsys.readouterr().out == f"{report}\n"
     assert report.read_text(encoding="utf-8") == before
+    other = mine.parent / "pages" / "page.html"  # also of a run whose folder cannot be written
+    assert main(["report", "--runs-dir", str(mine.parent), "--out", str(other)]) == 0
+    assert other.read_text(encoding="utf-8") == before
+    message = error_of(capsys, "report", "--runs-dir", str(mine.parent), "--out", str(mine))
+    assert message.startswith(f"{mine}: cannot be written (Is a directory); free some space, or give another file")
 
 
 @pytest.mark.slow
@@ -347,8 +352,7 @@ def test_report_compares_any_runs(
         (["--runs", "other", "other"], "--runs other other: give two different runs at least"),
         (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two different runs at least"),
         (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
-        (["--out", "x.html"], "--out: the page of one run is written to its folder"),
-        (["--runs", "other", "again", "--out", str(mine)], f"--out {mine}: cannot be written (Is a directory)"),
+        (["--runs", "other", "again", "--out", str(mine)], f"{mine}: cannot be written (Is a directory); free some"),
     ):
         assert error_of(capsys, "report", "--runs-dir", str(runs_dir), *arguments).startswith(message)
 

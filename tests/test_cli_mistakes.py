@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up_during_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(MetricsLog, "write", full)
         message = error_of(capsys, "train", *options)
-    assert message == "No space left on device; free some space, or choose another --runs-dir or --data-dir"
+    assert message == "No space left on device; free some space, or write elsewhere (--runs-dir, --data-dir, --out)"
     assert main(["train", "--resume"]) == 0  # when there is space again
 
 

@@ -173,7 +173,7 @@ class ReportOptions:
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     out: Path | None = None
-    """The page that compares; by default comparison.html in the folder of all runs."""
+    """The page; by default report.html in the folder of the run, or comparison.html in the folder of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

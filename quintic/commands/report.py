@@ -16,9 +16,7 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = report_options(arguments)
     if not options.runs:
-        if options.out is not None:
-            raise ConfigError("--out: the page of one run is written to its folder; give --runs to compare several")
-        print(write_report(_folder(options.runs_dir, options.run)))
+        print(write_report(_folder(options.runs_dir, options.run), options.out))
         return 0
     if options.run is not None:
         raise ConfigError(f"--run {options.run}: give it as the first of --runs")
@@ -29,10 +27,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
     folders = {label: [_folder(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
-    try:
-        found = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); name another file") from None
+    found = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
     for figures in found["candidates"].values():
         print(figures["sentence"])
     print(out)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.durable import write_atomically
+from quintic.errors import ConfigError
 from quintic.report.words import duration, finite, in_words, large_number, value_text
 
 __all__ = ["learning_axes", "write_page"]
@@ -44,10 +45,17 @@ def write_page(path: Path, template: str, **context: Any) -> None:
         path: the file; its folder is created if missing.
         template: name of a file in ``templates/``.
         **context: what the template shows.
+
+    Raises:
+        ConfigError: if the file cannot be written.
     """
     text = _environment().get_template(template).render(context)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.encode("utf-8", errors="replace"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        advice = "free some space, or give another file with quintic report --out"
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
 
 
 def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str, int]]:

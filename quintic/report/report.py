@@ -40,23 +40,24 @@ _ON_SPIKE = {
 Records = Sequence[Mapping[str, Any]]
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write ``report.html`` into a run's folder, from its ``metrics.jsonl``; finished or not.
+def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
+    """Write the page of a run from its ``metrics.jsonl``; finished or not.
 
     Args:
         run_dir: the folder of the run.
+        out: the file to write; by default ``report.html`` in that folder.
 
     Returns:
         The path of the page, which replaces an older one in one move. Where matplotlib cannot be loaded the page has no
         charts, and standard error one line that says so.
 
     Raises:
-        ConfigError: if the folder holds no log, or one without any step.
+        ConfigError: if the folder holds no log, or one without any step, or the page cannot be written.
         DataError: if the log is damaged.
     """
     folder = Path(run_dir)
     history = RunHistory.load(folder)
-    run, path = history.run, folder / REPORT_FILE
+    run, path = history.run, out or folder / REPORT_FILE
     name = str(run.get("name") or folder.resolve().name)
     tables = [(title, run[key]) for title, key in _SETUP_TABLES if isinstance(run.get(key), Mapping) and run[key]]
     git = run.get("git") or {}
