@@ -6,6 +6,7 @@ import lzma
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -306,6 +307,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(mine: Path, capsys: pytest
     (checkpoints(mine)[0] / "model.safetensors").unlink()
     assert main(["sample", "--runs-dir", str(mine.parent), "--tokens", "3"]) == 0
     assert "step-000006: model.safetensors is missing; using the checkpoint before it" in capsys.readouterr().err
+
+
+def test_runs_and_data_that_moved_together(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    shutil.copytree(tiny_dataset.path.parent, elsewhere / "old" / "data")
+    options = tiny_options(tiny_dataset, elsewhere / "old" / "runs", run="run", steps=1)
+    assert main(["train", *options, "--data-dir", str(elsewhere / "old" / "data")]) == 0
+    (elsewhere / "old").rename(elsewhere / "new")
+    assert main(["sample", "--runs-dir", "new/runs", "--tokens", "3"]) == 0
+    (elsewhere / "new" / "data").rename(elsewhere / "lost")
+    assert "does not exist" in error_of(capsys, "sample", "--runs-dir", "new/runs", "--tokens", "3")
 
 
 def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,10 @@ def trained_model(
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
-    dataset = Dataset.open(checkpoint.state()["dataset"]["path"])
+    path = Path(checkpoint.state()["dataset"]["path"])
+    # Moved or copied together with the runs. The folder's name has the hash of what it was made from.
+    moved = run_dir.resolve().parent.parent / path.parent.name / path.name
+    dataset = Dataset.open(moved if moved.is_dir() and not path.is_dir() else path)
     # The precision of the training run, so that scores agree; not its attention, which may need another device.
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
     sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
