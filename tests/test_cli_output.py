@@ -123,8 +123,8 @@ def test_one_of_a_thing_is_one(
     tiny_dataset: Dataset, elsewhere: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
     options = tiny_options(tiny_dataset, elsewhere / "runs", run="one", steps=1, depth=1, head_dim=64, threads=1)
-    assert main(["train", *options]) == 0
     assert main(["plan", *options]) == 0
+    assert main(["train", *options]) == 0
     assert main(["plan", "--model", "gpt2", "--mesh", "1"]) in (0, 2)  # 2 without transformers
     printed = capsys.readouterr().out
     for expected in (", 1 thread, ", "1 head, ", "Length: 1 step, ", "in 2 passes"):

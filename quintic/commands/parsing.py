@@ -79,11 +79,12 @@ class _Answer(io.StringIO):
 
 
 def _fitted(text: str) -> str:
-    """Wrap the lines above the boxes of a help text, which tyro leaves as they are."""
-    above, box, rest = text.partition("╭")
+    """Wrap the lines above the options of a help text, which tyro leaves as they are."""
+    # They are in boxes; where frames cannot be drawn, below a heading.
+    found = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
+    above, options = (text[: found.start()], text[found.start() :]) if found else (text, "")
     width = shutil.get_terminal_size().columns
-    paragraphs = [textwrap.fill(lines, width) for lines in above.split("\n\n")]
-    return "\n\n".join(paragraphs) + box + rest
+    return "\n\n".join(textwrap.fill(lines, width) for lines in above.split("\n\n")) + options
 
 
 def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
