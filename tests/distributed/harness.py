@@ -120,14 +120,24 @@ def run(function: Callable[..., Result], world_size: int, *args: Any, timeout: f
         RuntimeError: the same for other exceptions, and for processes that died.
         TimeoutError: ranks were still running; the message names them and shows where they were.
     """
+    return run_with(lambda: args, function, world_size, timeout=timeout)
+
+
+def run_with(
+    make_args: Callable[[], tuple[Any, ...]],
+    function: Callable[..., Result],
+    world_size: int,
+    timeout: float = 60.0,
+) -> list[Result]:
+    """Do what `run` does, with arguments made for each attempt: a store has the addresses of an earlier one."""
     _skip_without_gpus(world_size)
     try:
-        return _run_once(function, world_size, args, timeout * TIME_FACTOR)
+        return _run_once(function, world_size, make_args(), timeout * TIME_FACTOR)
     except RuntimeError as error:
         # On a busy machine gloo's ranks now and then do not meet, though nobody died.
         if "Gloo connectFullMesh failed" not in str(error):
             raise
-    return _run_once(function, world_size, args, timeout * TIME_FACTOR)
+    return _run_once(function, world_size, make_args(), timeout * TIME_FACTOR)
 
 
 def _run_once(function: Callable[..., Result], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Result]:

@@ -60,6 +60,12 @@ def origin_of_quintic(rank, world_size):
     return quintic.__file__
 
 
+def fail_to_meet(rank, world_size, attempt, message):
+    if attempt == 0:
+        raise RuntimeError(message)
+    return attempt
+
+
 def not_picklable(rank, world_size):
     return lambda: None
 
@@ -103,6 +109,19 @@ def test_failing_rank_is_named_with_its_traceback():
 def test_exceptions_other_than_assertions_are_runtime_errors():
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: (?s:.)*ZeroDivisionError"):
         run(fail_on, 2, [0, 1], ZeroDivisionError())
+
+
+def test_ranks_that_did_not_meet_try_again_with_other_arguments():
+    for message, attempts in (("Gloo connectFullMesh failed with [...]", [0, 1]), ("another", [0])):
+        made = []
+
+        def make_args(made=made, message=message):
+            made.append(len(made))
+            return made[-1], message
+
+        with contextlib.nullcontext() if len(attempts) > 1 else pytest.raises(RuntimeError, match="another"):
+            assert harness.run_with(make_args, fail_to_meet, 1) == [1]
+        assert made == attempts
 
 
 def test_unpicklable_result_is_a_failure():

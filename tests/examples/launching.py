@@ -30,8 +30,13 @@ def run_example(name: str, *calls: Mapping[str, Any], ranks: int = 1, timeout: f
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} ranks need as many GPUs")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = harness.run(_main, ranks, name, store.port, calls or ({},), timeout=timeout)
+    stores = []
+
+    def make_args() -> tuple[str, int, tuple[Mapping[str, Any], ...]]:
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return name, stores[-1].port, calls or ({},)
+
+    results = harness.run_with(make_args, _main, ranks, timeout=timeout)
     assert all(result == results[0] for result in results), results
     return results[0]
 
