@@ -69,6 +69,9 @@ def pip(*arguments: str, environment: Mapping[str, str] | None = None) -> subpro
     )
 
 
+# pip would compile 12,000 files, of which a run reads a tenth: half a minute. Python does that when it reads them.
+INSTALL = ("install", "--no-compile")
+
 # In pip's output: there is no way to an index (with --no-index: it is empty).
 UNREACHABLE = re.compile("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|from versions: none")
 
@@ -110,10 +113,10 @@ def install_torch(steps: Sequence[Step], floor: str, empty: str) -> str:
             kind = " with CUDA" if offer.cuda else ""
             say(f"Installing PyTorch {offer.version}{kind} from {offer.origin} ...")
             options = (*offer.options, "--no-deps", f"torch=={offer.version}")
-            answer = pip("install", *options, environment=offer.environment)
+            answer = pip(*INSTALL, *options, environment=offer.environment)
         else:
             say("Installing PyTorch from the package index ...")
-            answer = pip("install", f"torch>={floor}")
+            answer = pip(*INSTALL, f"torch>={floor}")
         if answer.returncode == 0:
             return in_venv("import importlib.metadata as m; print(m.version('torch'))")
         if step.source != "index" or not UNREACHABLE.search(answer.stdout):
@@ -132,8 +135,9 @@ def package_folders() -> list[str]:
 
 
 def in_venv(code: str) -> str:
-    """Return what `code` prints under `.venv`'s Python."""
-    answer = subprocess.run([VENV_PYTHON, "-P", "-c", code], capture_output=True, text=True)
+    """Return what `code` prints under `.venv`'s Python, which keeps the bytecode of what it reads."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    answer = subprocess.run([VENV_PYTHON, "-P", "-c", code], capture_output=True, text=True, env=environment)
     if answer.returncode:
         raise SetupError(f"{answer.stderr.rstrip()}\n\n.venv does not work: `make clean`, then make again.")
     return answer.stdout.strip()
@@ -182,7 +186,7 @@ def install_quintic(pyproject: Mapping[str, Any], extras: Sequence[str], torch: 
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder, "constraints.txt")
         constraints.write_text(f"torch=={torch}\n", "utf-8")
-        check_pip(pip("install", f"--constraint={constraints}", "--editable", f"{ROOT}[{','.join(extras)}]"))
+        check_pip(pip(*INSTALL, f"--constraint={constraints}", "--editable", f"{ROOT}[{','.join(extras)}]"))
 
 
 def link_checkout(pyproject: Mapping[str, Any]) -> None:
@@ -356,7 +360,11 @@ def build(extras: Sequence[str], exact: bool) -> None:
             if is_update:  # pip failed in good order: what was there is still there
                 write_record("complete", before["torch"])
             raise
-    code = "import importlib.metadata as m, os, torch; print(m.version('torch'), os.path.dirname(torch.__file__))"
+    # What every run reads is compiled here, also where the environment says that nobody should keep bytecode.
+    code = (
+        "import importlib.metadata as m, os, quintic, torch._dynamo; "
+        "print(m.version('torch'), os.path.dirname(torch.__file__))"
+    )
     found, folder = in_venv(code).split(" ", 1)
     if found != torch:
         raise SetupError(f"PyTorch {torch} was replaced by {found}; this must not happen, please report it.")

@@ -280,6 +280,12 @@ def test_a_failure_of_pip_comes_with_its_output_and_a_hint(setup, output, words)
     assert output in str(caught.value)
 
 
+def test_what_the_setup_imports_is_compiled_once_for_all(setup, monkeypatch):
+    monkeypatch.setattr(setup, "VENV_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert setup.in_venv("import sys; print(sys.dont_write_bytecode)") == "False"
+
+
 def test_failed_steps_fall_back_only_for_lack_of_a_network(setup, pick, monkeypatch):
     said: list[tuple[str, ...]] = []
 
@@ -291,4 +297,4 @@ def test_failed_steps_fall_back_only_for_lack_of_a_network(setup, pick, monkeypa
     steps = (pick.Step(source="offer", offer=offer(pick, "2.13.0+cpu")), pick.Step(source="index"))
     with pytest.raises(setup.SetupError, match="disk is full"):
         setup.install_torch(steps, "2.11", "/empty")
-    assert said == [("install", "--no-deps", "torch==2.13.0+cpu")]
+    assert said == [("install", "--no-compile", "--no-deps", "torch==2.13.0+cpu")]
