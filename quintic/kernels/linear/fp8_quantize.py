@@ -66,7 +66,14 @@ def next_multiple(size: int) -> int:
 
 
 def quantized_layouts(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool, chosen: Kernels
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    amax: bool,
+    chosen: Kernels,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix quantised in the orientations that are asked for, and its largest magnitude, in one pass.
 
@@ -81,15 +88,16 @@ def quantized_layouts(
         columns: whether its transpose is.
         amax: whether its largest magnitude is.
         chosen: the implementation.
+        factors: (m,) float32 or None: of the rows, before everything else; without `amax` only.
 
     Returns:
-        x / scale rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m' the next
-        multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0 without
-        entries). What is not asked for has size 0.
+        x * (1 / scale) rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m'
+        the next multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0
+        without entries). What is not asked for has size 0.
     """
     if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
-        return _launch_quantize(x, scale, dtype, rows, columns, amax)
-    quantised = quantized_twin(x.float(), scale, dtype)
+        return _launch_quantize(x, scale, dtype, rows, columns, amax, factors)
+    quantised = quantized_twin(x.float(), scale, dtype, None if factors is None else factors[:, None])
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
     if rows:
         by_rows.copy_(quantised)
@@ -118,19 +126,10 @@ def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.maximum(-least, most).float() / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
 
 
-def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a float32 tensor quantised, in plain PyTorch."""
-    return (value / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
-
-
-@jit
-def quantized_value(value, scale, LARGEST: tl.constexpr):
-    """Return value / scale within the range of an 8-bit float, in float32, for kernels to convert."""
-    # Exact division: with an approximate one the twin would differ in ties.
-    value = tl.div_rn(value, scale)
-    # Comparisons keep NaN, which minimum and maximum would drop.
-    value = tl.where(value > LARGEST, LARGEST, value)
-    return tl.where(value < -LARGEST, -LARGEST, value)
+def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> Tensor:
+    """Return a float32 tensor, times factors, quantised in plain PyTorch."""
+    unit = scale.reciprocal() if factors is None else factors * scale.reciprocal()
+    return (value * unit).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 @jit
@@ -175,7 +174,7 @@ def _byte(value, dtype: tl.constexpr):
 
 
 @jit
-def store_quantized(
+def _store_quantized(
     value,
     by_rows,
     by_columns,
@@ -183,9 +182,7 @@ def store_quantized(
     column,
     num_rows,
     num_columns,
-    written_rows,
-    rows_stride,
-    columns_stride,
+    padded_rows,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -193,11 +190,7 @@ def store_quantized(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Store a tile of `quantized_value` at (row, column) of one or both orientations, and at its transpose.
-
-    In the second orientation `written_rows`, the padding included, are written. It, the number of columns and both
-    strides are multiples of 4, and tensors begin at multiples of 4 bytes.
-    """
+    """Store a tile at (row, column) of one or both orientations; the numbers of columns and padded rows divide by 4."""
     # In words of four: Triton 3.6 mixes up the bytes when it moves 8-bit entries between threads (H200, 2026-11), and
     # a tile is moved on its way to memory. Float32 values and 32-bit words arrive where they should.
     dtype: tl.constexpr = by_rows.dtype.element_ty
@@ -205,14 +198,14 @@ def store_quantized(
     if ROWS:
         i, j = tile_offsets(WIDE, BLOCK_ROWS, BLOCK_COLUMNS // 4)
         rows_left = tl.minimum(num_rows - row, BLOCK_ROWS).to(tl.int32)
-        stride = rows_stride // 4
+        stride = num_columns // 4
         here = by_rows.to(tl.pointer_type(tl.int32)) + row * stride + column // 4
         inside = (i[:, None] < rows_left) & (j[None, :] < columns_left // 4)
         tl.store(here + i[:, None] * stride + j[None, :], _four_in_one(value, dtype, NATIVE), mask=inside)
     if COLUMNS:
         j, i = tile_offsets(WIDE, BLOCK_COLUMNS, BLOCK_ROWS // 4)
-        written_left = tl.minimum(written_rows - row, BLOCK_ROWS).to(tl.int32)
-        stride = columns_stride // 4
+        written_left = tl.minimum(padded_rows - row, BLOCK_ROWS).to(tl.int32)
+        stride = padded_rows // 4
         here = by_columns.to(tl.pointer_type(tl.int32)) + column * stride + row // 4
         inside = (j[:, None] < columns_left) & (i[None, :] < written_left // 4)
         tl.store(here + j[:, None] * stride + i[None, :], _four_in_one(tl.trans(value), dtype, NATIVE), mask=inside)
@@ -222,6 +215,7 @@ def store_quantized(
 def _quantize_kernel(
     x,
     scale,
+    factors,
     by_rows,
     by_columns,
     amax,
@@ -234,6 +228,7 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AMAX: tl.constexpr,
+    FACTORS: tl.constexpr,
     NATIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -251,10 +246,18 @@ def _quantize_kernel(
     value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
     if AMAX:
         raise_amax(amax, value)
+    # A division per tile: one per entry would take as long as the memory.
+    unit = tl.div_rn(1.0, tl.load(scale))
+    if FACTORS:
+        value *= (tl.load(factors + row + i, mask=i < rows_left, other=0.0) * unit)[:, None]
+    else:
+        value *= unit
+    if not NATIVE:  # NVIDIA's conversion keeps within the range, and NaN, by itself
+        value = tl.where(value > LARGEST, LARGEST, value)
+        value = tl.where(value < -LARGEST, -LARGEST, value)
     # fmt: off
-    store_quantized(quantized_value(value, tl.load(scale), LARGEST), by_rows, by_columns, row, column, num_rows,
-                    num_columns, padded_rows, num_columns, padded_rows, ROWS, COLUMNS, NATIVE, WIDE, BLOCK_ROWS,
-                    BLOCK_COLUMNS)
+    _store_quantized(value, by_rows, by_columns, row, column, num_rows, num_columns, padded_rows, ROWS, COLUMNS, NATIVE,
+                     WIDE, BLOCK_ROWS, BLOCK_COLUMNS)
     # fmt: on
 
 
@@ -280,9 +283,14 @@ _ROWS_BLOCK = (1, 4096)
 
 
 def _launch_quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    amax: bool,
+    factors: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
     if amax:
         peak.zero_()
@@ -295,6 +303,7 @@ def _launch_quantize(
             (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
             x,
             scale,
+            scale if factors is None else factors,
             by_rows if rows else by_columns,
             by_columns,
             peak.view(torch.int32),
@@ -307,6 +316,7 @@ def _launch_quantize(
             ROWS=rows,
             COLUMNS=columns,
             AMAX=amax,
+            FACTORS=factors is not None,
             NATIVE=not triton_is_interpreted(),
             WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),
             BLOCK_ROWS=block_rows,

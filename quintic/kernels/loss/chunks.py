@@ -1,4 +1,4 @@
-"""The loss chunk by chunk: in plain PyTorch, and as products around the Triton kernels of rows.py and fp8_rows.py.
+"""The loss chunk by chunk: in plain PyTorch, and as products around the Triton kernels of rows.py.
 
 The operators in loss.py choose one of the two; both take a `Problem` and return losses and gradients. Per token, with
 weights w_k of its targets y_k that count, W their sum, p the softmax of the capped logits z, and s = dz / dlogit:
@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.kernels.linear.fp8 import scaled_product
-from quintic.kernels.linear.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
-from quintic.kernels.loss.fp8_rows import launch_fp8
+from quintic.kernels.linear.fp8_quantize import quantized_layouts, quantized_twin
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
 from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
 
@@ -118,10 +117,8 @@ def _counted(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 # tokens, width 768, vocabulary 50,304: three chunks 6.59 ms, four 6.82, all at once 6.41 (docs/development/LOG.md).
 _CHUNK_BYTES = 532 * 2**20
 _LOSS_BYTES = 256 * 2**20
-# Tokens whose logits a product writes and a kernel turns into gradients at a time, within a chunk; with 8 bits the
-# chunk is kept in 8 bits, and these in 16.
+# Tokens whose logits a product writes and a kernel turns into gradients at a time, within a chunk.
 _PART_TOKENS = 8192
-_FP8_PART_TOKENS = 2048
 
 # Gradients of logits in float16 are at most this: half of what there is.
 _FLOAT16_LARGEST = 2.0**15
@@ -287,21 +284,20 @@ def _in_8_bits(
         used = _used_gradient(grad_weight, problem, columns)
         per_token = wanted.scale.ndim > 0
         grad_scale = scales.grad if per_token else scales.grad * wanted.scale
-    chunks = _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES if wanted is None else _CHUNK_BYTES)
-    for rows in chunks:
-        tokens = rows.stop - rows.start
+        # Rows become gradients in units of their quantised ones, in which 16 bits hold what 8 bits tell apart.
+        unit, one_pass = losses.new_ones(()), takes_one_pass(problem.softcap, x.dtype, gradient=True)
+        wanted = wanted._replace(scale=(wanted.scale if per_token else unit) / scales.grad)
+    for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES if wanted is None else _CHUNK_BYTES):
         x_low, x_turned, _ = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, False, "triton")
-        if wanted is not None:
-            grad = x.new_empty((tokens, columns), dtype=torch.float8_e5m2)
-            grad_turned = x.new_empty((columns, next_multiple(tokens)), dtype=torch.float8_e5m2)
-        for part in _parts(rows, _FP8_PART_TOKENS):
-            within = slice(part.start - rows.start, part.stop - rows.start)
-            logits = scaled_product(x_low[within], head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
-            lse = losses.new_empty(part.stop - part.start)
-            launch_rows(problem, part, logits, columns, losses, None, lse)
-            if wanted is not None:
-                upstream = wanted.scale[part] if per_token else None
-                launch_fp8(problem, part, logits, columns, lse, upstream, scales.grad, grad, grad_turned, within)
+        logits = scaled_product(x_low, head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
+        factors = losses.new_empty(logits.shape[0]) if wanted is not None and one_pass else None
+        launch_rows(problem, rows, logits, columns, losses, wanted, factors)
+        if wanted is None:
+            continue
+        # fmt: off
+        grad, grad_turned, _ = quantized_layouts(logits, unit, torch.float8_e5m2, for_x, for_weight, False, "triton",
+                                                 factors)
+        # fmt: on
         if for_x:
             grad_x[rows] = scaled_product(
                 grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
