@@ -170,7 +170,7 @@ class Current:
         if must_plan:
             self.outdate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:
-            self.runner.groups = groups
+            self.runner.common.groups = groups
 
     def _make_state(self, states: States) -> None:
         if self._upkeep.is_current(self.groups, states):

@@ -256,7 +256,7 @@ class Muon(OptimizerBase):
                     "step_every counts on the host, which a CUDA graph does not: use quintic.CapturedStep"
                 )
         pending_steps = self._pending_steps()
-        if not runner.is_alone:
+        if not runner.common.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])
         if first is not None:
@@ -276,7 +276,7 @@ class Muon(OptimizerBase):
     def step_part(self, pending_steps: Sequence[int]) -> Done:
         """Step the groups that wait for 0 more steps, and note nothing of it on the host. For `CapturedStep`."""
         runner = self.connected()
-        if not runner.is_alone:
+        if not runner.common.is_alone:
             runner.agreements.check_sums(pending_steps)
         self._current.use_state(self.__dict__["state"])
         done = runner.step(pending_steps, self._steps_made.num_steps)
@@ -342,7 +342,7 @@ class Muon(OptimizerBase):
         sampled (`telemetry_every`). Waits for the device.
         """
         runner = self._current.runner
-        return collected(runner.measured) if runner is not None else {}
+        return collected(runner.common.measured) if runner is not None else {}
 
     def upload_hyperparameters(self) -> None:
         """Bring changed learning rates, momenta, decays, betas and eps to the device, where a CUDA graph reads them.

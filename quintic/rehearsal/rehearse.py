@@ -24,7 +24,7 @@ from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
 from quintic.optim.plan.exchange import Cargo, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Kind
-from quintic.optim.plan.memory.gathered_memory import needs_of
+from quintic.optim.plan.memory.buckets import needs_of
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
@@ -155,7 +155,7 @@ def rehearse(
                 stages = _stages_of_ranks(one)
                 loads.append(_travelling_load(one, stages, ranks.like, nodes, counted))
                 if not one.exchange.is_local:
-                    buckets = gathered_buckets(one, ranks.layouts[number], one.key.ranks[0])
+                    buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
                     moves += [_Moving(bucket, stages) for bucket in buckets]
         still = [index for index, layout in enumerate(found) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
@@ -257,7 +257,7 @@ def _travelling_load(
         nodes: of all ranks.
         counted: (group, unit) whose matrices were counted before; those of this bucket are put to them.
     """
-    exchange, kinds, cargo = shared.exchange, shared.kinds, shared.cargo
+    exchange, kinds, cargo = shared.exchange, shared.units.kinds, shared.cargo
     positions = torch.tensor([exchange.ranks.index(rank) for rank in like.values()])
 
     def of_all(of_ranks: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _travelling_load(
     if cargo is not None:
         sent, received = traffic_of(cargo)
         between = traffic_of(cargo, torch.tensor(renumbered(nodes[rank] for rank in exchange.ranks))).sent
-    units = {(shared.key.group, unit) for unit in shared.units} - counted
+    units = {(shared.key.group, unit) for unit in shared.units.everywhere} - counted
     counted |= units
     return Load(
         group=shared.key.group,
@@ -279,7 +279,7 @@ def _travelling_load(
         num_matrices=len(kinds) * len(units),
         dtype=shared.key.of.dtype,
         present=of_all(present),
-        flops=of_all(counts * shared.unit_flops),
+        flops=of_all(counts * shared.units.flops),
         workspace_bytes=of_all(torch.tensor([stage.most for stage in stages]) * present),
         bytes_sent=of_all(sent),
         bytes_received=of_all(received),

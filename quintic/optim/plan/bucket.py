@@ -8,6 +8,7 @@ Divided     every rank has the weights and a gradient of its own, state lies wit
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,9 +17,10 @@ from typing import TypeAlias
 import torch
 
 from quintic.kernels.dispatch import Kernels
+from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import Unit, View, is_plain, is_transposed
 from quintic.optim.plan.exchange import Exchange
-from quintic.optim.plan.members import Kind, Member, direction_dtype
+from quintic.optim.plan.members import Kind, Member, direction_dtype, update_dtype
 from quintic.optim.plan.offload_size import Offloaded
 from quintic.optim.plan.row_division import RowDivision
 from quintic.optim.plan.schedule import Stages
@@ -39,6 +41,13 @@ class ParameterUnit:
     first_matrices: tuple[int, ...]
     """Position of each of its matrices among all matrices of the parameter."""
 
+    @classmethod
+    def of(cls, group: Group, index: int, unit: Unit, shape: Sequence[int]) -> "ParameterUnit":
+        """Return a unit of the parameter in this place of its group, whose whole shape is given."""
+        counts = [b for b, _, _ in group.view.shapes(shape)]
+        first_matrices = tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
+        return cls(group.param_names[index], index, unit, first_matrices)
+
 
 @dataclass(frozen=True)
 class Units:
@@ -56,9 +65,38 @@ class Units:
     """Which of these this rank orthogonalises."""
 
     @cached_property
+    def flops(self) -> int:
+        """The floating-point operations of one unit's orthogonalisation."""
+        return sum(kind.flops for kind in self.kinds)
+
+    @cached_property
+    def num_neurons(self) -> int:
+        """How many factors one unit's matrices have with `normalize="neuron"`."""
+        return sum(max(kind.shape) for kind in self.kinds)
+
+    def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest that directions of weights of a dtype have."""
+        return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda found: found.itemsize)
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest that updates of weights of a dtype have."""
+        return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda found: found.itemsize)
+
+    @cached_property
     def own(self) -> tuple[ParameterUnit, ...]:
         """The units that this rank orthogonalises."""
         return self.everywhere[self.owned]
+
+    @cached_property
+    def own_matrices(self) -> list[list[Member]]:
+        """For each kind the matrices of these units."""
+        return [
+            [
+                Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[number])
+                for unit in self.own
+            ]
+            for number, _ in enumerate(self.kinds)
+        ]
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:

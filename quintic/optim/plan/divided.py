@@ -8,10 +8,11 @@ runs of a parameter's memory, so that state is a flat tensor and nothing is pack
 Who owns what stands in `parts.py`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +20,16 @@ from torch import Tensor
 from quintic.kernels.dispatch import choose_kernels
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import size_of
-from quintic.optim.layout.views import Unit, View
+from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Divided, DividedMatrices, DividedTable, ParameterUnit, Units
-from quintic.optim.plan.gathered import kinds_of
-from quintic.optim.plan.members import Member
-from quintic.optim.plan.memory.divided_memory import stages_of_parts
+from quintic.optim.plan.members import Member, kinds_of
+from quintic.optim.plan.memory.buckets import stages_of_parts
 from quintic.optim.plan.offload_size import offloaded_entries
 from quintic.optim.plan.row_division import RowDivision, divided_rows
 from quintic.optim.plan.schedule import NO_STAGES
 from quintic.optim.state.parts import Part, parts_of
 
 __all__ = ["divided_buckets"]
-
-_B = TypeVar("_B", bound=Divided)
 
 # A parameter with at least so many entries travels from where it is, and back: nothing is packed.
 _LEAST_ALONE = 2**20
@@ -57,28 +55,30 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         chunks = [found] if alone is not None else _chunks(found, group, len(ranks), dtype)
         for parts in chunks:
             own = [part for part in parts if ranks[part.owner] == rank]
-            bucket = Divided(
+            of_kind: type[Divided] = Divided
+            more: dict[str, Any] = {"shape": None, "form": None, "flops": 0}
+            if kind is not None:
+                units = _units(parts, group, ranks.index(rank), *kind)
+                of_kind, flops = DividedMatrices, len(own) * units.flops
+                more = {"shape": units.kinds[0].shape, "form": units.kinds[0].form, "flops": flops, "units": units}
+            elif alone in divisions:
+                of_kind, more["rows"] = DividedTable, divisions[alone]
+            bucket = of_kind(
                 algorithm=group.algorithm,
                 group=number,
                 members=tuple(Member(name=p.name, index=p.index, num_matrices=1, piece=()) for p in own),
-                shape=None,
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
-                form=None,
                 numel=sum(part.numel for part in parts),
-                flops=0,
                 stages=NO_STAGES,
                 shared_stages=NO_STAGES,
                 ranks=ranks,
                 position=ranks.index(rank),
                 parts=tuple(parts),
                 is_direct=alone is not None,
+                **more,
             )
-            if kind is not None:
-                bucket = _of_matrices(bucket, group, *kind)
-            elif alone in divisions:
-                bucket = _with(bucket, DividedTable, rows=divisions[alone])
             of_all, of_this = stages_of_parts(bucket, group, anywhere=True), stages_of_parts(bucket, group)
             yield replace(bucket, stages=of_this, shared_stages=of_all)
 
@@ -123,28 +123,14 @@ def _chunks(parts: Sequence[Part], group: Group, num_ranks: int, dtype: torch.dt
         yield sorted(chunk, key=lambda part: part.owner)
 
 
-def _of_matrices(bucket: Divided, group: Group, shape: tuple[int, ...], view: View) -> DividedMatrices:
-    kinds = kinds_of(view, shape, group, bucket.dtype, bucket.device)
+def _units(parts: Sequence[Part], group: Group, position: int, shape: tuple[int, ...], view: View) -> Units:
+    """Return the units of these shapes that are the parts, as the rank in this position sees them."""
+    first = group.params[parts[0].index]
     everywhere = tuple(
-        ParameterUnit(part.name, part.index, part.unit, _first_matrices(part.unit, group, part.index))
-        for part in bucket.parts
+        ParameterUnit.of(group, part.index, part.unit, group.params[part.index].shape)
+        for part in parts
         if part.unit is not None
     )
-    return _with(
-        bucket,
-        DividedMatrices,
-        shape=kinds[0].shape,
-        form=kinds[0].form,
-        flops=len(bucket.own) * sum(kind.form.flops(*kind.shape) for kind in kinds if kind.form is not None),
-        units=Units(shape, view, kinds, everywhere, bucket.owned),
-    )
-
-
-def _with(bucket: Divided, kind: type[_B], **more: Any) -> _B:
-    """Return a bucket of another kind that has what this one has, and more."""
-    return kind(**{field.name: getattr(bucket, field.name) for field in fields(bucket)} | more)
-
-
-def _first_matrices(unit: Unit, group: Group, index: int) -> tuple[int, ...]:
-    counts = [b for b, _, _ in group.view.shapes(group.params[index].shape)]
-    return tuple(sum(counts[:block]) + matrix for block, matrix in unit.matrices)
+    owners = [part.owner for part in parts]
+    owned = slice(bisect_left(owners, position), bisect_right(owners, position))
+    return Units(shape, view, kinds_of(view, shape, group, first.dtype, first.device), everywhere, owned)

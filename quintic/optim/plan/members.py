@@ -1,5 +1,6 @@
 """The members of a bucket, its kinds of matrices, and the dtypes that they are computed in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,8 +10,19 @@ from torch import Tensor
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Form, resolve
+from quintic.optim.state.owners import shape_cost
 
-__all__ = ["ADAMW_BYTES", "Kind", "Member", "adamw_entries", "block_of", "direction_dtype", "form_of", "update_dtype"]
+__all__ = [
+    "ADAMW_BYTES",
+    "Kind",
+    "Member",
+    "adamw_entries",
+    "block_of",
+    "direction_dtype",
+    "form_of",
+    "kinds_of",
+    "update_dtype",
+]
 
 ADAMW_BYTES = 7 * 8
 """Temporary bytes per entry of the plain AdamW update, which keeps up to seven float64 tensors at a time."""
@@ -40,6 +52,24 @@ class Kind(NamedTuple):
 
     shape: tuple[int, int]
     form: Form | None
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of one of them; 0 for a user's function."""
+        return 0 if self.form is None else self.form.flops(*self.shape)
+
+    @property
+    def cost(self) -> int:
+        """Return the same, a function's estimated."""
+        return shape_cost(*self.shape) if self.form is None else self.flops
+
+
+def kinds_of(
+    view: View, shape: Sequence[int], group: Group, dtype: torch.dtype, device: torch.device
+) -> tuple[Kind, ...]:
+    """Return the matrices of a unit of some shape."""
+    shapes = [(m, n) for b, m, n in view.shapes(shape) for _ in range(b)]
+    return tuple(Kind((m, n), form_of(group, m, n, dtype, device)) for m, n in shapes)
 
 
 def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:

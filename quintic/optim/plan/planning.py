@@ -16,7 +16,7 @@ from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.divided import divided_buckets
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
 from quintic.optim.plan.members import Member, form_of
-from quintic.optim.plan.memory.local_memory import batch_bytes, is_put_in_order, vectors_bytes
+from quintic.optim.plan.memory.buckets import batch_bytes, is_put_in_order, vectors_bytes
 from quintic.optim.plan.memory.workspace import Matrices
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, arranged
@@ -54,7 +54,7 @@ def build_plan(
             buckets += divided_buckets(number, group, divided[number], rank)
             continue
         for one in shared:
-            if one.key.group == number and rank in one.key.ranks:
+            if one.key.group == number and rank in one.exchange.ranks:
                 buckets += gathered_buckets(one, found, rank)
         buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
     moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.travels]

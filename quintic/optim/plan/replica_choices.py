@@ -98,11 +98,11 @@ def _seconds(
     places = dict(zip(ranks, renumbered(hosts), strict=True))
     busy, within, between = (torch.zeros(2, len(ranks), dtype=torch.float64, device="cpu") for _ in range(3))
     for shared in shared_buckets(param_groups, of_first)[0]:
-        where = torch.tensor([ranks.index(rank) for rank in shared.key.ranks], device="cpu")
+        where = torch.tensor([ranks.index(rank) for rank in shared.exchange.ranks], device="cpu")
         busy[:, where] += shared.unit_seconds * torch.tensor(shared.exchange.counts, device="cpu")
         if shared.cargo is not None:
             everywhere = torch.stack(traffic_of(shared.cargo))
-            hosts_of_these = torch.tensor([places[rank] for rank in shared.key.ranks], device="cpu")
+            hosts_of_these = torch.tensor([places[rank] for rank in shared.exchange.ranks], device="cpu")
             away = torch.stack(traffic_of(shared.cargo, hosts_of_these))
             between[:, where] += away
             within[:, where] += everywhere - away

@@ -6,7 +6,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +14,11 @@ from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie
-from quintic.optim.plan.bucket import Bucket, Local
+from quintic.optim.plan.bucket import Bucket, Local, ParameterUnit
 from quintic.optim.plan.members import Member
+from quintic.optim.polar.forms import Form
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.state.parts import Part
 from quintic.optim.step.agreements import Agreements
 from quintic.optim.step.averages.gradient_averages import EarlyAverages
 from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
@@ -25,7 +26,7 @@ from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.plain_passes import PlainPasses, step_adamw
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.updates import Moments, Observer, Passes, make_updates
+from quintic.optim.step.updates import Passes, make_updates
 
 __all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide"]
 
@@ -66,15 +67,6 @@ class PlanWide:
         return found
 
 
-class Indexed(Protocol):
-    """Something of one parameter."""
-
-    @property
-    def index(self) -> int:
-        """Position of the parameter in its group."""
-        ...
-
-
 class BucketStep:
     """Steps one bucket of a plan, with what it keeps between steps (memory) and what all buckets share (common)."""
 
@@ -89,8 +81,8 @@ class BucketStep:
         """What the step does."""
         self.written: list[Tie] = []
         """Copies of its parameters, which are written when they have been stepped."""
-        self.observer: Observer | None = None
-        """What is to be shown the updates of this step, if anybody is."""
+        self._is_sampled = False
+        """Whether updates of this step are measured."""
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way, or not at all.
@@ -113,10 +105,10 @@ class BucketStep:
         self.group = self._common.groups[self.bucket.group]
         self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
         self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
-        self.observer = None
         every = self.group.telemetry_every
-        if every is not None and self._common.num_steps % every == 0 and not is_capturing(self.bucket.device):
-            self.observer = self._observe
+        is_due = every is not None and self._common.num_steps % every == 0
+        self._is_sampled = is_due and not is_capturing(self.bucket.device)
+        if self._is_sampled:
             # Also without anything to step now: what was measured before is of another step.
             self._common.measured[self.number] = {}
 
@@ -131,7 +123,7 @@ class BucketStep:
         """
         raise NotImplementedError
 
-    def stepped(self, go: Tensor | None, parts: Sequence[Indexed]) -> Tensor | None:
+    def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
         `go` is of the whole step; the parts, which are stepped together, are the bucket's.
@@ -145,7 +137,7 @@ class BucketStep:
         stepped = self._common.agreements.stepped(self.number, self.bucket, parts, self.indices_of)
         return go if stepped is None else stepped if go is None else stepped * go
 
-    def indices_of(self, parts: Sequence[Indexed]) -> list[int]:
+    def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """Return the position in the group of the parameter that each flag of `stepped` is for."""
         return [part.index for part in parts]
 
@@ -182,13 +174,25 @@ class BucketStep:
                 hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
                 step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)
 
-    def _observe(
-        self, members: Sequence[Member], directions: Tensor, updates: Tensor, factors: Tensor, go: Tensor | None
-    ) -> None:
-        # A unit that travels may hold matrices of several kinds, measured one kind after the other.
-        kind = members[0].first_matrix if members and members[0].piece is None else 0
-        found = Measured(list(members), measure(directions, updates, factors), go)
-        self._common.measured[self.number][kind] = found
+    def updated(
+        self,
+        members: Sequence[Member],
+        directions: Tensor,
+        form: Form | None,
+        scales: Tensor,
+        moments: Sequence[Tensor] | None,
+        go: Tensor | None,
+        kind: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `make_updates` does, of members that are all of one kind; measure it if this step is sampled."""
+        table = None
+        if moments is not None:
+            table = self.memory.neuron_table(self.bucket, moments, (member.name for member in members), kind)
+        update, factors = make_updates(directions, form, self.bucket, self.group, scales, moments, table, go)
+        if self._is_sampled:
+            values = measure(directions, update, factors)
+            self._common.measured[self.number][kind] = Measured(list(members), values, go)
+        return update, factors
 
 
 class LocalStep(BucketStep):
@@ -213,7 +217,7 @@ class LocalStep(BucketStep):
             self.step_vectors(self.active, stepped)
         return iter(())
 
-    def indices_of(self, parts: Sequence[Indexed]) -> list[int]:
+    def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """See `BucketStep`: there is a flag for each matrix."""
         if self.bucket.algorithm == "adamw":
             return super().indices_of(parts)
@@ -225,14 +229,8 @@ class LocalStep(BucketStep):
         passes = self.passes(active, go)
         directions = passes.directions()
         scales = memory.scales(bucket, group, active.members, [bucket.shape], _numbers_of).view(-1, 1, 1)
-        moments = None
-        if group.normalize is not None:
-            tensors = memory.moments(group.view, active)
-            table = memory.neuron_table(bucket, tensors, (member.name for member in active.members))
-            moments = Moments(tensors, table)
-        update, factors = make_updates(directions, bucket.form, bucket, group, scales, moments, go)
-        if self.observer is not None:
-            self.observer(active.members, directions, update, factors, go)
+        moments = None if group.normalize is None else memory.moments(group.view, active)
+        update, factors = self.updated(active.members, directions, bucket.form, scales, moments, go)
         del directions
         if group.scale_decay:
             factors = torch.cat([factors, scales.expand_as(factors)])
@@ -254,11 +252,5 @@ def _those_stepped(active: Operands, stepped: Tensor) -> Operands:
     """Return the members that are stepped; waits for the device."""
     if bool(stepped.all()):
         return active
-    keep = [number for number, flag in enumerate(stepped.tolist()) if flag]
-    return Operands(
-        tuple(active.members[number] for number in keep),
-        [active.params[number] for number in keep],
-        [active.gradients[number] for number in keep],
-        [active.states[number] for number in keep],
-        active.num_matrices,
-    )
+    rows = zip(active.gradients, stepped.tolist(), strict=True)
+    return active.present([gradient if flag else None for gradient, flag in rows])

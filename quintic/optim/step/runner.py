@@ -35,7 +35,7 @@ from quintic.optim.step.gathered_step import GatheredMemory, GatheredStep
 from quintic.optim.step.offload.offload import Offload, Visit
 from quintic.optim.step.operands import BucketMemory, State
 from quintic.optim.step.sparse_rows import AnnouncedRows
-from quintic.optim.step.telemetry import Counts, Measured
+from quintic.optim.step.telemetry import Counts
 
 __all__ = ["Done", "Runner"]
 
@@ -82,10 +82,10 @@ class Runner:
         self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)
         self._rows = rows
         rows.adopt(self.plan, groups)
-        self._common = PlanWide(groups, state, communicators, self.agreements, early)
+        self.common = PlanWide(groups, state, communicators, self.agreements, early)
         if any(group.offload for group in groups):
-            self._common.offload = Offload(self.plan, groups, state)
-            self.plan = self._common.offload.plan
+            self.common.offload = Offload(self.plan, groups, state)
+            self.plan = self.common.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
         parts = [(step.bucket, step.memory) for step in self._steps if isinstance(step, DividedStep)]
         self.ties = ties_of(groups)
@@ -98,34 +98,15 @@ class Runner:
         self._averages = GradientAverages(parts, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
 
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The parameter groups as they are now."""
-        return self._common.groups
-
-    @groups.setter
-    def groups(self, groups: Sequence[Group]) -> None:
-        self._common.groups = groups
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a step needs nobody else's agreement or gradients."""
-        return self._common.is_alone
-
-    @property
-    def measured(self) -> Mapping[int, Mapping[int, Measured]]:
-        """Telemetry of the last sampled step of each bucket, by kind of matrix."""
-        return self._common.measured
-
     def upload_hyperparameters(self) -> None:
         """Bring changed hyperparameters to the devices."""
-        for key in self._common.hyperparameters:
-            self._common.hyperparameters_of(*key)
+        for key in self.common.hyperparameters:
+            self.common.hyperparameters_of(*key)
 
     def finish(self) -> None:
         """Let the host wait until all state that is kept in host memory is there."""
-        if self._common.offload is not None:
-            self._common.offload.finish()
+        if self.common.offload is not None:
+            self.common.offload.finish()
 
     def renew(self) -> None:
         """Find weights and state anew at the next step: they may have other memory now."""
@@ -134,7 +115,7 @@ class Runner:
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
-        return nullcontext() if self._common.offload is None else self._common.offload.reachable()
+        return nullcontext() if self.common.offload is None else self.common.offload.reachable()
 
     def step(self, pending_steps: Sequence[int], num_steps: int) -> Done:
         """Step every bucket whose group does not wait. All ranks that share parameters must call it.
@@ -148,14 +129,14 @@ class Runner:
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
-        self._common.num_steps = num_steps
+        self.common.num_steps = num_steps
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.add_gradient()
-        if self._common.is_alone:
+        if self.common.is_alone:
             return self._step(pending_steps)
         with self.agreements.of_step(pending_steps), self._averages.of_step(pending_steps):
-            self._common.is_alone = self.agreements.is_alone and not self._averages.is_needed
+            self.common.is_alone = self.agreements.is_alone and not self._averages.is_needed
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
@@ -198,12 +179,11 @@ class Runner:
     def _run(self, alone: Sequence[BucketStep], go: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
         travelling = [step for step in steps if step.travels]
-        # They come first in the plan.
         schedule: Schedule = (None,)
-        if travelling:
+        if travelling:  # they come first in the plan
             schedule = restricted(self.plan.schedule, [step.number for step in travelling])
-        if self._common.offload is not None:
-            self._common.offload.begin(_visits(alone, travelling, schedule))
+        if self.common.offload is not None:
+            self.common.offload.begin(_visits(alone, travelling, schedule))
         if not travelling:
             _run_alone(alone, go)
             return
@@ -212,21 +192,21 @@ class Runner:
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
         if isinstance(bucket, Divided):
-            params = self.groups[bucket.group].params
+            params = self.common.groups[bucket.group].params
             memory = DividedMemory(bucket, params, self._rows.table_of(params[bucket.parts[0].index]))
             if isinstance(bucket, DividedMatrices):
-                return DividedMatricesStep(number, bucket, memory, self._common)
-            return DividedStep(number, bucket, memory, self._common)
+                return DividedMatricesStep(number, bucket, memory, self.common)
+            return DividedStep(number, bucket, memory, self.common)
         if isinstance(bucket, Gathered):
-            return GatheredStep(number, bucket, GatheredMemory(), self._common)
-        return LocalStep(number, bucket, BucketMemory(), self._common)
+            return GatheredStep(number, bucket, GatheredMemory(), self.common)
+        return LocalStep(number, bucket, BucketMemory(), self.common)
 
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
         # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
         return [
             group.on_nonfinite
-            for group, pending in zip(self._common.groups, pending_steps, strict=True)
+            for group, pending in zip(self.common.groups, pending_steps, strict=True)
             if pending == 0 and group.on_nonfinite != "propagate" and group.params
         ]
 
@@ -237,7 +217,7 @@ class Runner:
             FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
                 on another rank: all connected ranks raise.
         """
-        if self._common.is_alone and not asking:
+        if self.common.is_alone and not asking:
             return None
         connected = self.agreements.connected
         if not connected.is_alone and not connected.asks:
@@ -278,18 +258,11 @@ def _written(step: BucketStep, go: Tensor | None) -> Iterator[None]:
         tie.write()
 
 
-def _visits(alone: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> list[Visit]:
-    """Return in which order a step turns to its buckets: that in which they would be run."""
-    visits: list[Visit] = []
-
-    def visit(step: BucketStep) -> Iterator[None]:
-        for stage in range(3):
-            visits.append(Visit(step.number, step.active, stage))
-            if stage < 2:
-                yield
-
-    def visit_alone() -> None:
-        visits.extend(Visit(step.number, step.active, None) for step in alone)
-
-    run_overlapping([visit(step) for step in travelling], schedule, visit_alone)
-    return visits
+def _visits(alone: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
+    """Yield in which order a step turns to its buckets."""
+    stages = [iter(range(3)) for _ in travelling]
+    for number in schedule:
+        if number is None:
+            yield from (Visit(step.number, step.active, None) for step in alone)
+        else:
+            yield Visit(travelling[number].number, travelling[number].active, next(stages[number]))

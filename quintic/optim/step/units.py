@@ -12,10 +12,9 @@ from torch import Tensor
 
 from quintic.optim.layout.layouts import Box
 from quintic.optim.plan.bucket import DividedMatrices, Gathered, ParameterUnit, Units
-from quintic.optim.plan.members import Kind, Member, update_dtype
+from quintic.optim.plan.members import Kind, update_dtype
 from quintic.optim.state.state import second_moments
 from quintic.optim.step.bucket_step import BucketStep
-from quintic.optim.step.updates import Moments, make_updates
 
 __all__ = ["UnitsStep", "as_rows", "beside_decay", "factor_shape", "factors_of_units", "factors_over"]
 
@@ -60,10 +59,10 @@ class UnitsStep(BucketStep):
         Returns:
             The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
         """
-        bucket, group, units, observer = self.bucket, self.group, self.bucket.units, self.observer
-        owned, normalizes = units.owned, group.normalize is not None
-        scales = scales[owned]
-        moments = [of_kind[owned] for of_kind in self.moments()] if normalizes else []
+        bucket, units = self.bucket, self.bucket.units
+        owned, normalizes = units.owned, self.group.normalize is not None
+        scales, go = scales[owned], None if go is None else go[owned]
+        moments = [of_kind[owned] for of_kind in self.moments()] if normalizes else None
         updates, factors = [], []
         for number, (kind, block) in enumerate(zip(units.kinds, _blocks(directions, units), strict=True)):
             matrices = block.flatten(1, 2)
@@ -71,15 +70,9 @@ class UnitsStep(BucketStep):
                 matrices = matrices.contiguous()
             found = scales[:, number].view(-1, 1, 1)
             if len(matrices):
-                of_owned = go[owned] if go is not None and (normalizes or observer is not None) else None
-                of_kind = None
-                if normalizes:
-                    names = (unit.name for unit in units.own)
-                    table = self.memory.neuron_table(bucket, moments[number], names, number)
-                    of_kind = Moments(moments[number], table)
-                update, found = make_updates(matrices, kind.form, bucket, group, found, of_kind, of_owned)
-                if observer is not None:
-                    observer(_members(units, number), matrices, update, found, of_owned)
+                of_kind = None if moments is None else moments[number]
+                members = units.own_matrices[number]
+                update, found = self.updated(members, matrices, kind.form, found, of_kind, go, number)
             else:
                 # Not a part of the directions, which it would keep alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
@@ -92,13 +85,6 @@ class UnitsStep(BucketStep):
 
 def _numbers_of(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
     return [unit.first_matrices for unit in units]
-
-
-def _members(units: Units, kind: int) -> list[Member]:
-    return [
-        Member(name=unit.name, index=unit.index, num_matrices=1, first_matrix=unit.first_matrices[kind])
-        for unit in units.own
-    ]
 
 
 def _blocks(values: Tensor, units: Units) -> list[Tensor]:

@@ -4,24 +4,19 @@ Before and after it come the passes over gradients, momentum and weights: `plain
 kernels. Both hand over the same things: directions (b, m, n), updates (b, m, n) and factors (b, m or 1, n or 1).
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
-from quintic.optim.plan.members import Member
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import neuron_factors_
 
-__all__ = ["Moments", "Observer", "Passes", "make_updates", "orthogonalized"]
-
-# Called where telemetry is sampled, with members of a bucket, their directions, updates and factors, and flags, () or
-# (matrices,) int32, that are zero for matrices which are not stepped; None if all are.
-Observer = Callable[[Sequence[Member], Tensor, Tensor, Tensor, Tensor | None], None]
+__all__ = ["Passes", "make_updates", "orthogonalized"]
 
 
 class Passes(Protocol):
@@ -39,47 +34,37 @@ class Passes(Protocol):
         ...
 
 
-class Moments(NamedTuple):
-    """NorMuon's second moments of a batch of matrices."""
-
-    tensors: Sequence[Tensor]
-    """(matrices, m, 1) or (matrices, 1, n), together those of the batch in order; changed."""
-    table: Tensor | None
-    """(b,) int64 on the device: where the kernels find each matrix' second moments; None for plain PyTorch."""
-
-
 def make_updates(
     directions: Tensor,
     form: Form | None,
     bucket: Bucket,
     group: Group,
     scales: Tensor,
-    moments: Moments | None,
+    moments: Sequence[Tensor] | None,
+    table: Tensor | None,
     go: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the updates of a batch of matrices, and what multiplies them besides the learning rate.
+    """Return updates (b, m, n) in `update_dtype`, and what multiplies them besides the rate, (b, m or 1, n or 1).
 
     Directions are (b, m, n); without a form the group's function orthogonalises them. Scales, (b, 1, 1), are the
-    learning-rate scale times the own multiplier. Moments are those of `normalize="neuron"`. Where `go`, () or (b,)
-    int32 on the device, is zero they stay what they were; None for always.
-
-    Returns:
-        (b, m, n) in `update_dtype`, and (b, m or 1, n or 1).
+    learning-rate scale times the own multiplier. With `normalize="neuron"` second moments, (matrices, m, 1) or
+    (matrices, 1, n) tensors that are together those of the batch, are advanced: by a kernel that finds each in a table,
+    (b,) int64, or without one. Where `go`, () or (b,) int32 on the device, is zero they stay; None for nowhere.
     """
     update = orthogonalized(directions, form, bucket, group)
     if moments is None:
         return update, scales
     beta = float(group.normalize_beta)
-    if moments.table is not None:
+    if table is not None:
         from quintic.kernels.update.neuron import advance_neuron_factors_
 
-        return update, advance_neuron_factors_(update, moments.table, scales, beta=beta, go=go)
-    before = torch.cat(list(moments.tensors))
+        return update, advance_neuron_factors_(update, table, scales, beta=beta, go=go)
+    before = torch.cat(list(moments))
     after = before.clone()
     factors = neuron_factors_(update, after, beta=beta)
     if go is not None:
         after = torch.where(go.view(-1, 1, 1) != 0, after, before)
-    torch._foreach_copy_(list(moments.tensors), list(after.split([moment.shape[0] for moment in moments.tensors])))
+    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
     return update, scales * factors
 
 

@@ -13,7 +13,6 @@ Directions that are multiplied belong to somebody else, and are not counted unle
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +23,8 @@ from quintic.kernels.dispatch import Kernels
 from quintic.kernels.products.choose_products import queued_matrices
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View, is_plain
-from quintic.optim.plan.members import Kind, direction_dtype, update_dtype
+from quintic.optim.plan.bucket import Units
+from quintic.optim.plan.members import direction_dtype, update_dtype
 from quintic.optim.polar.cpu_orthogonalize import iterates_on_cpu, iteration_bytes
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import ALIGNMENT, SMALL_PRODUCT, padded_side
@@ -212,13 +212,13 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 # --------------------------------------------------------------------------------------------------------------- units
 
 
-def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], count: int, of: Matrices) -> Footprint:
+def units_work(units: Units, count: int, of: Matrices) -> Footprint:
     """Return what `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
     if count == 0:
         return Footprint(0, 0)
-    numel = math.prod(unit_shape)
+    numel = math.prod(units.shape)
     peak = kept = factors = copied = 0
-    for ((m, n), form), order in zip(kinds, _orders(view, unit_shape), strict=True):
+    for ((m, n), form), order in zip(units.kinds, _orders(units.view, units.shape), strict=True):
         gapless = order != "gaps" and (count == 1 or m * n == numel)
         if of.kernels == "torch":
             copies = not gapless or order == "columns"
@@ -231,10 +231,10 @@ def units_work(kinds: Sequence[Kind], view: View, unit_shape: tuple[int, ...], c
         kept += work.kept
         peak = max(peak, kept + factors + copied + neuron_bytes(form, count, m, n, of))
         factors += factor_bytes(count, m, n, of)
-    if not is_plain(view, unit_shape):
+    if not is_plain(units.view, units.shape):
         # The updates of all kinds as units.
-        units = count * numel * max(update_dtype(kind.form, of.dtype).itemsize for kind in kinds)
-        peak, kept = max(peak, kept + factors + copied + units), units
+        joined = count * numel * units.update_dtype(of.dtype).itemsize
+        peak, kept = max(peak, kept + factors + copied + joined), joined
     return Footprint(peak, kept)
 
 
@@ -243,23 +243,15 @@ def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
     return count * max(m, n) * width_of(of.dtype) if of.normalizes else 0
 
 
-def factors_of_pieces_bytes(
-    kinds: Sequence[Kind],
-    view: View,
-    unit_shape: tuple[int, ...],
-    piece_shape: tuple[int, ...],
-    count: int,
-    of: Matrices,
-) -> int:
+def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, of: Matrices) -> int:
     """Return what `units.factors_over` allocates of so many units."""
     if of.scales_decay:  # the vectors side by side, and of each entry two factors
-        vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in kinds)
-        plain = of._replace(scales_decay=False)
-        return vectors + factors_of_pieces_bytes(kinds, view, unit_shape, piece_shape, 2 * count, plain)
+        vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
+        return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, of._replace(scales_decay=False))
     pieces = count * math.prod(piece_shape) * width_of(of.dtype)
-    if len(kinds) > 1 or (of.normalizes and not is_plain(view, unit_shape)):
+    if len(units.kinds) > 1 or (of.normalizes and not is_plain(units.view, units.shape)):
         # Factors of whole units, each as often as it is used.
-        return count * math.prod(unit_shape) * width_of(of.dtype) + pieces
+        return count * math.prod(units.shape) * width_of(of.dtype) + pieces
     return pieces if of.normalizes and sum(length > 1 for length in piece_shape) > 2 else 0
 
 

@@ -20,7 +20,7 @@ from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Divided
-from quintic.optim.plan.memory.divided_memory import averaged_entries, averaging_stages
+from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes, run_overlapping
 from quintic.optim.step.averages.averaging import Averaging, messages_of
 from quintic.optim.step.averages.divided_memory import DividedMemory
