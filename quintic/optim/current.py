@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from quintic.optim.comms.communicators import Communicators
+from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
-from quintic.optim.plan.plan import PLANNED_OPTIONS
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change

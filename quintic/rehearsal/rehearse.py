@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quintic.errors import ConfigError
-from quintic.optim.comms.replicas import ReplicaChoice, renumbered
 from quintic.optim.comms.sharing import travelling
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, numel_of, size_of
@@ -28,7 +27,7 @@ from quintic.optim.plan.memory.buckets import needs_of
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
 from quintic.optim.plan.planning import local_buckets
-from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
+from quintic.optim.plan.replicas import ReplicaChoice, choose_ways, divided_layouts, renumbered
 from quintic.optim.plan.schedule import Schedule, Stages, overlapping_bytes
 from quintic.optim.state.owners import balance
 from quintic.rehearsal.parallelism import layouts_by_name

@@ -18,7 +18,7 @@ from quintic.optim.layout.layouts import mesh_layout
 from quintic.optim.plan.exchange import traffic_of
 from quintic.optim.plan.members import direction_dtype, update_dtype
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
+from quintic.optim.plan.replicas import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import overlapping_bytes
 from quintic.rehearsal.parallelism import layouts_by_name
 from quintic.rehearsal.planned_models import Decoder, Sizes, planned_model

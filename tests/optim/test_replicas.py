@@ -13,10 +13,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import quintic
 from quintic.errors import ConfigError
-from quintic.optim.comms.replicas import LINKS, Links, ReplicaChoice, dividing_sets, has_replicas, speed_of
 from quintic.optim.layout.layouts import mesh_layout, replicated_layout
-from quintic.optim.plan import replica_choices
+from quintic.optim.plan import replicas
 from quintic.optim.plan.exchange import Cargo, Exchange, traffic_of
+from quintic.optim.plan.replicas import LINKS, Links, ReplicaChoice, dividing_sets, has_replicas, speed_of
 from quintic.rehearsal.rehearse import rehearse
 
 
@@ -181,7 +181,7 @@ def test_auto_weighs_operations_against_bytes(width, mesh, node_size, way):
     ("links", "way"), [((1e15, 1e6), "repeat"), ((1e15, 1e15), "divide"), ((1e6, 1e6), "divide")], ids=str
 )
 def test_slower_links_between_hosts_repeat(links, way):
-    with mock.patch.object(replica_choices, "LINKS", Links(*links)):
+    with mock.patch.object(replicas, "LINKS", Links(*links)):
         # With links of one speed as much is received either way, and repeating nothing is preferred.
         assert rehearsed(64, 8, (2, 2), 2).choices[0].way == way
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import quintic
+from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
-from quintic.optim.plan.plan import PLANNED_OPTIONS
 
 
 def optimizer_of(**options):

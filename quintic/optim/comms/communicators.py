@@ -60,7 +60,7 @@ class Communicators:
 
     def _find(self, ranks: tuple[int, ...], param: Tensor, group: Group) -> None:
         if ranks not in self._groups:
-            self._groups[ranks] = _group_of(ranks, param, group)
+            self._groups[ranks] = _group_of(ranks, _candidates(param, group))
         self._warm_up(self._groups[ranks], param.device)
 
     def _warm_up(self, group: ProcessGroup, device: torch.device) -> None:
@@ -83,9 +83,7 @@ class Communicators:
         They are global ones, in ascending order, and send from the device.
         """
         if ranks not in self._groups:
-            everyone = default_group()
-            is_everyone = everyone is not None and group_ranks(everyone) == ranks
-            self._groups[ranks] = everyone if everyone is not None and is_everyone else new_group(ranks)
+            self._groups[ranks] = _group_of(ranks, [default_group()])
         self._warm_up(self._groups[ranks], device)
         return self._groups[ranks]
 
@@ -94,15 +92,14 @@ class Communicators:
         return self._groups_of_marks[ranks]
 
 
-def _group_of(ranks: tuple[int, ...], param: Tensor, group: Group) -> ProcessGroup:
-    """Return a process group of these ranks: the user's, the default one, one of the parameter's mesh, or a new one."""
-    for found in _candidates(param, group):
-        if found is not None and group_ranks(found) == ranks:
-            return found
-    return new_group(ranks)
+def _group_of(ranks: tuple[int, ...], candidates: Iterable[ProcessGroup | None]) -> ProcessGroup:
+    """Return the first candidate that has these ranks, or else a new process group."""
+    fitting = (found for found in candidates if found is not None and group_ranks(found) == ranks)
+    return next(fitting, None) or new_group(ranks)
 
 
 def _candidates(param: Tensor, group: Group) -> Iterable[ProcessGroup | None]:
+    """Yield the user's process group, the default one, and those of the parameter's mesh."""
     yield group.process_group
     yield default_group()
     mesh = getattr(param, "device_mesh", None)

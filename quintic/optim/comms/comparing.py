@@ -9,18 +9,19 @@ from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, thi
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 
-__all__ = ["Place", "described", "difference"]
+__all__ = ["PLANNED_OPTIONS", "Place", "described", "difference"]
 
 Place: TypeAlias = tuple[int, int]
 """Position of a parameter's group, and its own in it."""
 
-# Options that decide which collectives run, and of which sizes.
-_COLLECTIVE_OPTIONS = (
+PLANNED_OPTIONS = (
     "algorithm",
     "comms",
     "replicas",
     "view",
     "orthogonalizer",
+    "orthogonalizer_steps",
+    "coefficients",
     "compute_dtype",
     "normalize",
     "max_workspace_bytes",
@@ -30,11 +31,15 @@ _COLLECTIVE_OPTIONS = (
     "cautious",
     "decay_coupling",
     "scale_decay",
-    "step_every",
-    "qk_clip",
     "on_nonfinite",
     "tied_to",
+    "kernels",
+    "process_group",
 )
+"""Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
+
+# Those that decide which collectives run, and of which sizes; the last two are each rank's own.
+_COMPARED_OPTIONS = (*PLANNED_OPTIONS[:-2], "step_every", "qk_clip")
 
 
 def described(
@@ -45,7 +50,7 @@ def described(
     # Which dtype is the fast one decides of what size updates travel, and processors differ.
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
-        options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COLLECTIVE_OPTIONS)
+        options = ", ".join(f"{key}={_text(getattr(group, key))}" for key in _COMPARED_OPTIONS)
         for index, layout in enumerate(of_group):
             if layout is not None and this_rank() in layout.ranks:
                 name, param = group.param_names[index], group.params[index]

@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from quintic.kernels.dispatch import choose_kernels
-from quintic.optim.comms.replicas import speed_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Box, Layout, intersection, local_tensor, relative, size_of
 from quintic.optim.layout.views import Unit, View
@@ -72,13 +71,6 @@ class SharedBucket:
         factors = 2 * width_of(of.dtype) * units.num_neurons if of.normalizes else 0
         direction, update = units.direction_dtype(of.dtype).itemsize, units.update_dtype(of.dtype).itemsize
         return Cargo(self.exchange, direction, update, factors)
-
-    @property
-    def unit_seconds(self) -> float:
-        """Return how long one unit's orthogonalisation takes, by `SPEEDS`."""
-        dtypes = [self.key.of.dtype if kind.form is None else kind.form.compute_dtype for kind in self.units.kinds]
-        speeds = [speed_of(self.key.of.device.type, dtype) for dtype in dtypes]
-        return sum(kind.cost / speed for kind, speed in zip(self.units.kinds, speeds, strict=True))
 
     @cached_property
     def most(self) -> Stages:

@@ -11,42 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.offload_size import Offloaded, buffer_bytes
+from quintic.optim.plan.replicas import ReplicaChoice
 from quintic.optim.plan.schedule import Schedule, overlapping_bytes
 from quintic.optim.plan.table import bucket_lines, wrapped
 
-__all__ = [
-    "PLANNED_OPTIONS",
-    "SMALL_BYTES",
-    "Plan",
-    "small_bytes",
-]
-
-PLANNED_OPTIONS = (
-    "orthogonalizer",
-    "orthogonalizer_steps",
-    "coefficients",
-    "compute_dtype",
-    "kernels",
-    "normalize",
-    "max_workspace_bytes",
-    "algorithm",
-    "view",
-    "master",
-    "state_dtype",
-    "cautious",
-    "decay_coupling",
-    "scale_decay",
-    "comms",
-    "process_group",
-    "replicas",
-    "offload",
-    "on_nonfinite",
-    "tied_to",
-)
-"""Options of a group that the plan, or what ranks agree on, depends on: when one changes, both are made anew."""
+__all__ = ["SMALL_BYTES", "Plan", "small_bytes"]
 
 # Columns of text where no terminal says how many it has, as for `explain`.
 _WIDTH_ELSEWHERE = 160

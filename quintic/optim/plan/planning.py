@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from quintic.kernels.dispatch import Kernels, choose_kernels
-from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
@@ -21,6 +20,7 @@ from quintic.optim.plan.memory.workspace import Matrices
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
 from quintic.optim.plan.order import Orders, arranged
 from quintic.optim.plan.plan import Plan
+from quintic.optim.plan.replicas import ReplicaChoice
 
 __all__ = ["build_plan", "local_buckets"]
 

@@ -11,12 +11,12 @@ from quintic.optim.comms.collectives import Pending, ProcessGroup, group_ranks, 
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
-from quintic.optim.comms.replicas import ReplicaChoice
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
+from quintic.optim.plan.replicas import ReplicaChoice
 from quintic.optim.rules.device_memory import HostCopy, host_tensor, is_capturing, upload
 from quintic.optim.step.partial_gradients import PartialGradients
 

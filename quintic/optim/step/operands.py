@@ -241,7 +241,10 @@ class BucketMemory:
         bases = tuple(map(Tensor.data_ptr, moments))
 
         def addresses() -> Tensor:
-            _check_moments(names, moments, bucket.device)
+            for name, found in zip(names, moments, strict=True):
+                if (found.device, found.dtype) != (bucket.device, torch.float32) or not found.is_contiguous():
+                    right = f"torch.float32 on {bucket.device} without gaps"
+                    raise _misread(name, "second_momentum_buffer", found, right)
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
             return host_tensor(each, torch.int64)
@@ -285,22 +288,15 @@ def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
         for key in wanted.keys() & state.keys():
             found = state[key]
             if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
-                raise ValueError(
-                    f"{member.name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and "
-                    f"must be {wanted[key]} on {param.device} with strides {param.stride()}; make the optimizer after "
-                    f"moving the model, or move its state along"
-                )
+                right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
+                raise _misread(member.name, key, found, right)
 
 
-def _check_moments(names: Iterable[str], moments: Sequence[Tensor], device: torch.device) -> None:
-    """Reject second moments that the kernel would misread: of another device, dtype or memory order."""
-    for name, found in zip(names, moments, strict=True):
-        if (found.device, found.dtype) != (device, torch.float32) or not found.is_contiguous():
-            raise ValueError(
-                f"{name}: its second_momentum_buffer is {found.dtype} on {found.device} with strides {found.stride()}, "
-                f"and must be torch.float32 on {device} without gaps; make the optimizer after moving the model, or "
-                f"move its state along"
-            )
+def _misread(name: str, key: str, found: Tensor, right: str) -> ValueError:
+    return ValueError(
+        f"{name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and must be {right}; "
+        f"make the optimizer after moving the model, or move its state along"
+    )
 
 
 def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:

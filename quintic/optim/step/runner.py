@@ -22,7 +22,7 @@ from quintic.optim.groups.ties import Tie, ties_of
 from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
-from quintic.optim.plan.replica_choices import choose_ways, divided_layouts
+from quintic.optim.plan.replicas import choose_ways, divided_layouts
 from quintic.optim.plan.schedule import Schedule, restricted, run_overlapping
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite

@@ -56,8 +56,7 @@ class Table:
         self._is_held = False
         # Of all ranks.
         self._pending_marks: Pending | None = None
-        self._pending_counts: Pending | None = None
-        self._host_counts: HostCopy | None = None
+        self._read_counts: Callable[[], list[list[int]]] | None = None
         self._known_counts: list[list[int]] | None = None
         self._stream: Any = None
         # The number of a rank whose announcement was not right, counted from 1.
@@ -99,9 +98,9 @@ class Table:
             # Beside the computation, which must not wait until the other ranks have come so far.
             self._stream = self._stream or torch.cuda.Stream(self.param.device)
             with torch.cuda.stream(self._stream):
-                self._host_counts = HostCopy(pending.wait())
+                self._read_counts = HostCopy(pending.wait()).read
         else:
-            self._pending_counts = pending
+            self._read_counts = lambda: HostCopy(pending.wait()).read()
         self.is_sent = True
 
     def hold(self, gradient: Tensor | None) -> None:
@@ -188,7 +187,7 @@ class Table:
         for pending in (self._pending_marks, self._pending_offender):
             if pending is not None:
                 pending.wait()
-        self._pending_marks = self._pending_offender = self._host_counts = self._known_counts = None
+        self._pending_marks = self._pending_offender = self._read_counts = self._known_counts = None
         self._marks = self._counts = torch.empty(0)
         self.is_complete = self.is_sent = self._is_announced = False
 
@@ -198,10 +197,8 @@ class Table:
     def _all_counts(self) -> list[list[int]]:
         """Return for each rank how many rows it sends to each owner, and whether they were announced."""
         if self._known_counts is None:
-            if self._pending_counts is not None:
-                self._host_counts, self._pending_counts = HostCopy(self._pending_counts.wait()), None
-            assert self._host_counts is not None
-            self._known_counts = self._host_counts.read()
+            assert self._read_counts is not None
+            self._known_counts = self._read_counts()
         return self._known_counts
 
 

@@ -10,7 +10,7 @@ is copied; `offload.py` does. Where there are no streams (CPUs), copies are made
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,13 +90,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class _Span(NamedTuple):
-    """A run of a host tensor's memory, and where it stands in a buffer."""
-
-    host: Tensor
-    offset: int
-
-
 class Loan:
     """Tensors in host memory that are on the device, as twins in one buffer, while something uses them.
 
@@ -106,9 +99,12 @@ class Loan:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
-        self._spans: list[_Span] = []
+        self.hosts: list[Tensor] = []
+        """Runs of memory on the host."""
+        self._offsets: list[int] = []
+        """Where each stands in a buffer, in bytes."""
         self._places: dict[int, tuple[int, int]] = {}
-        """Of each tensor with entries: its span, and the entry of it where the tensor begins."""
+        """Of each tensor with entries: its run, and the entry of it where the tensor begins."""
         self.has_gaps = False
         """Whether entries are copied that are none of the tensors'."""
         self.size = 0
@@ -122,9 +118,9 @@ class Loan:
                 # Not its address: on the meta device all have the same.
                 storages.setdefault(tensor.untyped_storage()._cdata, []).append(number)
         for numbers in storages.values():
-            self._add_spans(sorted(numbers, key=lambda number: self._tensors[number].storage_offset()))
+            self._add_runs(sorted(numbers, key=lambda number: self._tensors[number].storage_offset()))
 
-    def _add_spans(self, numbers: Sequence[int]) -> None:
+    def _add_runs(self, numbers: Sequence[int]) -> None:
         """Add the runs of tensors of one storage, in the order of memory; those that overlap are one run."""
         runs: list[tuple[int, int, list[int]]] = []
         for number in numbers:
@@ -138,15 +134,11 @@ class Loan:
             host = self._tensors[members[0]].as_strided((stop - start,), (1,), start)
             self.has_gaps |= stop - start > sum(self._tensors[number].numel() for number in members)
             for number in members:
-                self._places[number] = len(self._spans), int(self._tensors[number].storage_offset()) - start
-            self._spans.append(_Span(host, self.size))
+                self._places[number] = len(self.hosts), int(self._tensors[number].storage_offset()) - start
+            self.hosts.append(host)
+            self._offsets.append(self.size)
             self.num_bytes += host.nbytes
             self.size += -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def hosts(self) -> list[Tensor]:
-        """Return the runs of memory on the host."""
-        return [span.host for span in self._spans]
 
     def runs(self, buffer: Tensor) -> list[Tensor]:
         """Return the runs in a buffer, in the order of `hosts`."""
@@ -160,14 +152,15 @@ class Loan:
         # The same buffers come again at every step.
         address = buffer.data_ptr()
         if address not in self._made:
-            runs = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in self._spans]
+            spans = zip(self.hosts, self._offsets, strict=True)
+            runs = [buffer[offset : offset + host.nbytes].view(host.dtype) for host, offset in spans]
             twins = []
             for number, tensor in enumerate(self._tensors):
                 if number not in self._places:
                     twins.append(torch.empty_like(tensor, device=buffer.device))
                     continue
-                span, first = self._places[number]
-                run = runs[span]
+                place, first = self._places[number]
+                run = runs[place]
                 twins.append(run.as_strided(tensor.shape, tensor.stride(), run.storage_offset() + first))
             self._made[address] = buffer, runs, twins
         return self._made[address]
