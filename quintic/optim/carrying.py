@@ -7,7 +7,6 @@ from torch import Tensor
 from quintic.optim.current import Current
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.parameters import parameters_of
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.placement import needed_state, state_on_device
 
@@ -27,7 +26,7 @@ def carry(
     places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
     params = [group.params[index] for group, index in places]
     _check(*places, transposed=transposed)
-    by_param = {found.param: found for found in parameters_of(current)}
+    by_param = {found.param: found for found in current.parameters()}
     given, taken = (by_param.get(param) for param in params)
     if given is None and taken is None:
         return

@@ -17,6 +17,7 @@ from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
+from quintic.optim.state.parameters import Parameter, connected_parameters
 from quintic.optim.state.upkeep import Upkeep
 from quintic.optim.state.watching import Change
 from quintic.optim.step.averages.gradient_averages import EarlyAverages
@@ -128,6 +129,10 @@ class Current:
         self._upkeep.drop_unused(states, is_planned=self.runner is not None)
         if not self._upkeep.is_watching:
             self.groups = []
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters that this rank has a part in. All ranks that share parameters must call it."""
+        return connected_parameters(self.groups, self.communicators)
 
     def start_qk_step(self, runner: Runner, states: States, logits: Mapping[Any, Tensor]) -> QKStep | None:
         """Begin QK-clip in a step that is `planned`, if it was asked for; every mistake in the logits is found here.

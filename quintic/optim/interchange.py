@@ -25,8 +25,7 @@ from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon
 from quintic.optim.optimizer_base import bare
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
-from quintic.optim.state.parts import CUT_KEYS
-from quintic.optim.state.sharded_state import DividedState, divided_parameters, part_of_saved
+from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
 

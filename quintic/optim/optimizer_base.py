@@ -18,11 +18,11 @@ from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
-from quintic.optim.parameters import whole_states
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import CycledMomentum, fill_adamw_rates
-from quintic.optim.state.sharded_state import divided_parameters
+from quintic.optim.state.parameters import whole_states
+from quintic.optim.state.parts import divided_parameters
 from quintic.optim.state.state import as_saved
 from quintic.optim.step.runner import Runner
 from quintic.optim.steps_made import StepsMade
@@ -160,11 +160,11 @@ class OptimizerBase(Optimizer):
         """Return state and hyperparameters as PyTorch does, with views and callables as text (they are not loaded).
 
         All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
-        it returns whole; see `parameters.py` and `docs/how-to/checkpoints.md`.
+        it returns whole; see `state/parameters.py` and `docs/how-to/checkpoints.md`.
         """
         self._current.rows.check(wait=True)
         state = self._needed_state()
-        whole = whole_states(self._current, state)
+        whole = whole_states(self._current.groups, self._current.communicators, state)
         params = (param for group in self._current.groups for param in group.params)
         with self._lending({param: whole.get(param, state[param]) for param in params}):
             return as_saved(super().state_dict())

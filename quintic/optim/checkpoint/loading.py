@@ -21,8 +21,7 @@ from torch import Tensor
 
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS
-from quintic.optim.state.sharded_state import DividedState, part_of_saved
+from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
 from quintic.optim.state.state import CODE_KEYS, copy_, piece_of
 
 __all__ = ["load_state"]

@@ -168,19 +168,15 @@ def mesh_layout(shape: Sequence[int], mesh_ranks: Tensor | Sequence[Any], placem
     cuts = tuple(_cut(placement, shape) for placement in placements)
     try:
         return _mesh_layout(shape, tuple(mesh.shape), tuple(mesh.flatten().tolist()), cuts)
-    except _SplitFactorError as error:
+    except ValueError as error:
         raise ValueError(f"{error} (placements {_text(placements)}, mesh of shape {tuple(mesh.shape)})") from None
 
 
 def layout_of(name: str, param: Tensor) -> Layout | None:
-    """Return the layout of a parameter: a `DTensor`'s from its mesh and placements; None for a plain tensor.
+    """Return the layout of a parameter, whose name is for errors: a `DTensor`'s; None for a plain tensor.
 
     Nothing is communicated, and ranks outside the parameter's mesh may call it. The local tensor has the shape of this
     rank's box, except that an empty one may have another empty shape.
-
-    Args:
-        name: the parameter's name, for the errors.
-        param: the parameter.
 
     Raises:
         ValueError: the placements are not those of a parameter (see `mesh_layout`), or the local tensor has not the
@@ -252,10 +248,6 @@ def _waited_for(local: Tensor) -> Tensor:
     return local if wait is None else wait()
 
 
-class _SplitFactorError(ValueError):
-    """A `_StridedShard` that does not follow from cuts of later mesh dimensions."""
-
-
 def _dtensor_type() -> Any:
     """Return `DTensor`, or nothing for `isinstance` where nobody has one."""
     # Who has a DTensor has imported its module; nobody else should pay for the import.
@@ -322,7 +314,7 @@ def _cut_order(dim: int, mesh_shape: tuple[int, ...], cuts: tuple[_Cut, ...]) ->
         # The cuts of later mesh dimensions that come before this one make `split_factor` parts.
         parts = [math.prod(mesh_shape[earlier] for earlier in order[:count]) for count in range(len(order) + 1)]
         if cut[1] not in parts:
-            raise _SplitFactorError(
+            raise ValueError(
                 f"_StridedShard with split_factor {cut[1]} of mesh dimension {mesh_dim} must follow cuts of later "
                 f"mesh dimensions that make {cut[1]} parts of dimension {dim}, possible are {parts}"
             )

@@ -133,17 +133,10 @@ def _check_matrices(x: Tensor) -> None:
 def _normalized(
     x: Tensor, norm: float, dtype: torch.dtype, *, on_device: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Return each matrix of `x` scaled to the Frobenius norm `norm`, for any scale it has; zero stays zero.
+    """Return each matrix of `x`, (..., m, n) and not empty, scaled to a Frobenius norm, for any scale it has.
 
-    Args:
-        x: (..., m, n) floating point, not empty; not modified.
-        norm: of every result but zero.
-        dtype: of the result. The arithmetic is float32, or float64 where `x` or the result is.
-        on_device: take Triton's kernel where it can do this.
-        out: where the result goes, in the memory order of `x`; None for a new tensor.
-
-    Returns:
-        (..., m, n); all NaN where a matrix has a NaN or an infinity.
+    Zero stays zero; a matrix with a NaN or an infinity becomes NaN. The arithmetic is float32, or float64 where `x` or
+    the result is. With `on_device` Triton's kernel is taken where it can do this; `out` has the memory order of `x`.
     """
     if on_device:
         from quintic.kernels.products.normalize import can_normalize, normalize_matrices

@@ -5,8 +5,8 @@ accumulation in 16 bits, autocast. `nothing_ambient` turns them off around a com
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ _REDUCTIONS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
+
+
+Multiply = Callable[..., Tensor]
+"""`multiply`, or a kernel that takes the same arguments."""
 
 
 def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
@@ -62,39 +66,6 @@ def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
     return -(-side // _SIDE_MULTIPLE) * _SIDE_MULTIPLE if pads else side
 
 
-class Multiply(Protocol):
-    """What computes a product: `multiply` below, or a kernel."""
-
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        *,
-        symmetric: bool,
-        alpha: float = 1.0,
-        c: Tensor | None = None,
-        beta: float = 0.0,
-        diagonal: float = 0.0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return alpha a @ b + beta c + diagonal I, rounded once.
-
-        Args:
-            a: (batch, m, k).
-            b: (batch, k, n) of the same dtype.
-            symmetric: the result is known to be: a kernel may compute half of it.
-            alpha: a number, as exact as float32 at least; so are the others.
-            c: (batch, m, n) of the same dtype, or None.
-            beta: factor of `c`.
-            diagonal: added to the entries of the diagonal; only for symmetric results.
-            dtype: of the result, where it is not symmetric; None for that of the operands.
-
-        Returns:
-            (batch, m, n), a new tensor.
-        """
-        ...
-
-
 def multiply(
     a: Tensor,
     b: Tensor,
@@ -106,7 +77,20 @@ def multiply(
     diagonal: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`Multiply` in plain PyTorch: the twin of the kernels. On GPUs the diagonal of 16-bit results is rounded twice."""
+    """Return alpha a @ b + beta c + diagonal I, rounded once, a new tensor: the kernels' plain twin.
+
+    On GPUs the diagonal of 16-bit results is rounded twice.
+
+    Args:
+        a: (batch, m, k).
+        b: (batch, k, n) of the same dtype.
+        symmetric: the result is known to be: a kernel may compute half of it.
+        alpha: a number, as exact as float32 at least; so are the others.
+        c: (batch, m, n) of the same dtype, or None.
+        beta: factor of `c`.
+        diagonal: added to the entries of the diagonal; only for symmetric results.
+        dtype: of the result, where it is not symmetric; None for that of the operands.
+    """
     dtype = dtype or a.dtype
     if _needs_float32(a, b, alpha):
         a, b, c = a.float(), b.float(), None if c is None else c.float()

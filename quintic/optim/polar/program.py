@@ -16,7 +16,7 @@ Which kernels multiply is decided in kernels/dispatch.py.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +26,7 @@ from quintic.optim.polar.coefficients import Coefficients
 from quintic.optim.polar.products import Multiply, multiply
 from quintic.optim.rules.device_memory import upload
 
-__all__ = [
-    "Product",
-    "Program",
-    "multiplier",
-    "products_of",
-    "run_products",
-    "run_queue",
-]
+__all__ = ["Product", "Program", "multiplier", "products_of", "run_products", "run_queue"]
 
 
 class Product(NamedTuple):
@@ -133,21 +126,11 @@ def multiplier(kernels: ProductKernels | None) -> Multiply:
 
 
 def _multiply_symmetric(
-    a: Tensor,
-    b: Tensor,
-    *,
-    symmetric: bool,
-    alpha: float = 1.0,
-    c: Tensor | None = None,
-    beta: float = 0.0,
-    diagonal: float = 0.0,
-    dtype: torch.dtype | None = None,
+    a: Tensor, b: Tensor, *, symmetric: bool, dtype: torch.dtype | None = None, **terms: Any
 ) -> Tensor:
     from quintic.kernels.products.symmetric import symmetric_multiply
 
-    if symmetric:
-        return symmetric_multiply(a, b, alpha=alpha, c=c, beta=beta, diagonal=diagonal)
-    return multiply(a, b, symmetric=False, alpha=alpha, c=c, beta=beta, dtype=dtype)
+    return symmetric_multiply(a, b, **terms) if symmetric else multiply(a, b, symmetric=False, dtype=dtype, **terms)
 
 
 def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: torch.dtype | None = None) -> Tensor:
@@ -165,17 +148,11 @@ def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: t
             left, right = (a, b) if wide else (b, a)
         else:
             left, right = (a, b) if product.kind == "square" else (a, b.mT) if wide else (a.mT, b)
-        matrices[number + 1] = multiply(
-            left,
-            right,
-            symmetric=product.kind != "apply",
-            alpha=product.alpha,
-            c=c,
-            beta=product.beta,
-            diagonal=product.diagonal,
-            dtype=dtype if number + 1 == len(program.products) else None,
-        )
-        del a, b, c, left, right
+        terms = {"alpha": product.alpha, "c": c, "beta": product.beta, "diagonal": product.diagonal}
+        is_last = number + 1 == len(program.products)
+        symmetric = product.kind != "apply"
+        matrices[number + 1] = multiply(left, right, symmetric=symmetric, dtype=dtype if is_last else None, **terms)
+        del a, b, c, left, right, terms
         for matrix in [matrix for matrix in matrices if program.last_uses[matrix] == number]:
             del matrices[matrix]
     return matrices[len(program.products)]
@@ -208,17 +185,8 @@ def _tables(program: Program, m: int, n: int, device: torch.device) -> tuple[Ten
     kinds = {"gram": GRAM.value, "square": SQUARE.value, "apply": APPLY.value}
     slots = program.slots
     steps = [
-        Step(
-            kinds[product.kind],
-            slots[product.a],
-            slots[product.b],
-            None if product.c is None else slots[product.c],
-            slots[number + 1],
-            product.alpha,
-            product.beta,
-            product.diagonal,
-        )
-        for number, product in enumerate(program.products)
+        Step(kinds[kind], slots[a], slots[b], None if c is None else slots[c], slots[number + 1], alpha, beta, diagonal)
+        for number, (kind, a, b, alpha, c, beta, diagonal) in enumerate(program.products)
     ]
     table, scalars = steps_table(steps, m, n)
     return upload(table, device), upload(scalars, device)

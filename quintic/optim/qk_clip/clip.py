@@ -53,13 +53,6 @@ class RowFactors(NamedTuple):
         start, stop = box[self.dim]
         return RowFactors(self.factor[start:stop], self.dim)
 
-    def at(self, places: Tensor, param: Tensor) -> Tensor:
-        """Return the factors of single entries of the whole parameter, which has no gaps.
-
-        Places are (entries,) int64: where in its memory the entries stand.
-        """
-        return self.factor.to(places.device)[places // max(1, param.stride(self.dim)) % param.shape[self.dim]]
-
     def over(self, tensor: Tensor) -> Tensor:
         """Return the factor on the device of what it is for, in a shape that spreads over it."""
         shape = [1] * tensor.ndim

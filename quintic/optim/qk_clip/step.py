@@ -8,47 +8,24 @@ can scale it, and sends it again.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import group_ranks, has_process_group, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
-from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout, local_tensor, mesh_layout, relative
+from quintic.optim.layout.layouts import is_dtensor, local_tensor, mesh_layout, relative
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
 from quintic.optim.qk_clip.layers import is_projection
 from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
 from quintic.optim.rules.precision import full_precision, store_
-from quintic.optim.state.parts import shaped
-from quintic.optim.state.sharded_state import DividedState, divided_parameters
+from quintic.optim.state.parameters import Parameter, all_parameters
 from quintic.optim.state.state import master_of
 
 __all__ = ["QKStep"]
-
-
-class _Held(NamedTuple):
-    """A parameter, and where its pieces are."""
-
-    param: Tensor
-    group: Group
-    layout: Layout | None
-    """None where this rank has all there is."""
-    divided: DividedState | None
-    """Where its state is, if ranks divide it."""
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Return the ranks that share it."""
-        return frozenset((this_rank(),) if self.layout is None else self.layout.ranks)
-
-    @property
-    def is_private(self) -> bool:
-        """Return whether nothing says which other ranks have a copy."""
-        return self.group.comms == "none" and not hasattr(self.param, "device_mesh")
 
 
 class QKStep:
@@ -62,11 +39,7 @@ class QKStep:
         communicators: Communicators,
     ) -> None:
         self.clip, self._state, self._communicators = clip, state, communicators
-        divided = divided_parameters(groups)
-        self._held: dict[str, _Held] = {}
-        for group in groups:
-            rows = zip(group.param_names, group.params, layouts_of(group), strict=True)
-            self._held |= {name: _Held(param, group, found, divided.get(param)) for name, param, found in rows}
+        self._held = {held.name: held for held in all_parameters(groups, communicators)}
         self._layers: dict[Layer, LayerClip] = {}
         self._maxima = self._reductions()
 
@@ -130,7 +103,7 @@ class QKStep:
         if explicit is not None:
             ranks = tuple(sorted(group_ranks(explicit)))
             return {ranks: Maxima(explicit, devices[0])} if len(ranks) > 1 else alone
-        shared = {held.ranks for held in projections if this_rank() in held.ranks and held.layout is not None}
+        shared = {frozenset(held.ranks) for held in projections if held.is_here and held.layout is not None}
         # Ranks that are all among others need no reduction of their own: the maximum over more ranks that have the
         # same heads is the same. Whether one set is inside another is the same question on all of its ranks.
         largest = [ranks for ranks in shared if not any(ranks < other for other in shared)]
@@ -142,8 +115,8 @@ class QKStep:
         """Return over which ranks the maxima of a layer are taken; an error if it cannot be known."""
         where = f"qk_logits[{clip.layer!r}]"
         parts = [self._held[name] for name in clip.names]
-        needed = frozenset().union(*(held.ranks for held in parts))
-        is_unsaid = self.clip.process_group is None and all(held.is_private for held in parts)
+        needed = {rank for held in parts for rank in held.ranks}
+        is_unsaid = self.clip.process_group is None and all(map(_is_private, parts))
         if is_unsaid and has_process_group() and len(group_ranks(None)) > 1:
             raise ValueError(
                 f"{where}: its parameters are plain tensors with comms='none', so nothing says which of the "
@@ -183,7 +156,7 @@ class QKStep:
 
     # -- what this rank holds
 
-    def _scale(self, held: _Held, factors: RowFactors) -> None:
+    def _scale(self, held: Parameter, factors: RowFactors) -> None:
         state = self._state[held.param]
         weight, master = local_tensor(held.param).detach(), master_of(state)
         if not weight.numel():
@@ -193,19 +166,15 @@ class QKStep:
                 factors = factors.within(held.layout.box_of(this_rank()))
             _multiply(weight, None if master is None else local_tensor(master), factors.over(weight))
             return
+        factor = torch.empty_like(weight, dtype=torch.float32).copy_(factors.over(weight))
         for part in held.divided.own:
-            run = in_memory_order(weight)[part.start : part.stop]
+            entries = slice(part.start, part.stop)
             run_of_master = master[part.offset : part.offset + part.numel]
-            if part.unit is None:
-                places = torch.arange(part.start, part.stop, device=weight.device)
-                _multiply(run, run_of_master, factors.at(places, weight))
-            else:
-                block = shaped(run, part, weight)
-                _multiply(block, shaped(run_of_master, part, weight), factors.within(part.unit.box).over(block))
+            _multiply(in_memory_order(weight)[entries], run_of_master, in_memory_order(factor)[entries])
 
     def _send_again(self, names: Iterable[str]) -> None:
         """Give all ranks the weights that their owners alone could scale. All ranks must call it, with equal names."""
-        together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[_Held]] = {}
+        together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Parameter]] = {}
         for name in names:
             held = self._held[name]
             if held.divided is not None and master_of(self._state[held.param]) is not None:
@@ -217,7 +186,7 @@ class QKStep:
             for some in _runs_within(found, limit // dtype.itemsize):
                 self._broadcast(some, ranks)
 
-    def _broadcast(self, found: Sequence[_Held], ranks: tuple[int, ...]) -> None:
+    def _broadcast(self, found: Sequence[Parameter], ranks: tuple[int, ...]) -> None:
         position = ranks.index(this_rank())
         parts = [(part.owner, held, part) for held in found if held.divided for part in held.divided.parts]
         parts.sort(key=lambda row: row[0])
@@ -231,6 +200,11 @@ class QKStep:
         others = [number for number, (owner, _, _) in enumerate(parts) if owner != position]
         if others:
             torch._foreach_copy_([runs[number] for number in others], [received[number] for number in others])
+
+
+def _is_private(held: Parameter) -> bool:
+    """Return whether nothing says which other ranks have a copy."""
+    return held.group.comms == "none" and not is_dtensor(held.param)
 
 
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
@@ -278,9 +252,9 @@ def _multiply(weight: Tensor, master: Tensor | None, factor: Tensor) -> None:
         master.copy_(here, non_blocking=True)
 
 
-def _runs_within(found: Sequence[_Held], limit: int) -> list[list[_Held]]:
+def _runs_within(found: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
     """Divide parameters into runs of at most `limit` entries together; a larger one is alone."""
-    runs: list[list[_Held]] = []
+    runs: list[list[Parameter]] = []
     entries = 0
     for held in found:
         if not runs or entries + held.param.numel() > limit:

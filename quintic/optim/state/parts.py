@@ -7,17 +7,31 @@ move: it must not get another owner when other groups are added, or when options
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintic.optim.comms.collectives import this_rank
+from quintic.optim.comms.sharing import dividing_ranks, layouts_of
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
 from quintic.optim.state.owners import assign_owners, shape_cost
 
-__all__ = ["CUT_KEYS", "Part", "own_runs", "parts_of", "shaped", "state_of_part"]
+__all__ = [
+    "CUT_KEYS",
+    "DividedState",
+    "Division",
+    "Part",
+    "divided_parameters",
+    "own_runs",
+    "part_of_saved",
+    "parts_of",
+    "shaped",
+    "state_of_part",
+]
 
 CUT_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master", "mantissa")
 """State of a parameter's shape."""
@@ -49,6 +63,51 @@ class Part:
     def numel(self) -> int:
         """Return the number of entries."""
         return self.stop - self.start
+
+
+class Division(NamedTuple):
+    """Which entry of a parameter is where in whose state: state that was divided otherwise means something else."""
+
+    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
+    strides: tuple[int, ...]
+    """Of the parameter's dimensions that have several entries: what the order of memory is."""
+
+
+class DividedState(NamedTuple):
+    """How the ranks divide the state of one parameter."""
+
+    parts: Sequence[Part]
+    ranks: tuple[int, ...]
+
+    @property
+    def own(self) -> list[Part]:
+        """Return the parts of this rank."""
+        position = self.ranks.index(this_rank())
+        return [part for part in self.parts if part.owner == position]
+
+    def division(self, param: Tensor) -> Division:
+        """How its state is divided, whatever parts the entries of one owner come in."""
+        runs: list[tuple[int, int, int]] = []
+        for part in self.parts:
+            start = part.start
+            if runs and runs[-1][0] == part.owner and runs[-1][2] == start:
+                _, start, _ = runs.pop()
+            runs.append((part.owner, start, part.stop))
+        strides = tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+        return Division(self.ranks, tuple(runs), strides)
+
+
+def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
+    """Return the parameters whose state is divided among ranks."""
+    found: dict[Tensor, DividedState] = {}
+    for group in groups:
+        ranks = dividing_ranks(group, layouts_of(group))
+        if ranks:
+            rows = zip(group.params, parts_of(group, ranks), strict=True)
+            found |= {param: DividedState(parts, ranks) for param, parts in rows}
+    return found
 
 
 def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
@@ -156,6 +215,15 @@ def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) ->
     entries = in_memory_order(ordered)
     for part in own:
         yield flat[part.offset : part.offset + part.numel], entries[part.start : part.stop]
+
+
+def part_of_saved(
+    what: str, param: Tensor, divided: DividedState, target: Tensor, source: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of this rank's flat state becomes what of a saved whole tensor; an error if its shape is another."""
+    if source.shape != param.shape:
+        raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
+    yield from own_runs(target, source, divided.own, param)
 
 
 def shaped(run: Tensor, part: Part, param: Tensor) -> Tensor:

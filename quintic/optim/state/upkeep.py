@@ -23,9 +23,8 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS, Part, own_runs
+from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
 from quintic.optim.state.placement import fits, init_state, needed_state
-from quintic.optim.state.sharded_state import Division, divided_parameters
 from quintic.optim.state.state import STATE_KEYS, copy_, piece_of
 from quintic.optim.state.watching import Change, WatchedParameters
 

@@ -29,12 +29,13 @@ from quintic.optim.layout.layouts import local_gradient, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.optimizer_base import bare
-from quintic.optim.parameters import Parameter, parameters_of
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import second_moments
+from quintic.optim.step.averages.gradient_averages import OfGroup
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]
@@ -101,7 +102,7 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     for tie in ties:
         tie.add_gradient()
     optimizer.runner.agreements.check_sums(pending_steps)
-    everything = list(parameters_of(optimizer.current))
+    everything, early = optimizer.current.parameters(), optimizer.current.early.fresh()
     # Ranks of one process group meet the same parameters in the same order.
     parameters = [found for found in everything if pending_steps[found.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
@@ -111,8 +112,9 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
         cut = _partial_cut(found)
         is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
         if is_stepped and (is_finite or found.group.on_nonfinite == "propagate"):
+            gradient = _gradient_of(found, cut, early.get(found.group.number))
             with state_on_device(found.param, states[found.param]) as state:
-                _step_parameter(found, cut, state, roundings)
+                _step_parameter(found, gradient, state, roundings)
     for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
         group["pending_steps"] = pending % group["step_every"]
     for tie in ties:
@@ -178,8 +180,11 @@ def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
     return bool(flag) is not one_is_enough
 
 
-def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
-    """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part."""
+def _gradient_of(found: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
+    """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part.
+
+    It may have been averaged before the step.
+    """
     if cut is not None and found.param.grad is None:
         param: Any = found.param
         return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
@@ -189,9 +194,10 @@ def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
     if found.group.comms not in AVERAGING or found.process_group is None:
         assert gradient is not None
         return gradient
-    early = found.whole_average()
+    if early is not None and early.own is not None:
+        return found.whole_of_parts(early.own[found.param])
     if early is not None:
-        return early
+        return early.lent[found.param] if gradient is None else gradient
     if gradient is None:
         gradient = torch.zeros_like(found.param)
     if found.divided is not None:
@@ -206,9 +212,8 @@ def _gradient_of(found: Parameter, cut: Cut | None) -> Tensor:
 
 
 def _step_parameter(
-    found: Parameter, cut: Cut | None, state: Mapping[str, Tensor], roundings: Roundings | None
+    found: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
 ) -> None:
-    gradient = _gradient_of(found, cut)
     local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
     is_adamw = found.group.algorithm == "adamw"
     if is_adamw and found.divided is None:

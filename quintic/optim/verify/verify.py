@@ -24,10 +24,10 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
 from quintic.optim.optimizer_base import bare
-from quintic.optim.parameters import Parameter, parameters_of
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
 from quintic.optim.verify.reference import Rounding, Roundings, largest, run_reference
@@ -135,7 +135,7 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
     ]
     return {
         (names.get(found.param, found.name), found.ranks): of_groups[found.group.number]
-        for found in parameters_of(optimizer.current)
+        for found in optimizer.current.parameters()
         if found.layout is not None
     }
 
@@ -157,7 +157,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
-    for number, found in enumerate(parameters_of(optimizer.current)):
+    for number, found in enumerate(optimizer.current.parameters()):
         box = None if found.layout is None else found.layout.box_of(this_rank())
         # Of its own, so that the user's generators do not notice.
         of_rank = this_rank() if found.group.comms in AVERAGING else None
@@ -180,7 +180,7 @@ def _compare(
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     states = optimizer.state
-    for found in parameters_of(optimizer.current):
+    for found in optimizer.current.parameters():
         # State may be in host memory.
         expected, first, second = (
             {key: value.to(found.param.device) for key, value in values.items()}

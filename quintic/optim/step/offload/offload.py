@@ -20,9 +20,8 @@ from quintic.optim.plan.bucket import Bucket, Divided
 from quintic.optim.plan.offload_size import Offloaded, buffers
 from quintic.optim.plan.plan import Plan
 from quintic.optim.rules.device_memory import is_capturing
-from quintic.optim.state.parts import state_of_part
+from quintic.optim.state.parts import DividedState, divided_parameters, state_of_part
 from quintic.optim.state.placement import planned_state
-from quintic.optim.state.sharded_state import DividedState, divided_parameters
 from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
 from quintic.optim.step.offload.transfers import Copies, Loan, Ring
 from quintic.optim.step.operands import BucketMemory, Operands, State

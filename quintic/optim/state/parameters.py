@@ -1,10 +1,11 @@
-"""Parameters whole, whatever their layout: what several ranks hold of weights, gradients and state, brought together.
+"""Parameters of an optimizer, and what several ranks hold of their weights, gradients and state, brought together.
 
-For state that is saved, or goes from one parameter to another, and for the reference of a step, which has no messages
-of its own. Whole tensors are gathered one at a time, and every rank gets all of them.
+For QK-clip, for state that is saved or goes from one parameter to another, and for the reference of a step, which has
+no messages of its own. Whole tensors are gathered one at a time, and every rank gets all of them: all ranks that share
+a parameter must call what returns the whole of something.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,18 +13,16 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, start_broadcasts, this_rank
+from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import DIVIDING, layouts_of
-from quintic.optim.current import Current
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, intersection, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
-from quintic.optim.state.parts import CUT_KEYS, own_runs
-from quintic.optim.state.sharded_state import DividedState, divided_parameters
+from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, own_runs
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.averages.gradient_averages import OfGroup
 
-__all__ = ["Parameter", "parameters_of", "whole_states"]
+__all__ = ["Parameter", "all_parameters", "connected_parameters", "whole_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,19 @@ class Parameter:
     group: Group
     layout: Layout | None
     """None where this rank has all there is."""
-    process_group: ProcessGroup | None
-    """Of the layout's ranks."""
-    divided: DividedState | None = None
+    divided: DividedState | None
     """Which parts of the state are whose; None where state lies as the parameter does."""
-    early: OfGroup | None = None
-    """The average of its gradients, where it was made before the step."""
+    communicators: Communicators
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """Return that of the layout's ranks, once they are connected; None without a layout."""
+        return None if self.layout is None else self.communicators[self.ranks]
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether this rank has a part in it."""
+        return self.layout is None or this_rank() in self.layout.ranks
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,7 +62,7 @@ class Parameter:
         return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole of what this rank holds a piece of, a new tensor. All of `ranks` must call it."""
+        """Return the whole of what this rank holds a piece of, a new tensor."""
         layout = self.layout
         if layout is None or self.process_group is None or layout.is_replicated:
             return local.clone()
@@ -69,20 +75,12 @@ class Parameter:
         return whole
 
     def whole_of(self, key: str, local: Tensor) -> Tensor:
-        """Return the whole of `"weight"` or of a state of the parameter's shape. All of `ranks` must call it."""
+        """Return the whole of `"weight"` or of a state of the parameter's shape."""
         if self.divided is None or key not in CUT_KEYS:
             return self.whole(local)
-        return self._of_parts(local)
+        return self.whole_of_parts(local)
 
-    def whole_average(self) -> Tensor | None:
-        """Return the average of the gradients if it was made before. All of `ranks` must call it."""
-        if self.early is None:
-            return None
-        if self.early.own is not None:
-            return self._of_parts(self.early.own[self.param])
-        return self.early.lent[self.param] if self.param.grad is None else self.param.grad
-
-    def _of_parts(self, local: Tensor) -> Tensor:
+    def whole_of_parts(self, local: Tensor) -> Tensor:
         """Return the whole of what each rank has some parts of."""
         assert self.divided is not None
         assert self.process_group is not None
@@ -115,10 +113,7 @@ class Parameter:
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
     def whole_second_moments(self, buffer: Tensor) -> Tensor:
-        """Return NorMuon's second moments of all matrices: those of a matrix that one rank alone holds are there alone.
-
-        All of `ranks` must call it.
-        """
+        """Return NorMuon's second moments of all matrices, of which some ranks alone may hold some."""
         if self.layout is None or self.process_group is None:
             return buffer.clone()
         everyone = all_gather_uneven(buffer, [buffer.numel()] * len(self.ranks), self.process_group)
@@ -156,26 +151,25 @@ def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, 
     return found
 
 
-def parameters_of(current: Current) -> Iterator[Parameter]:
-    """Yield the parameters that this rank has a part in, by group. All ranks that share parameters must call it."""
-    return _connected(current, list(map(layouts_of, current.groups)))
+def all_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
+    """Return all parameters, by group, also those that this rank has no part in; nothing is communicated."""
+    divided = divided_parameters(groups)
+    return [
+        Parameter(name, param, group, layout, divided.get(param), communicators)
+        for group in groups
+        for name, param, layout in zip(group.param_names, group.params, layouts_of(group), strict=True)
+    ]
 
 
-def _connected(current: Current, layouts: Sequence[Sequence[Layout | None]]) -> Iterator[Parameter]:
-    """Connect the ranks of these layouts, and yield the parameters that this rank has a part in."""
-    divided, early = divided_parameters(current.groups), current.early.fresh()
-    current.communicators.connect(current.groups, layouts)
-    for group, found in zip(current.groups, layouts, strict=True):
-        for name, param, layout in zip(group.param_names, group.params, found, strict=True):
-            if layout is None:
-                yield Parameter(name, param, group, None, None)
-            elif this_rank() in layout.ranks:
-                process_group = current.communicators[tuple(sorted(layout.ranks))]
-                average = early.get(group.number)
-                yield Parameter(name, param, group, layout, process_group, divided.get(param), average)
+def connected_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
+    """Return the parameters that this rank has a part in, their ranks connected; all that share some must call it."""
+    communicators.connect(groups, list(map(layouts_of, groups)))
+    return [found for found in all_parameters(groups, communicators) if found.is_here]
 
 
-def whole_states(current: Current, states: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[Tensor, dict[str, Tensor]]:
+def whole_states(
+    groups: Sequence[Group], communicators: Communicators, states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
 
     Matrices that are whole on one rank of each copy (experts, heads) may be stepped without any exchange, so that only
@@ -183,33 +177,31 @@ def whole_states(current: Current, states: Mapping[Tensor, Mapping[str, Tensor]]
     parameters with such state must call it; without any, nothing is communicated. Temporary memory: that of one
     parameter's state, besides the result.
     """
-    layouts = [
-        [layout if layout is not None and _has_state_apart(group, layout) else None for layout in layouts_of(group)]
-        for group in current.groups
-    ]
-    found: dict[Tensor, dict[str, Tensor]] = {}
-    if not any(layout for of_group in layouts for layout in of_group):
-        return found
+    apart = [found for found in all_parameters(groups, communicators) if _has_state_apart(found)]
+    if not apart:
+        return {}
+    layouts = {found.param: found.layout for found in apart}
+    communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
+    wholes: dict[Tensor, dict[str, Tensor]] = {}
     # In one order everywhere: ranks of several process groups wait for each other.
-    for one in sorted(_connected(current, layouts), key=lambda one: one.ranks):
-        if one.layout is None:
-            continue
+    for one in sorted((found for found in apart if found.is_here), key=lambda one: one.ranks):
         state = states[one.param]
         if one.divided is None:
             moments = state["second_momentum_buffer"]
             moments.copy_(one.whole_second_moments(moments))
             continue
-        found[one.param] = whole = dict(state)
+        wholes[one.param] = whole = dict(state)
         for key in CUT_KEYS:
             if key in state:  # in the host's memory, where the state is there
                 whole[key] = one.whole_of(key, state[key].to(one.param.device)).to(state[key].device)
         if "second_momentum_buffer" in state:
             whole["second_momentum_buffer"] = one.whole_second_moments(state["second_momentum_buffer"])
-    return found
+    return wholes
 
 
-def _has_state_apart(group: Group, layout: Layout) -> bool:
+def _has_state_apart(one: Parameter) -> bool:
     """Return whether a rank may have state of a shared parameter that others need for a whole one, and lack."""
-    if group.comms in DIVIDING:
-        return True
+    group, layout = one.group, one.layout
+    if layout is None or group.comms in DIVIDING:
+        return layout is not None
     return group.algorithm == "muon" and group.normalize is not None and bool(_holders(layout, group.view))
