@@ -15,9 +15,8 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
-from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.muon import Muon
-from quintic.optim.optimizer_base import bare
+from quintic.optim.layout.layouts import local_tensor, reject_sparse
+from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averages.gradient_averages import OfGroup
@@ -95,9 +94,7 @@ def clip_grad_norm_(
 
     Source: R. Pascanu et al. 2013, arXiv 1211.5063, algorithm 1; interface as `torch.nn.utils.clip_grad_norm_`.
     """
-    optimizer = bare(optimizer)
-    if not isinstance(optimizer, Muon):
-        raise TypeError(f"optimizer must be a quintic.Muon, got {type(optimizer).__name__}")
+    optimizer = muon_in(optimizer, "clip_grad_norm_")
     if scope not in _SCOPES:
         raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
     if not max_norm > 0:
@@ -173,8 +170,7 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     gradient = param.grad
     if gradient is None:
         return None
-    if gradient.layout != torch.strided:
-        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+    reject_sparse(name, gradient)
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
         # Kept, so that `step` need not do it again.
@@ -251,10 +247,7 @@ def _alike(gradients: Sequence[_Gradient]) -> dict[tuple[torch.device, torch.dty
 
 
 def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
-    """Return the (n,) squared norms of whole gradients of n `DTensor`s, on every rank of their mesh; no host waits.
-
-    What is given are those of this rank's pieces.
-    """
+    """Return (n,) squared norms of whole gradients, on every rank of their mesh, from those of pieces."""
     if mesh.size() == 1:
         return squares
     ranks = _ranks(mesh)

@@ -55,10 +55,7 @@ class Current:
         """How many sets of ranks had told each other of their hosts when the plan was made."""
 
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
-        """Check a new group and connect its ranks; an error changes nothing.
-
-        All ranks that share its parameters must call it.
-        """
+        """Check a new group and connect its ranks, which must all call it; an error changes nothing."""
         check_group(number, dictionary)
         group = Group.of(number, dictionary)
         self.communicators.connect([group], [layouts_of(group)])
@@ -99,10 +96,7 @@ class Current:
         return runner
 
     def use_state(self, states: States) -> None:
-        """Let all parameters have the state that they need, in a step that is `planned` and changes it.
-
-        State that says something and cannot move to the parameter that is there now is an error; nothing was changed.
-        """
+        """Let all parameters have the state that they need, in a step that is `planned` and changes it."""
         self._make_state(states)
         self._upkeep.use()
 
@@ -135,10 +129,7 @@ class Current:
         return connected_parameters(self.groups, self.communicators)
 
     def start_qk_step(self, runner: Runner, states: States, logits: Mapping[Any, Tensor]) -> QKStep | None:
-        """Begin QK-clip in a step that is `planned`, if it was asked for; every mistake in the logits is found here.
-
-        All ranks that share parameters must call it.
-        """
+        """Begin QK-clip in a `planned` step, if it was asked for. All ranks that share parameters must call it."""
         qk_clip = next((group.qk_clip for group in self.groups if group.qk_clip is not None), None)
         if qk_clip is None:
             if logits:

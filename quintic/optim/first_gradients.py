@@ -54,8 +54,7 @@ class FirstGradients:
     def ask_others(self, present: Iterable[Tensor]) -> bool:
         """Begin to find out whether other ranks have gradients, after the step. Return whether nothing is left to do.
 
-        What is present is () on a device each: whether any rank of those that share parameters has a gradient. It is
-        looked at only if this rank has none.
+        What is `present` is () on a device each: whether any rank of those that share parameters has a gradient.
         """
         if self._suspect and self._present is None:
             self._present = list(map(HostCopy, present))

@@ -22,8 +22,7 @@ from quintic.optim.checkpoint.saved_formats import (
 )
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import Flatten, View
-from quintic.optim.muon import Muon
-from quintic.optim.optimizer_base import bare
+from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
 
@@ -107,7 +106,7 @@ def import_state(
     if second_moments not in get_args(SecondMoments):
         raise ValueError(f"second_moments={second_moments!r}: choose 'exact', 'average' or 'drop'")
     ranks = [saved] if isinstance(saved, Mapping) else list(saved)
-    owned = _owned(bare(optimizer))
+    owned = _owned(muon_in(optimizer, "import_state"))
     return _copy_in(_read(ranks, source, names, owned), owned, second_moments)
 
 
@@ -125,7 +124,7 @@ def import_torch_state(optimizer: torch.optim.Optimizer, *state_dicts: Mapping[s
     Raises:
         ValueError: as `import_state`.
     """
-    owned = _owned(bare(optimizer))
+    owned = _owned(muon_in(optimizer, "import_torch_state"))
     return _copy_in([entry for saved in state_dicts for entry in _read([saved], "torch", None, owned)], owned, "exact")
 
 
@@ -143,7 +142,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
         tensors are the optimizer's own where it has them whole. What PyTorch's optimizers do not have is left out:
         second moments of neurons, masters, views, Polar Express (their Muon has the Newton-Schulz triple).
     """
-    muon: Muon = bare(optimizer)
+    muon = muon_in(optimizer, "export_torch_state")
     saved = muon.state_dict()
     exported: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in STATE_KEYS}
     for group, saved_group in zip(muon.typed_groups, saved["param_groups"], strict=True):

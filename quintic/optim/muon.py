@@ -1,10 +1,4 @@
-"""`Muon`: the optimizer a user constructs; its options, and its step.
-
-One step is: for every bucket of the plan, the update rule of `update.py` on its batch of matrices. What the rules are
-is in `update.py` and `orthogonalize.py`; which matrices a parameter holds is in `views.py`; what is computed together
-is in `plan.py`; how it is run in `runner.py`, and how one bucket is in `bucket_step.py`. Where matrices lie on several
-ranks: `gathered_step.py`. Groups and state, and how they are saved and loaded, are in `optimizer_base.py`.
-"""
+"""`Muon`: the optimizer a user constructs; its options, and its step. Groups and state are in `optimizer_base.py`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
@@ -30,7 +24,7 @@ from quintic.optim.step.runner import Done
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
 from quintic.optim.validate import suggests_options
 
-__all__ = ["Muon", "Orthogonalizer"]
+__all__ = ["Muon", "Orthogonalizer", "muon_in"]
 
 # What a closure returns: a number, a tensor, or None.
 Loss = TypeVar("Loss")
@@ -366,3 +360,16 @@ class Muon(OptimizerBase):
             if pending:
                 waiting += len(dictionary["params"])
         self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers, is_replayed=is_replayed)
+
+
+def muon_in(optimizer: Any, caller: str) -> Muon:
+    """Return the optimizer inside a training library's wrappers; a TypeError names the caller if it is no `Muon`.
+
+    Accelerate (also in transformers' `Trainer`) and Lightning wrap it, as an attribute `optimizer`.
+    """
+    # Lightning's wrapper is an instance of the wrapped class, too, without what that needs.
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: {caller} needs a quintic.Muon")
+    return optimizer

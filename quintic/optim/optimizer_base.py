@@ -28,26 +28,11 @@ from quintic.optim.step.runner import Runner
 from quintic.optim.steps_made import StepsMade
 from quintic.optim.validate import check_apart, check_group, check_keys
 
-__all__ = ["OptimizerBase", "bare"]
-
-
-def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside a training library's wrappers; the argument itself where there is no wrapper.
-
-    Accelerate's `AcceleratedOptimizer` (also in transformers' `Trainer`) and Lightning's `LightningOptimizer` have it
-    as their attribute `optimizer`.
-    """
-    # Lightning's wrapper is an instance of the wrapped class, too, without what that needs.
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+__all__ = ["OptimizerBase"]
 
 
 class OptimizerBase(Optimizer):
-    """Groups with names and checked options, and the state of their parameters.
-
-    Some parameters come first where the user wants that (`orders`); the rest is as of `torch.optim.Optimizer`.
-    """
+    """Groups with names and checked options, and the state of their parameters."""
 
     _current: Current
     _is_state_lent: bool

@@ -28,11 +28,7 @@ class StepsMade:
         """() int64 on a device: steps stopped."""
 
     def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
-        """Note a step; the host waits for nothing.
-
-        Some parameters wait for a later step (`step_every`); QK-clip had logits of some attention layers. Where a CUDA
-        graph is replayed, it has captured `count_skips`.
-        """
+        """Note a step; the host waits for nothing. A CUDA graph that is replayed has captured `count_skips`."""
         self.num_steps += 1
         self._go = done.go if done.asks else None
         if self._go is not None and not is_replayed:

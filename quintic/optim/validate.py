@@ -94,10 +94,9 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Reject a tensor that is listed twice, in one group or in two: it would be stepped twice.
+    """Reject a tensor that is listed twice, in one group or in two; the ValueError names it as both places do.
 
-    The group's `params` are a list of tensors, with `param_names`, or of pairs of a name and a tensor; the others are
-    complete, and come before it. The ValueError names the tensor as both places do.
+    The group's `params` are a list of tensors, with `param_names`, or of pairs; the others are complete.
     """
     places: dict[Tensor, str] = {}
     for place, other in enumerate(others):
@@ -118,12 +117,7 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
 
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:
-    """Reject a complete group whose options or parameters cannot be stepped.
-
-    Raises:
-        ValueError: an option is unknown or out of range, or a parameter does not fit its algorithm or view.
-        TypeError: a parameter is not floating point.
-    """
+    """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype."""
     if group["algorithm"] not in ("muon", "adamw"):
         raise ValueError(
             f"parameter group {number} ({_first_name(group)}): unknown algorithm {group['algorithm']!r}; "
@@ -158,10 +152,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
 
 
 def check_averages(number: int, group: Mapping[str, Any]) -> None:
-    """Reject averaging coefficients that bfloat16 state cannot follow, whatever a schedule has made of them.
-
-    The ValueError names the option and its limit. A coefficient that is a tensor on a device is not read.
-    """
+    """Reject averaging coefficients that bfloat16 state cannot follow; tensors on a device are not read."""
     if group["state_dtype"] is None:
         return
     key = "betas" if group["algorithm"] == "adamw" else "momentum"

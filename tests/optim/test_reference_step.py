@@ -356,7 +356,7 @@ def test_parameters_of_another_model_are_found():
     assert not report.ok
     assert not report.wrong
     others = len(list(model.parameters())) - 1
-    expected = f": this parameter of the optimizer is none of the model's, nor are {others} others; make"
+    expected = f": this parameter of the optimizer is none of the model's (and {others} more); make"
     assert str(report).count(expected) == str(report).count("none of the model's") == 1
 
 

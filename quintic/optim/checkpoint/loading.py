@@ -75,11 +75,7 @@ def load_state(
 
     State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
     what it needs. Nothing is communicated. `check` raises an error if a group, given with its number, has options that
-    do not fit.
-
-    Raises:
-        ValueError: the state is another optimizer's, or of other parameters, algorithms or views; state is missing or
-            unknown, a shape differs, or a `DTensor` has another layout; the message names the parameter.
+    do not fit. A ValueError names the parameter that does not fit.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
@@ -122,10 +118,7 @@ def _check_is_ours(saved_groups: _Groups) -> None:
 
 
 def _matched_by_name(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
-    """Return the matches of all parameters; none where names are missing, or do not tell parameters apart.
-
-    A parameter that is on one side only is an error.
-    """
+    """Return the matches of all parameters; none where names are missing, or do not tell parameters apart."""
     own = {name for group in groups for name in group["param_names"]}
     saved: dict[str, tuple[int, Any]] = {}
     for number, saved_group in enumerate(saved_groups):
@@ -164,10 +157,7 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str]
 
 
 def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
-    """Return the matches of all parameters by their positions, as PyTorch matches them.
-
-    More or fewer groups or parameters, or names that contradict, are an error.
-    """
+    """Return the matches of all parameters by their positions, as PyTorch matches them."""
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"the saved optimizer has {len(saved_groups)} parameter groups, this one has {len(groups)}, and without "

@@ -32,10 +32,7 @@ def check_model_is_whole(model: nn.Module) -> None:
 
 
 def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
-    """Reject a group that was given pieces of its parameters, or some of them.
-
-    Where it was checked, the group was right before something else became of its parameters.
-    """
+    """Reject a group of pieces, or of some, of its parameters; where it was checked, it was right before."""
     names, params = group["param_names"], group["params"]
     if len(names) != len(params):
         first = f" ({names[0]}, ...)" if names else ""

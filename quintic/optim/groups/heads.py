@@ -117,11 +117,10 @@ def _layers_of(module: nn.Module) -> list[_Layer]:
 
 
 def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes: set[int]) -> dict[nn.Module, str]:
-    """Return {layer: why} for linear layers with as many outputs as an embedding has rows.
+    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, but those in `sizes`.
 
-    By size alone a layer of a stack could be meant (a hidden layer may be as wide as the vocabulary). So those that
-    recur under other numbers are left out; then a name without a number wins, else the one with the highest numbers.
-    `sizes` are the outputs of the heads known otherwise: these vocabularies have theirs.
+    A hidden layer may be as wide as the vocabulary, so those that recur under other numbers are left out; then a name
+    without a number wins, else the one with the highest numbers.
     """
     linears = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     vocabularies = {

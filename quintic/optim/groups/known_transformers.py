@@ -102,11 +102,10 @@ def _latent_queries(owner: nn.Module, param: Tensor) -> View:
 
 
 def _stored_in_by_out(owner: nn.Module) -> bool:
-    """Return how the experts are stored: as (experts, in, out) or as (experts, out, in).
+    """Return whether experts are stored as (experts, in, out): the shapes tell, whatever the class.
 
-    The shapes tell, whatever the class: the output of the first projection feeds the second, whose output has the
-    size of the first one's input. With a fused gate, (experts, 2 f, d) and (experts, d, f) cannot be confused with
-    (experts, d, 2 f) and (experts, f, d); without one only d = f could be, and then the class has to say.
+    With a fused gate, (experts, 2 f, d) and (experts, d, f) cannot be confused with (experts, d, 2 f) and
+    (experts, f, d); without one only d = f could be, and then the class has to say.
     """
     down = owner._parameters["down_proj"]
     first = owner._parameters.get("gate_up_proj")

@@ -110,10 +110,7 @@ class Group:
 
 
 def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
-    """Return the group of a parameter, and its position in it; a ValueError beginning with `what` if there is none.
-
-    Prefixes of wrappers do not count in names.
-    """
+    """Return a parameter's group and its position there; a ValueError beginning with `what` if there is none."""
     places = [(group, index) for group in groups for index in range(len(group.params))]
     if isinstance(param, str):
         meant = known_as(param, {group.param_names[index] for group, index in places})

@@ -44,8 +44,7 @@ class Found:
 def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
     """Return what the registry says about the parameters of `modules`, one `Found` per owner that is recognised.
 
-    An owner that stands further out knows more (GPT-2's attention splits what its Conv1D only transposes): for every
-    parameter, only the entries with the longest path to it are returned.
+    An owner that stands further out knows more (GPT-2's attention splits what its Conv1D only transposes), and wins.
     """
     by_child: dict[str, list[KnownView]] = {}
     for entry in KNOWN_VIEWS:

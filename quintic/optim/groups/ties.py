@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group, found_parameter
-from quintic.optim.layout.layouts import is_dtensor
+from quintic.optim.layout.layouts import is_dtensor, reject_sparse
 from quintic.optim.rules.device_memory import is_capturing
 
 __all__ = ["Tie", "ties_of"]
 
 
 class Tie:
-    """A parameter that is alone in its group, and the one that it is a copy of: one of another group, at an index.
-
-    Either may be stored as the transpose of the other.
-    """
+    """A parameter that is alone in its group, and the one of another group that it is a copy or the transpose of."""
 
     def __init__(self, group: Group, head_group: Group, index: int, *, transposed: bool) -> None:
         self.copy, self.copy_name = group.params[0], group.param_names[0]
@@ -41,8 +38,8 @@ class Tie:
             if moved() is gradient and gradient._version == version:
                 return
         for name, one in ((self.copy_name, gradient), (self.head_name, total)):
-            if one is not None and one.layout is not torch.strided:
-                raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+            if one is not None:
+                reject_sparse(name, one)
         if total is None:
             self.head.grad = torch.empty_like(self.head)
             self._write(self.head.grad, gradient)

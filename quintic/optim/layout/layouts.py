@@ -26,11 +26,11 @@ __all__ = [
     "intersection",
     "is_dtensor",
     "layout_of",
-    "local_gradient",
     "local_gradients",
     "local_tensor",
     "mesh_layout",
     "numel_of",
+    "reject_sparse",
     "relative",
     "replicated_layout",
     "size_of",
@@ -65,11 +65,7 @@ class Layout:
         object.__setattr__(self, "_positions", {rank: position for position, rank in enumerate(self.ranks)})
 
     def box_of(self, rank: int) -> Box:
-        """Return the box that global rank `rank` holds.
-
-        Raises:
-            KeyError: the rank takes no part in the layout.
-        """
+        """Return the box that a global rank holds; a KeyError if it takes no part in the layout."""
         try:
             return self.boxes[self._positions[rank]]
         except KeyError:
@@ -112,11 +108,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def relative(box: Box, to: Box) -> tuple[slice, ...]:
-    """Return the slices that select `box` from a tensor that holds the box `to`.
-
-    Raises:
-        ValueError: `box` is not inside `to`.
-    """
+    """Return the slices that select `box` from a tensor that holds the box `to`; a ValueError if it is not inside."""
     if any(start < low or stop > high for (start, stop), (low, high) in zip(box, to, strict=True)):
         raise ValueError(f"the box {box} is not inside {to}")
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, to, strict=True))
@@ -205,27 +197,25 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of `tensor`, sharing its memory; a tensor that is no `DTensor` is returned as it is.
-
-    `DTensor.to_local` does the same through autograd, which takes tens of microseconds.
-    """
+    """Return what this rank holds of `tensor`, sharing its memory, without the cost of `DTensor.to_local`."""
     if not is_dtensor(tensor):
         return tensor
     return _waited_for(tensor._local_tensor)
 
 
-def local_gradient(param: Tensor) -> Tensor | None:
-    """Return what this rank holds of a parameter's gradient, cut as the parameter is; None where there is none.
+def reject_sparse(name: str, gradient: Tensor) -> None:
+    """Raise a ValueError that names the parameter if its gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+
+
+def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return what this rank holds of each parameter's gradient, cut as the parameter is; None where there is none.
 
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
     made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
     made before, see `partial_gradients.py`, where ranks may lack them.)
     """
-    return local_gradients([param])[0]
-
-
-def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return `local_gradient` of many parameters."""
     gradients: list[Any] = [param.grad for param in params]
     kind = _dtensor_type()
     if kind == ():

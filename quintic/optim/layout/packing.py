@@ -25,10 +25,7 @@ class Run(NamedTuple):
 
 
 class Packing:
-    """Copies runs, which do not overlap, of some tensors into a buffer or back.
-
-    What the kernels need is kept from step to step.
-    """
+    """Copies runs, which do not overlap, of some tensors into a buffer or back, with what the kernels need kept."""
 
     def __init__(self, runs: Sequence[Run], kernels: Kernels, device: torch.device) -> None:
         self._runs = [run for run in runs if run.stop > run.start]
@@ -45,10 +42,7 @@ class Packing:
             self._alignments = {run.place % ALIGNMENT for run in self._runs}
 
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
-        """Copy the runs of dense tensors, of one dtype, into a buffer, converting to its dtype; None stands for zeros.
-
-        The buffer is contiguous, of one dimension, and changed where there are runs.
-        """
+        """Copy the runs of dense tensors, None for zeros, into a contiguous (entries,) buffer of any dtype."""
         if self._kernels == "triton":
             self._copy(tensors, buffer, packs=True)
             return

@@ -37,11 +37,7 @@ class AddressTable:
         self.aligned = False
 
     def get(self, key: object, build: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return the table for `key` on the device; `build` makes it on the host when the key is not the last one.
-
-        Raises:
-            RuntimeError: the table changed within a capture, and no pinned memory is left.
-        """
+        """Return the table for `key` on the device; `build` makes it on the host when the key is not the last one."""
         in_capture = is_capturing(device)
         # What is copied within a capture is there when its graph has run: steps outside need a table of their own.
         if key != self._key or (self._is_captured and not in_capture):

@@ -55,20 +55,14 @@ class View(ABC):
 
     @abstractmethod
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, g, r, n)` or `(b, g, r, c, k)` tensor per kind of matrix.
-
-        Together they cover `tensor` and share its memory.
+        """Return one `(b, g, r, n)` or `(b, g, r, c, k)` tensor per kind of matrix, which share the memory of `tensor`.
 
         Raises:
             ValueError: the view does not fit the shape of `tensor`.
         """
 
     def batches(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory if that allows.
-
-        Raises:
-            ValueError: the view does not fit the shape of `tensor`.
-        """
+        """Return one `(b, m, n)` tensor per kind of matrix; it shares memory if that allows. Errors as `blocks`."""
         return tuple(block.flatten(3).flatten(1, 2) for block in self.blocks(tensor))
 
     def write_(self, tensor: Tensor, batches: Sequence[Tensor]) -> None:
@@ -82,12 +76,7 @@ class View(ABC):
         return tuple((b, g * r, n) for b, g, r, n in (block.shape for block in blocks))
 
     def units(self, shape: Sequence[int]) -> tuple[Unit, ...]:
-        """Return the smallest boxes of a tensor of `shape` that hold whole matrices only; together they tile it.
-
-        Raises:
-            ValueError: the view does not fit `shape`.
-            NotImplementedError: a block has several matrices, and the class of the view does not say where they are.
-        """
+        """Return the smallest boxes of a tensor of `shape` that hold whole matrices only; together they tile it."""
         counts = [b for b, _, _ in self.shapes(shape)]
         if any(count != 1 for count in counts):
             raise NotImplementedError(f"{type(self).__name__}.units must say which boxes hold its several matrices")

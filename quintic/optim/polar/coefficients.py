@@ -60,11 +60,7 @@ _GRID = 200
 
 
 def newton_schulz_coefficients(steps: int = DEFAULT_STEPS) -> Coefficients:
-    """Return the Muon post's triple `(a, b, c)`, `steps` times.
-
-    Raises:
-        ValueError: `steps` < 1.
-    """
+    """Return the Muon post's triple `(a, b, c)`, `steps` times; a ValueError if `steps` < 1."""
     return (_MUON_TRIPLE,) * checked_steps(steps)
 
 
@@ -170,8 +166,8 @@ def _evaluate(a: float, b: float, c: float, s: float) -> float:
 def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
     """Return the odd quintic with the least largest distance from 1 on [lower, upper], by Remez exchange.
 
-    The best p equioscillates: 1 - p is +e, -e, +e, -e at lower, q, r, upper, where q < r are the extrema of p inside.
-    In decimal arithmetic, because the columns s, s^3, s^5 of a narrow interval are all but dependent.
+    1 - p is +e, -e, +e, -e at lower, q, r, upper, where q < r are the extrema of p inside. In decimal arithmetic,
+    because the columns s, s^3, s^5 of a narrow interval are all but dependent.
     """
     if lower / upper >= 1 - _CONVERGED:
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5

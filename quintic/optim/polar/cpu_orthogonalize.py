@@ -61,16 +61,10 @@ def iterates_on_cpu(form: Form, m: int, n: int) -> bool:
 
 
 def iterate_on_cpu(x: Tensor, form: Form, norm: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the form's polynomials of the matrices of `x`, scaled to a Frobenius norm; autograd cannot follow.
+    """Return the form's polynomials of `x`, (batch, m, n) not empty, scaled to a Frobenius norm; without autograd.
 
-    Args:
-        x: (batch, m, n) floating point, any strides, not empty; not modified.
-        form: one that `iterates_on_cpu`.
-        norm: with which matrices enter the polynomials.
-        dtype: of the result; None for that of the products.
-
-    Returns:
-        (batch, m, n) contiguous, a new tensor. A matrix has the bits that it has alone.
+    The result is a new contiguous tensor, of the products' dtype unless another is given. A matrix has the bits that it
+    has alone.
     """
     x = x.contiguous()  # sums over rows of another order in memory end in other bits
     batch, m, n = x.shape
@@ -131,10 +125,7 @@ _KEPT = _Kept()
 
 
 class _Buffers(NamedTuple):
-    """What is written to, by one matrix or batch after the other: two whole ones, (batch, m, n), and small ones.
-
-    There is one at a time: the next has the same memory.
-    """
+    """What is written to by one batch after the other: two whole ones, (batch, m, n), and small ones; one at a time."""
 
     whole: list[Tensor]
     small: list[Tensor]
@@ -253,10 +244,7 @@ def _add_symmetric(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
 
 
 def _symmetric_blocks(out: Tensor, terms: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield rows and columns of blocks up to the diagonal, and the columns of each that are mirrored above it.
-
-    The matrix is (1, side, side), its entries sums of so many terms.
-    """
+    """Yield rows and columns of blocks up to the diagonal, and the columns of each that are mirrored above it."""
     side = out.shape[-1]
     rows = _BLOCK_ROWS if terms >= 2 * side else 2 * _BLOCK_ROWS
     starts = [*range(0, max(1, side - rows + 1), rows), side]  # the last block takes what is left

@@ -95,12 +95,7 @@ def check_orthogonalizer(
     coefficients: Polynomials | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Reject arguments of `orthogonalize` that have no meaning; the arguments are those of `orthogonalize`.
-
-    Raises:
-        ValueError: an unknown method, `steps` < 1, coefficients that are not finite triples or that the method does
-            not take, or a dtype that the method cannot compute in. The message names the choices.
-    """
+    """Reject arguments of `orthogonalize` that have no meaning; the ValueError names the choices."""
     if method not in get_args(Method):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(Method)))}")
     allowed = _SVD_DTYPES if method == "svd" else tuple(_DTYPE_NAMES)
@@ -126,14 +121,10 @@ def resolve(
     device_type: str,
     dtype: torch.dtype = torch.float32,
 ) -> Form:
-    """Return what `orthogonalize` runs for matrices of shape (m, n), given its arguments.
+    """Return what `orthogonalize` runs for (m, n) matrices, given its arguments; errors as `check_orthogonalizer`.
 
-    The answer depends on these arguments alone, never on how many matrices are in a batch: a matrix is computed in the
-    same way alone and among others. The type of device, such as `"cuda"`, matters to `"auto"` only, the dtype of the
-    matrices to `"svd"`.
-
-    Raises:
-        ValueError: see `check_orthogonalizer`.
+    The answer never depends on how many matrices are in a batch: a matrix is computed in the same way alone and among
+    others. The type of device matters to `"auto"` only, the dtype of the matrices to `"svd"`.
     """
     check_orthogonalizer(method, steps, coefficients=coefficients, compute_dtype=compute_dtype)
     if method == "svd":

@@ -39,8 +39,7 @@ Multiply = Callable[..., Tensor]
 def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Make products of `dtype` on a device exact up to float32 accumulation and one rounding, and leave no trace.
 
-    The switches are the process's: a product that another thread starts meanwhile is as exact. Setting them makes no
-    call to the device. A compiled graph would ignore them: callers keep out of `torch.compile`.
+    The switches are the process's. A compiled graph would ignore them: callers keep out of `torch.compile`.
     """
     stack = contextlib.ExitStack()
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -58,10 +57,7 @@ def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.Abstract
 
 
 def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the length that a side of matrices of `dtype` is padded to, so that products do not depend on the batch.
-
-    The device need not be there.
-    """
+    """Return the length that a side of matrices is padded to, so that products do not depend on the batch."""
     pads = device.type == "cuda" and dtype.itemsize == 2
     return -(-side // _SIDE_MULTIPLE) * _SIDE_MULTIPLE if pads else side
 

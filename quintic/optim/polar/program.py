@@ -30,10 +30,7 @@ __all__ = ["Product", "Program", "multiplier", "products_of", "run_products", "r
 
 
 class Product(NamedTuple):
-    """out = alpha a b + beta c + diagonal I, rounded once.
-
-    Matrices are numbered: number 0 is x as it comes, every product makes the next one.
-    """
+    """out = alpha a b + beta c + diagonal I, rounded once. Matrix 0 is x; every product makes the next one."""
 
     kind: Literal["gram", "square", "apply"]
     a: int
@@ -58,10 +55,7 @@ class Program(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficients, norm: float) -> Program:
-    """Return the products of a form: segments are half-open ranges of steps, each from a fresh Gram matrix.
-
-    Entries of x are multiplied with a norm at first; the result's are not.
-    """
+    """Return the products of a form; entries of x, not those of the result, come multiplied with a norm."""
     products: list[Product] = []
 
     def add(product: Product) -> int:
@@ -134,11 +128,7 @@ def _multiply_symmetric(
 
 
 def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the result of a program, (batch, m, n), computed product by product.
-
-    `x` has one tensor, (batch, m, n), normalised and contiguous, which is taken out of the list. The result, a new
-    tensor, has its dtype where none is given.
-    """
+    """Return the result of a program, in `dtype` or that of x: the one tensor of a list, which is taken out of it."""
     matrices: dict[int, Tensor] = {0: x.pop()}
     wide = matrices[0].shape[-2] <= matrices[0].shape[-1]
     for number, product in enumerate(program.products):
@@ -161,8 +151,8 @@ def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: t
 def run_queue(program: Program, pair: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the result of a program, (batch, m, n), computed in one launch on a Hopper GPU.
 
-    The pair is (2, batch, m, n) contiguous, with the normalised matrices in [0], and is overwritten. The result has its
-    dtype where none is given; with as many bits it is one half of the pair.
+    The pair is (2, batch, m, n) contiguous, with the normalised matrices in [0], and is overwritten. A result with as
+    many bits is one half of the pair.
     """
     from quintic.kernels.products.hopper_program import run_program
 

@@ -62,10 +62,7 @@ class RowFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerClip:
-    """One attention layer, ready to be clipped; made by `QKClip.resolve`.
-
-    Holds names and sizes alone, so it can be kept for as long as the shapes stay.
-    """
+    """One attention layer, ready to be clipped: names and sizes alone. Made by `QKClip.resolve`."""
 
     layer: str
     num_heads: int

@@ -44,10 +44,7 @@ class Seen(NamedTuple):
 
 
 class Maxima:
-    """The largest logits of the layers that some ranks share, kept from step to step.
-
-    Without a group this rank is alone; `device` is the one on which ranks communicate.
-    """
+    """The largest logits of the layers that some ranks share, from step to step; without a group this rank is alone."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -66,15 +63,9 @@ class Maxima:
     def start(self, seen: Mapping[Layer, Seen], problem: ValueError | None = None) -> ValueError | None:
         """Begin to reduce what this rank has seen. All ranks must call it in every step, whatever they have seen.
 
-        Waits for the device only if this rank has seen a layer that is not reduced yet. Other ranks hear of a problem
-        of this one where all agree on layers.
-
-        Returns:
-            What is wrong on any rank, as far as this one knows; then nothing may be scaled. It is not raised here,
-            because other ranks may wait for this one elsewhere, too.
-
-        Raises:
-            RuntimeError: a layer is not reduced yet, and a CUDA graph is being captured.
+        Waits for the device only if this rank has seen a layer that is not reduced yet. Returns what is wrong on any
+        rank, as far as this one knows; then nothing may be scaled. It is not raised here, because other ranks may wait
+        for this one elsewhere, too.
         """
         if self._group is None:
             self.slots = {layer: found.slot for layer, found in seen.items()}

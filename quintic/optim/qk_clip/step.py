@@ -44,12 +44,9 @@ class QKStep:
         self._maxima = self._reductions()
 
     def start(self, qk_logits: Mapping[Layer, Tensor]) -> None:
-        """Check what `Muon.step` was given, and begin to bring it together.
+        """Check what `Muon.step` was given, and begin to bring it together; after a ValueError nothing was changed.
 
         All ranks that share parameters must call it.
-
-        Raises:
-            ValueError: it fits no attention layer, or not what other ranks give; nothing was changed.
         """
         seen: dict[tuple[int, ...], dict[Layer, Seen]] = {ranks: {} for ranks in self._maxima}
         known = dict(self._layers)
@@ -74,10 +71,7 @@ class QKStep:
 
     @torch.no_grad()
     def finish(self, go: Tensor | None) -> None:
-        """Scale what this rank holds; nothing where `go`, () int32 on a device, is zero.
-
-        All ranks that share parameters must call it.
-        """
+        """Scale what this rank holds, unless `go`, () int32, is zero. All ranks that share parameters must call it."""
         scaled: list[str] = []
         for found in self._maxima.values():
             for layer, maxima in found.finish().items():
@@ -210,11 +204,7 @@ def _is_private(held: Parameter) -> bool:
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
     """Return (heads,) float32: what this rank has seen of all heads, -inf for the others.
 
-    The maxima are (heads,), or a `DTensor` of which each rank has the heads of its own; `ranks` those that they are
-    taken over.
-
-    Raises:
-        ValueError: a `DTensor` that lies on other ranks, or in a way that says nothing of heads.
+    The maxima are (heads,), or a `DTensor` with heads on ranks; `ranks` are those that they are taken over.
     """
     local = local_tensor(maxima).detach()
     mesh = getattr(maxima, "device_mesh", None)

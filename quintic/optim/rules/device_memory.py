@@ -73,9 +73,6 @@ class DeviceHyperparameters:
         """Bring the values, in the order of `HYPERPARAMETERS`, up to date on the device; the first times a ratio.
 
         A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
-
-        Raises:
-            RuntimeError: a number changed since the last upload and a CUDA graph is being captured.
         """
         live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
         self.is_live = any(live)

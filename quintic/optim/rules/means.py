@@ -11,10 +11,7 @@ __all__ = ["mean_in_order", "mean_of_ranks"]
 
 
 def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
-    """Return the mean of (ranks, entries) contiguous over ranks, summed in order in float32 or wider and rounded once.
-
-    It is written to `out`, (entries,) contiguous of the same dtype, or to new memory.
-    """
+    """Return the mean of (ranks, entries) contiguous over ranks, in `out`, (entries,), or new memory."""
     if out is None:
         out = received.new_empty(received.shape[1:])
     if kernels == "triton":
@@ -25,10 +22,7 @@ def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None)
 
 
 def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
-    """Write the mean of tensors of one shape, summed in order in float32 or wider and rounded once; return it.
-
-    Tensors that an iterator makes anew need not be there all at once.
-    """
+    """Write the mean of tensors of one shape to `out`, and return it; an iterator may make them one at a time."""
     tensors = iter(tensors)
     total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1
     for tensor in tensors:

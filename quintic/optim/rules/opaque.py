@@ -18,10 +18,7 @@ _R = TypeVar("_R")
 
 
 def opaque_step(step: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return an optimizer's `step` that is opaque together with its hooks.
-
-    PyTorch wraps the step of every class in what calls hooks, and would put that around the opaque function.
-    """
+    """Return an optimizer's `step` that is opaque together with the hooks that PyTorch wraps around it."""
     hooked = Optimizer.profile_hook_step(step)
     hooked.hooked = True  # type: ignore[attr-defined]  # so that PyTorch does not do it again
     return opaque(hooked)

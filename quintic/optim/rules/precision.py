@@ -19,10 +19,9 @@ _LOW_BITS = 0xFFFF
 
 
 def full_precision(weight: Tensor, master: Tensor | None) -> Tensor:
-    """Return the value behind a weight: the weight itself without a master, else a new float32 tensor.
+    """Return the value behind a weight: itself without a master, else a new float32 tensor.
 
-    A master of the same shape is float32 (the value) or uint16 (the mantissa's low bits of a bfloat16 weight). Where a
-    float32 master is not the value behind the weight, as after loading a checkpoint into the model, the weight counts.
+    Where a float32 master is not the value behind the weight, as after loading a model, the weight counts.
     """
     if master is None:
         return weight

@@ -20,7 +20,7 @@ def sums(x: Tensor, dim: int) -> Tensor:
 
 
 def _pairwise(x: Tensor, dim: int) -> Tensor:
-    """Return sums along a dimension, made by adding halves to each other; overwrites `x`.
+    """Return sums made by adding halves to each other; overwrites `x`.
 
     A GPU divides one sum among its threads in parts that depend on how many sums there are, and the last bit with them.
     """

@@ -13,21 +13,17 @@ __all__ = ["assign_owners", "balance", "loads_of", "shape_cost"]
 def shape_cost(m: int, n: int) -> int:
     """Floating-point operations of one (m, n) matrix in the default form on GPUs, whatever form it really gets.
 
-    A cost that follows from the shape alone gives work the same owner whatever the options are. State that lies with
-    its owner needs that: it does not move when options change between steps or come out of a checkpoint.
+    So work, and divided state with it, has the same owner whatever the options are.
     """
     return resolve("auto", m, n, device_type="cuda").flops(m, n)
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Owner of each piece of work, such that the busiest rank has little.
+    """Owner of each piece of work, such that the busiest rank has little; `holders` may take it, or any rank if empty.
 
     Work that only one rank may take comes first, because the rest can fill up the other ranks; then the largest first,
     each to the rank with the least so far. Where it is better to take all of it by size, that is done. Every rank
-    computes the same answer from the same arguments; equal costs and loads fall to the lower number.
-
-    Holders are for each piece the ranks that may take it: those that hold all of its data, where there are some,
-    because then nothing must be sent to them; empty for any rank. Ranks are positions in a process group.
+    computes the same answer; equal costs and loads fall to the lower number.
 
     Source: the rule of longest processing time, R. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
     """

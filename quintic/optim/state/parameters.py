@@ -128,8 +128,7 @@ class Parameter:
     def holders(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """Return the ranks that have a matrix' state, of matrices (block of the view, number in it) that others lack.
 
-        Those are matrices with divided state, and those that are whole on one rank of each copy, which may step it
-        without any exchange (`replicas="repeat"`, if there are several copies).
+        Those with divided state, or whole on one rank of each copy, which may step them alone (`replicas="repeat"`).
         """
         if self.divided is not None:
             parts, ranks = self.divided.parts, self.divided.ranks
@@ -172,10 +171,8 @@ def whole_states(
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state that ranks divide, whole, and give every rank NorMuon's second moments of all matrices.
 
-    Matrices that are whole on one rank of each copy (experts, heads) may be stepped without any exchange, so that only
-    these ranks know their second moments; they are changed in place where no state is divided. All ranks that share
-    parameters with such state must call it; without any, nothing is communicated. Temporary memory: that of one
-    parameter's state, besides the result.
+    The latter are changed in place where no state is divided. All ranks that share parameters with such state must
+    call it; without any, nothing is communicated. Temporary memory: one parameter's state, besides the result.
     """
     apart = [found for found in all_parameters(groups, communicators) if _has_state_apart(found)]
     if not apart:

@@ -205,10 +205,7 @@ def _cost(unit: Unit) -> int:
 
 
 def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part of a rank in its flat state, and the same entries of a whole tensor of the parameter's shape.
-
-    The flat state shares memory with what is yielded; the parameter says what the order of memory is.
-    """
+    """Yield each part of a rank in its flat state, sharing memory, and the same entries of a whole tensor."""
     ordered = whole.contiguous()
     if not param.is_contiguous():
         ordered = torch.empty_like(param, dtype=whole.dtype, device=whole.device).copy_(whole)

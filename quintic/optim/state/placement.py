@@ -52,10 +52,7 @@ def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
 
 
 def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
-    """Return the state of a parameter that no step has used, in its place: zeros, and masters of the weights.
-
-    Where ranks divide the state, `own` are the parts of this rank; nothing whole is allocated then.
-    """
+    """Return state that no step has used: zeros, and masters. Where ranks divide it, `own` is what this one has."""
     state = {}
     for key, needed in needed_state(param, group).items():
         device, pinned = _place(key, param, group)

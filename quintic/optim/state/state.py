@@ -68,20 +68,16 @@ def num_second_moments(shape: Sequence[int], view: View) -> int:
 
 
 def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Tensor]:
-    """Return NorMuon's second moments as one (b, m, 1) or (b, 1, n) tensor per batch of the view, sharing memory.
-
-    The shape is that of the whole parameter.
-    """
+    """Return NorMuon's second moments of a whole parameter as one (b, m, 1) or (b, 1, n) per batch, sharing memory."""
     shapes = _second_moment_shapes(shape, view)
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
 
 def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return PyTorch's state dict of an optimizer with views and callables as text.
+    """Return PyTorch's state dict of an optimizer with views and callables as text, and tensors that share memory.
 
-    Tensors share memory with the state, except that mantissas become int32 where there are process groups: whoever
-    gathers or distributes a state dict needs collectives, and these do not know uint16.
+    Mantissas become int32 where there are process groups, whose collectives do not know uint16.
     """
     state: dict[Any, dict[str, Any]] = {}
     for key, tensors in state_dict["state"].items():

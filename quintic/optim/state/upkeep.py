@@ -125,12 +125,9 @@ class Upkeep:
 
     @torch.no_grad()
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
-        """Let every parameter have the state that it needs, where it needs it. Nothing changes if that is impossible.
+        """Let every parameter have the state that it needs, where it needs it; a ValueError if that is impossible.
 
         Waits for the device where state moves. Temporary memory: that of one parameter's state.
-
-        Raises:
-            ValueError: state that says something cannot move to the parameter that is there now; the message names it.
         """
         places = _entries_of(groups)
         divisions: _Divisions = {}
@@ -155,10 +152,7 @@ class Upkeep:
         self.watch([group.params for group in groups])
 
     def drop_unused(self, states: _States, *, is_planned: bool) -> None:
-        """Forget state that says nothing: it is made again when it is needed.
-
-        Where no other state and no plan is left, nothing is watched any more.
-        """
+        """Forget state that says nothing. Where no other state and no plan is left, nothing is watched any more."""
         for param in list(states):
             if _says_nothing(states[param], param.dtype):
                 del states[param]

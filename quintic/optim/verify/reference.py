@@ -8,8 +8,8 @@ rounded.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,13 @@ from quintic.optim.comms.collectives import (
     all_agree_,
     all_gather_uneven,
     all_gather_values,
-    group_ranks,
     num_ranks,
-    this_rank,
 )
-from quintic.optim.comms.sharing import AVERAGING
+from quintic.optim.comms.sharing import AVERAGING, bound_ranks
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import local_gradient, local_tensor
+from quintic.optim.layout.layouts import local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.views import View
-from quintic.optim.muon import Muon
-from quintic.optim.optimizer_base import bare
+from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
@@ -50,8 +47,7 @@ _FUNCTION_ROUNDING = 2.0**-8
 _PATTERNS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(NamedTuple):
     """What rounding did to one matrix: how far the same polynomial in a wider dtype, and of a nearby direction, is."""
 
     update: float
@@ -87,11 +83,9 @@ def reference_step(optimizer: torch.optim.Optimizer) -> None:
         FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
         RuntimeError: as `optimizer.step()`, of a sum that ranks did not tell each other of before its first step.
     """
-    optimizer = bare(optimizer)
-    if not isinstance(optimizer, Muon):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: reference_step needs a quintic.Muon")
-    run_reference(optimizer, None)
-    optimizer.current.early.forget(n for n, group in enumerate(optimizer.param_groups) if group["pending_steps"] == 0)
+    muon = muon_in(optimizer, "reference_step")
+    run_reference(muon, None)
+    muon.current.early.forget(n for n, group in enumerate(muon.param_groups) if group["pending_steps"] == 0)
 
 
 @torch.no_grad()
@@ -125,20 +119,15 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
     """Return whether all gradients that are asked about are finite, on all ranks connected by shared parameters.
 
     All of these ranks must call it, with all of their parameters and those that are stepped now.
-
-    Raises:
-        FloatingPointError: they are not, and one of these ranks has `on_nonfinite="raise"` for a parameter that is due.
     """
     asking = [found for found in due if found.group.on_nonfinite != "propagate"]
     bad = [f for f in asking if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
     is_raised = any(found.group.on_nonfinite == "raise" for found in asking)
     groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
     for group in optimizer.current.groups:
-        # Ranks that need not share anything, where the user names them.
-        if group.comms == "none" and group.process_group is not None and group.params:
-            ranks = tuple(sorted(group_ranks(group.process_group)))
-            if this_rank() in ranks:
-                groups[ranks] = group.process_group, group.params[0]
+        bound = bound_ranks(group)
+        if bound:
+            groups[bound] = group.process_group, group.params[0]
     flags = _least_of_connected([int(not bad), int(not is_raised)], groups)
     if flags == [0, 0]:
         where = bad[0].name if bad else "on another rank"
@@ -151,7 +140,6 @@ def _least_of_connected(
 ) -> list[int]:
     """Return the least of each flag over all ranks that process groups connect, directly or through other ranks.
 
-    Each process group takes its minimum, one after the other, until a flag can have gone from any rank to any other.
     Beside a process group stands a tensor on the device on which its ranks communicate.
     """
     # Over a group of all ranks one round takes a flag everywhere; else each round takes it one rank further at least.
@@ -181,16 +169,13 @@ def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
 
 
 def _gradient_of(found: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
-    """Return what this rank holds of the gradient, averaged over the ranks where that is the optimizer's part.
-
-    It may have been averaged before the step.
-    """
+    """Return what this rank holds of the gradient, averaged over ranks where the optimizer does that."""
     if cut is not None and found.param.grad is None:
         param: Any = found.param
         return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
-    gradient = local_gradient(found.param)
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise ValueError(f"{found.name}: sparse gradients are not supported; build the embedding with sparse=False")
+    (gradient,) = local_gradients([found.param])
+    if gradient is not None:
+        reject_sparse(found.name, gradient)
     if found.group.comms not in AVERAGING or found.process_group is None:
         assert gradient is not None
         return gradient

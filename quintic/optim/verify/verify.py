@@ -22,8 +22,7 @@ from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.names import model_parameters
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.muon import Muon
-from quintic.optim.optimizer_base import bare
+from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.rules.update import lr_scale_factor
@@ -84,9 +83,7 @@ def verify(
         TypeError: the optimizer is not a `quintic.Muon`.
         ValueError, FloatingPointError: as `optimizer.step()`, and `reference_step`; everything is restored before.
     """
-    optimizer = bare(optimizer)
-    if not isinstance(optimizer, Muon):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: verify needs a quintic.Muon")
+    optimizer = muon_in(optimizer, "verify")
     names: dict[Tensor, str] = {param: name for name, param in model_parameters(model)}
     problems = _foreign_problem([name for name, param in named_parameters(optimizer) if param not in names])
     kept = Kept(optimizer)
@@ -118,12 +115,10 @@ def _foreign_problem(foreign: Sequence[str]) -> list[str]:
     """Return a line about parameters that the model does not have; none if there are none."""
     if not foreign:
         return []
-    which = f"{foreign[0]}: this parameter of the optimizer is none of the model's"
-    if len(foreign) > 1:
-        verb, others = ("is", "1 other") if len(foreign) == 2 else ("are", f"{len(foreign) - 1} others")
-        which += f", nor {verb} {others}"
+    more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
     return [
-        f"{which}; make the optimizer after the model is moved, wrapped (fully_shard, parallelize_module) or compiled"
+        f"{foreign[0]}: this parameter of the optimizer is none of the model's{more}; make the optimizer after the "
+        f"model is moved, wrapped (fully_shard, parallelize_module) or compiled"
     ]
 
 
@@ -149,10 +144,7 @@ def _text(value: Any) -> str:
 
 @torch.no_grad()
 def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list[Tensor]:
-    """Set random gradients if no rank has any, the same wherever a piece is held, unless they are to be averaged.
-
-    Returns the parameters that got one.
-    """
+    """Set random gradients if no rank has any, equal wherever ranks hold the same piece; return what got one."""
     has_gradients = any(param.grad is not None for _, param in named_parameters(optimizer))
     if any(all_gather_values(has_gradients, process_group)):
         return []
@@ -220,7 +212,10 @@ def _compare_matrices(
     before: Mapping[str, Tensor],
     roundings: Roundings,
 ) -> Iterator[Difference]:
-    """Yield the differences of every matrix, whole. All ranks that share the parameter must call it."""
+    """Yield the differences of every matrix, whole, and of this rank's second moments.
+
+    All ranks that share the parameter must call it.
+    """
     view, shape = found.group.view, found.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = found.holders() if found.divided is not None else {}
@@ -247,30 +242,18 @@ def _compare_matrices(
             one = _difference(found, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_ranks(found, wholes[1], block, index, wrong))
-    if "second_momentum_buffer" in expected:
-        yield from _compare_second_moments(found, numbers, expected, taken, roundings)
-
-
-def _compare_second_moments(
-    found: Parameter,
-    numbers: Sequence[tuple[int, int]],
-    expected: Mapping[str, Tensor],
-    taken: Mapping[str, Tensor],
-    roundings: Roundings,
-) -> Iterator[Difference]:
-    """Yield the differences of this rank's second moments; of matrices that another rank alone holds it has none."""
-    view, shape = found.group.view, found.param.shape
-    holders = found.holders()
-    key = "second_momentum_buffer"
+    key, holders = "second_momentum_buffer", found.holders()
+    if key not in expected:
+        return
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
+        # Of matrices that another rank alone holds this one has none.
         if right.numel() == 0 or this_rank() not in holders.get((block, index), found.ranks):
             continue
         rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
         allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
-        scale = largest(right)
-        yield _difference(found, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
+        yield _difference(found, key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers))
 
 
 def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
