@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -110,7 +110,10 @@ class CapturedStep:
             self.close()
             self._captured = found
         pending_steps = optimizer.next_pending_steps()
-        inside, outside = _divided(pending_steps, self._sparse_groups())
+        # What a CUDA graph can hold, and the sparse rest: in each the other's groups wait.
+        sparse = self._sparse_groups()
+        inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
+        outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
         due = tuple(pending == 0 for pending in pending_steps)
         if 0 not in inside or self._num_eager[due] < _EAGER_STEPS:
             optimizer.step()
@@ -192,13 +195,6 @@ class CapturedStep:
         if hooks:
             raise ValueError("a captured step runs no step hooks, and the optimizer has some: remove them")
         _check_devices(self._optimizer, self._params())
-
-
-def _divided(pending_steps: Sequence[int], sparse: Container[int]) -> tuple[list[int], list[int]]:
-    """Return pending steps of what a CUDA graph can hold, and of the sparse rest: in each the other's groups wait."""
-    inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
-    outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
-    return inside, outside
 
 
 def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> None:

@@ -19,7 +19,7 @@ from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.parameters import Parameter, connected_parameters
 from quintic.optim.state.upkeep import Upkeep
-from quintic.optim.state.watching import Change
+from quintic.optim.state.watching import Change, WatchedParameters
 from quintic.optim.step.averages.gradient_averages import EarlyAverages
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
@@ -50,6 +50,8 @@ class Current:
         self.runner: Runner | None = None
         """Of the plan, if there is one."""
         self._upkeep = Upkeep()
+        self._watched: WatchedParameters | None = None
+        """The parameters that something was made for, if anything was."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
         """How many sets of ranks had told each other of their hosts when the plan was made."""
@@ -64,7 +66,7 @@ class Current:
     def outdate(self) -> None:
         """Forget the plan, and have state looked at closely when it is needed next."""
         self.forget_plan()
-        self._upkeep.outdate()
+        self._upkeep.is_outdated = True
 
     def forget_plan(self) -> None:
         """Forget the plan; the next one to ask makes another."""
@@ -79,7 +81,7 @@ class Current:
         if self.runner is None:
             self.runner = Runner(self.groups, states, self.communicators, self.orders, self.rows, self.early)
             self._num_planned_hosts = len(self.communicators.hosts)
-            self._upkeep.watch([group.params for group in self.groups])
+            self._watch()
         return self.runner
 
     def connected(self, dictionaries: _Dictionaries, states: States) -> Runner:
@@ -115,14 +117,14 @@ class Current:
             self.needed_state(dictionaries, states)
         elif self.runner is not None:
             self.runner.finish()
-        self._upkeep.give()
+        self._upkeep.is_given = True
 
     def end_load(self, states: States) -> None:
         """Note that state was loaded; forget that of which nothing is said, as of what no step had used."""
         self._upkeep.use()
-        self._upkeep.drop_unused(states, is_planned=self.runner is not None)
-        if not self._upkeep.is_watching:
-            self.groups = []
+        self._upkeep.drop_unused(states)
+        if not states and self.runner is None:
+            self._watched, self.groups = None, []
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters that this rank has a part in. All ranks that share parameters must call it."""
@@ -175,11 +177,18 @@ class Current:
             self.runner.finish()
             self.runner.renew()
         self._upkeep.bring_up_to_date(self.groups, states)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._watched is None:
+            self._watched = WatchedParameters([group.params for group in self.groups])
 
     def _notice(self, dictionaries: Iterable[Mapping[str, Any]]) -> None:
         """Notice parameters that were moved, converted or exchanged."""
-        change = self._upkeep.look([dictionary["params"] for dictionary in dictionaries])
+        if self._watched is None:
+            return
+        change = self._watched.look([dictionary["params"] for dictionary in dictionaries])
         if change is Change.PARAMETERS:
-            self.forget_plan()
+            self.outdate()
         elif change is Change.MEMORY and self.runner is not None:
             self.runner.renew()

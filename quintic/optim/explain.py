@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quintic.optim.explain_text import Cells, bytes_text, column_lines, table_lines
 from quintic.optim.groups.classify import PERHAPS_FUSED, Convolutions
 from quintic.optim.groups.groups import Rule, decide, grouped
 from quintic.optim.groups.names import model_parameters, numberless
-from quintic.optim.groups.options import Group
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
 from quintic.optim.rules.update import lr_scale_factor
@@ -169,7 +168,8 @@ def explain(
             for a matrix that nobody decided about; the message names the parameter.
     """
     decisions = {decision.param: decision for decision in decide(model, rules, convolutions)}
-    twins = {param: _twin(param) for param in decisions}
+    # Of the same shapes, strides and dtypes, without memory.
+    twins = {p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")) for p in decisions}
     groups = grouped(list(decisions.values()), muon=muon, adamw=adamw)
     for dictionary in groups:
         dictionary["params"] = [twins[param] for param in dictionary["params"]]
@@ -191,7 +191,7 @@ def explain(
                 shape=tuple(twin.shape),
                 dtype=twin.dtype,
                 algorithm=decision.algorithm,
-                optimizer=_optimizer_name(group),
+                optimizer="AdamW" if not is_muon else "Muon" if group.normalize is None else "NorMuon",
                 view=decision.view if is_muon else None,
                 matrices=matrices,
                 why=decision.why,
@@ -202,17 +202,6 @@ def explain(
             )
         )
     return Explanation(type(model).__name__, tuple(rows))
-
-
-def _twin(param: Tensor) -> nn.Parameter:
-    """Return a parameter of the same shape, strides and dtype that has no memory."""
-    return nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"))
-
-
-def _optimizer_name(group: Group) -> str:
-    if group.algorithm == "adamw":
-        return "AdamW"
-    return "Muon" if group.normalize is None else "NorMuon"
 
 
 def _total(algorithm: str, rows: Sequence[Row]) -> Total:

@@ -23,6 +23,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
+from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.update import lr_scale_factor
 
 __all__ = ["check_apart", "check_averages", "check_group", "check_keys", "suggests_options"]
@@ -120,13 +121,13 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
     """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype."""
     if group["algorithm"] not in ("muon", "adamw"):
         raise ValueError(
-            f"parameter group {number} ({_first_name(group)}): unknown algorithm {group['algorithm']!r}; "
+            f"parameter group {number} ({first_name(group)}): unknown algorithm {group['algorithm']!r}; "
             f"choose 'muon' or 'adamw'"
         )
     _check_options(number, group)
     if group["algorithm"] == "muon" and group["comms"] == "sharded_sparse":
         raise ValueError(
-            f"parameter group {number} ({_first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
+            f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
             f"algorithm='adamw'; use comms='sharded' for matrices"
         )
     check_group_is_whole(number, group)
@@ -160,7 +161,7 @@ def check_averages(number: int, group: Mapping[str, Any]) -> None:
     above = math.nextafter(MOST_OF_BF16, 1)
     if not all(_is_number(value, below=above) for value in values):
         raise ValueError(
-            f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
+            f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
             f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None for "
             f"this group"
         )
@@ -196,7 +197,7 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
 def _check_options(number: int, group: Mapping[str, Any]) -> None:
     def check(key: str, ok: bool, need: str) -> None:
         if not ok:
-            raise ValueError(f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} must be {need}")
+            raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
 
     for key in ("lr", "weight_decay", "eps"):
         check(key, _is_number(group[key], 0), "a number of at least 0")
@@ -234,7 +235,7 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     except ValueError as error:
         # `orthogonalize` calls its argument by another name than the option.
         message = re.sub(r"^method=", "orthogonalizer=", str(error))
-        raise ValueError(f"parameter group {number} ({_first_name(group)}): {message}") from None
+        raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None
 
 
 def _is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
@@ -246,8 +247,3 @@ def _is_number(value: object, least: float = -math.inf, below: float = math.inf)
 
 def _is_count(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1
-
-
-def _first_name(group: Mapping[str, Any]) -> str:
-    names = group.get("param_names")
-    return names[0] if names else "no parameters"

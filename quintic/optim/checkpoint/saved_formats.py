@@ -62,36 +62,33 @@ class SavedState(NamedTuple):
     """What turns the saved momentum into a moving average."""
 
 
-def _read_torch(
-    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
-) -> Iterator[SavedState]:
+Members = Sequence[SavedParameter]
+Ranks = Sequence[Mapping[Any, State]]
+"""Of each rank the saved state by key."""
+
+
+def _read_torch(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     for member in members:
         state = _plain(ranks[0].get(member.key))
         if member.name is not None and state:
             yield SavedState(member.name, _algorithm(member.name, state), state)
 
 
-def _read_keller_jordan(
-    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
-) -> Iterator[SavedState]:
+def _read_keller_jordan(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     for member in members:
         if member.name is not None:
             state = _of_some_rank(member, ranks)
             yield SavedState(member.name, _algorithm(member.name, state), state)
 
 
-def _read_keller_jordan_2024(
-    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
-) -> Iterator[SavedState]:
+def _read_keller_jordan_2024(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     for saved in _read_keller_jordan(group, members, ranks):
         if saved.algorithm == "muon":
             saved = saved._replace(momentum_factor=_factor_of_sum(saved.name, group, "momentum"))
         yield saved
 
 
-def _read_dion(
-    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
-) -> Iterator[SavedState]:
+def _read_dion(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     algorithm = group.get("algorithm")
     for member in members:
         name, state = member.name, ranks[0].get(member.key)
@@ -117,9 +114,7 @@ def _read_dion(
             )
 
 
-def _read_nanochat(
-    group: State, members: Sequence[SavedParameter], ranks: Sequence[Mapping[Any, State]]
-) -> Iterator[SavedState]:
+def _read_nanochat(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
     ndim = next((len(member.shape) for member in members if member.shape is not None), None)
     if ndim is None:
         return
@@ -140,19 +135,14 @@ def _read_nanochat(
         yield SavedState(member.name, _algorithm(member.name, state), state)
 
 
-READERS: dict[
-    Source, Callable[[State, Sequence[SavedParameter], Sequence[Mapping[Any, State]]], Iterator[SavedState]]
-] = {
+READERS: dict[Source, Callable[[State, Members, Ranks], Iterator[SavedState]]] = {
     "torch": _read_torch,
     "keller_jordan": _read_keller_jordan,
     "keller_jordan_2024": _read_keller_jordan_2024,
     "dion": _read_dion,
     "nanochat": _read_nanochat,
 }
-"""For each source a function of a saved group, its members and each rank's saved state by key.
-
-It yields what was saved for those members that have a name; ValueError names the parameter whose state it cannot read.
-"""
+"""What yields the state of those members of a saved group that have a name; a ValueError names one it cannot read."""
 
 PER_RANK: tuple[Source, ...] = ("keller_jordan", "keller_jordan_2024", "nanochat")
 """Libraries in which each rank saves the state of what it owns."""
@@ -163,7 +153,7 @@ def _plain(state: State | None) -> dict[str, Any]:
     return {_SYNONYMS.get(key, key): value for key, value in (state or {}).items() if key not in _LABELS}
 
 
-def _of_some_rank(member: SavedParameter, ranks: Sequence[Mapping[Any, State]]) -> dict[str, Any]:
+def _of_some_rank(member: SavedParameter, ranks: Ranks) -> dict[str, Any]:
     """Return the state of a parameter that at least one rank must have."""
     for rank in ranks:
         state = _plain(rank.get(member.key))
@@ -219,7 +209,7 @@ def _without_split_scales(second_moment: Tensor, shape: torch.Size | None, group
     return second_moment / scale.repeat_interleave(torch.tensor(sizes, device=scale.device)).unsqueeze(-1)
 
 
-def _unstacked(members: Sequence[SavedParameter], states: Sequence[State]) -> Iterator[SavedState]:
+def _unstacked(members: Members, states: Sequence[State]) -> Iterator[SavedState]:
     """Yield the matrices of a group whose state is one stack, a chunk of it on each rank, the last ones padded."""
     first = next(member.name for member in members if member.name is not None)
     keys = _nanochat_keys(first, states[0])

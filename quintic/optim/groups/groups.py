@@ -158,7 +158,8 @@ def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convoluti
         if not isinstance(choice, Choice):
             undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
             continue
-        why = choice.why + _tied(others)
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        why = f"{choice.why}; tied to {others[0]}{more}" if others else choice.why
         decisions.append(Decision(name, param, choice.algorithm, choice.view, options, why, number is not None))
     if undecided:
         raise ValueError(_undecided_message(undecided))
@@ -188,12 +189,6 @@ def _undecided_message(undecided: Sequence[str]) -> str:
 def _listed(entries: Sequence[str]) -> str:
     more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
     return ", ".join(entries[:_NUM_LISTED]) + more
-
-
-def _tied(others: Sequence[str]) -> str:
-    if not others:
-        return ""
-    return f"; tied to {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
 
 
 def _names_of(rule: Rule, uses: Iterable[Sequence[Use]]) -> set[str]:

@@ -1,31 +1,28 @@
 """Known views of the models of timm, torchtitan and diffusers, and of the original code of Flux, DiT and DINOv2."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
-from quintic.optim.groups.known_view import KnownView, UnknownLayoutError, equal_parts, num_heads_of, size_of
+from quintic.optim.groups.known_view import (
+    KnownView,
+    UnknownLayoutError,
+    alike,
+    equal_parts,
+    num_heads_of,
+    parts,
+    size_of,
+)
 from quintic.optim.layout.views import Experts, Split, View
 
 __all__ = ["LIBRARIES"]
 
 
-def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View:
+def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View | None:
     if getattr(owner, "use_global", False):  # GCViT's queries come from elsewhere
         return equal_parts(2)(owner, param)
     if getattr(owner, "head_first", False):
         heads = num_heads_of(owner)
         return Split((param.shape[0] // (3 * heads),) * 3, groups=heads)
     return equal_parts(3)(owner, param)
-
-
-def _per_head(*names: str) -> Callable[[nn.Module, Tensor], View]:
-    """Return the view of parts of these sizes of the owner, one group of them per head."""
-
-    def view(owner: nn.Module, _param: Tensor) -> View:
-        return Split(tuple(size_of(owner, name) for name in names), groups=num_heads_of(owner))
-
-    return view
 
 
 def _queries_per_key_head(owner: nn.Module, param: Tensor) -> View:
@@ -39,17 +36,13 @@ def _parallel_block(owner: nn.Module, _param: Tensor) -> View:
     return Split(tuple(sizes))
 
 
-def _attention_and_mlp(owner: nn.Module, _param: Tensor) -> View:
-    return Split((*(size_of(owner, "hidden_size"),) * 3, size_of(owner, "mlp_hidden_dim")))
-
-
 def _attention_and_gated_mlp(owner: nn.Module, param: Tensor) -> View:
     inner = size_of(owner, "inner_dim")
     parts = size_of(owner, "mlp_mult_factor")
     return Split((inner,) * 3 + ((param.shape[0] - 3 * inner) // parts,) * parts)
 
 
-def _modulation(owner: nn.Module, param: Tensor) -> View:
+def _modulation(owner: nn.Module, param: Tensor) -> View | None:
     """Shifts, scales and gates, each as wide as what the norms beside the modulation put out."""
     shapes = [getattr(child, "normalized_shape", None) for child in owner.children()]
     widths = {shape[-1] for shape in shapes if isinstance(shape, tuple) and shape}
@@ -58,20 +51,12 @@ def _modulation(owner: nn.Module, param: Tensor) -> View:
     return equal_parts(param.shape[0] // width)(owner, param)
 
 
-def _modulation_parts(owner: nn.Module, param: Tensor) -> View:
-    return equal_parts(size_of(owner, "multiplier"))(owner, param)
-
-
-def _modulation_sets(owner: nn.Module, param: Tensor) -> View:
-    return equal_parts(3 * size_of(owner, "mod_param_sets"))(owner, param)
+def _experts(_owner: nn.Module, _param: Tensor) -> View:
+    return Experts()
 
 
 def _alternating(_owner: nn.Module, param: Tensor) -> View:
     return Split((1, 1), groups=param.shape[1] // 2)
-
-
-def _experts(_owner: nn.Module, _param: Tensor) -> View:
-    return Experts()
 
 
 _FUSED = "fused queries, keys, values"
@@ -79,43 +64,42 @@ _KEY_VALUE = "fused keys, values"
 _GATED = "fused gate and up"
 _MODULATION = "modulation: shifts, scales, gates"
 
-_TIMM = frozenset({"timm"})
-_DIFFUSERS = frozenset({"diffusers"})
-_FLUX = frozenset({"flux", "torchtitan"})
+_KEY_AND_VALUE_DIM = ("key_dim", "val_dim")
+
+_TIMM = ("timm",)
+_DIFFUSERS = ("diffusers",)
+_FLUX = ("flux", "torchtitan")
 
 # Norms with a modulation of their own, by how many vectors it makes.
 _ADAPTIVE_NORMS = {
-    2: frozenset({"AdaLayerNorm", "AdaLayerNormContinuous", "AdaGroupNorm"}),
-    3: frozenset({"AdaLayerNormZeroSingle"}),
-    4: frozenset({"LuminaRMSNormZero"}),
-    6: frozenset({"AdaLayerNormZero", "AdaLayerNormSingle"}),
-    9: frozenset({"SD35AdaLayerNormZeroX"}),
-    12: frozenset({"CogView3PlusAdaLayerNormZeroTextImage"}),
+    2: ("AdaLayerNorm", "AdaLayerNormContinuous", "AdaGroupNorm"),
+    3: ("AdaLayerNormZeroSingle",),
+    4: ("LuminaRMSNormZero",),
+    6: ("AdaLayerNormZero", "AdaLayerNormSingle"),
+    9: ("SD35AdaLayerNormZeroX",),
+    12: ("CogView3PlusAdaLayerNormZeroTextImage",),
 }
 
 
 LIBRARIES: tuple[KnownView, ...] = (
     # timm: attention stores queries, then keys, then values, except where keys and values have widths of their own.
-    *(
-        KnownView(
-            path,
-            _per_head("key_dim", "key_dim", "val_dim"),
-            "fused query, key, value, one group per head",
-            attributes=("key_dim", "val_dim"),
-            libraries=_TIMM,
-        )
-        for path in ("qkv.weight", "qkv.linear.weight")
+    *alike(
+        "qkv.weight qkv.linear.weight",
+        parts("key_dim", "key_dim", "val_dim", per_head=True),
+        "fused query, key, value, one group per head",
+        attributes=_KEY_AND_VALUE_DIM,
+        libraries=_TIMM,
     ),
     KnownView(
         "kv.linear.weight",
-        _per_head("key_dim", "val_dim"),
+        parts("key_dim", "val_dim", per_head=True),
         "fused key, value, one group per head",
-        attributes=("key_dim", "val_dim"),
+        attributes=_KEY_AND_VALUE_DIM,
         libraries=_TIMM,
     ),
     KnownView("qkv.weight", _timm_queries_keys_values, _FUSED, libraries=_TIMM),
     KnownView("kv.weight", equal_parts(2), _KEY_VALUE, libraries=_TIMM),
-    KnownView("qk.weight", equal_parts(2), "fused queries, keys", frozenset({"GPSA"}), libraries=_TIMM),
+    KnownView("qk.weight", equal_parts(2), "fused queries, keys", ("GPSA",), libraries=_TIMM),
     KnownView(
         "in_proj.weight",
         _parallel_block,
@@ -123,7 +107,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         attributes=("in_split",),
         libraries=_TIMM,
     ),
-    KnownView("fc1.weight", equal_parts(2), _GATED, frozenset({"GluMlp", "GatedConvBlock"}), libraries=_TIMM),
+    KnownView("fc1.weight", equal_parts(2), _GATED, ("GluMlp", "GatedConvBlock"), libraries=_TIMM),
     # DINOv2, EVA and others that name their layers by the two they hold.
     KnownView("w12.weight", equal_parts(2), _GATED, attributes=("w3",)),
     # torchtitan
@@ -139,36 +123,37 @@ LIBRARIES: tuple[KnownView, ...] = (
         "stacked experts, gate and up alternating",
         attributes=("mlp2_weight_EDF",),
     ),
-    *(
-        KnownView(name, _experts, "stacked experts", attributes=(other,))
-        for name, other in (
-            *(("mlp2_weight_EDF", "mlp1_weight_EGD"), ("w1_EFD", "w2_EDF"), ("w2_EDF", "w1_EFD"), ("w3_EFD", "w2_EDF")),
-        )
-    ),
+    KnownView("mlp2_weight_EDF", _experts, "stacked experts", attributes=("mlp1_weight_EGD",)),
+    *alike("w1_EFD w3_EFD", _experts, "stacked experts", attributes=("w2_EDF",)),
+    KnownView("w2_EDF", _experts, "stacked experts", attributes=("w1_EFD",)),
     # Flux
-    KnownView("qkv.weight", equal_parts(3), _FUSED, frozenset({"SelfAttention"}), ("norm", "proj"), _FLUX),
+    KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX),
     KnownView(
         "linear1.weight",
-        _attention_and_mlp,
+        parts("hidden_size", "hidden_size", "hidden_size", "mlp_hidden_dim"),
         "fused queries, keys, values, MLP",
         attributes=("linear2", "hidden_size", "mlp_hidden_dim"),
     ),
-    KnownView("lin.weight", _modulation_parts, _MODULATION, attributes=("multiplier", "is_double")),
+    KnownView("lin.weight", equal_parts("multiplier"), _MODULATION, attributes=("multiplier", "is_double")),
     # DiT and what follows it: the blocks' norms have no weights, and tell how wide a shift is.
     KnownView("adaLN_modulation.1.weight", _modulation, _MODULATION),
     # diffusers
-    KnownView("proj.weight", equal_parts(2), _GATED, frozenset({"GEGLU", "SwiGLU"}), libraries=_DIFFUSERS),
-    KnownView("linear_in.weight", equal_parts(2), _GATED, frozenset({"Flux2FeedForward"}), libraries=_DIFFUSERS),
+    KnownView("proj.weight", equal_parts(2), _GATED, ("GEGLU", "SwiGLU"), libraries=_DIFFUSERS),
+    KnownView("linear_in.weight", equal_parts(2), _GATED, ("Flux2FeedForward",), libraries=_DIFFUSERS),
     *(
         KnownView("linear.weight", equal_parts(count), _MODULATION, classes, libraries=_DIFFUSERS)
         for count, classes in _ADAPTIVE_NORMS.items()
     ),
-    KnownView("linear.weight", _modulation_sets, _MODULATION, attributes=("mod_param_sets",), libraries=_DIFFUSERS),
-    KnownView("proj_out_1.weight", equal_parts(2), _MODULATION, attributes=("proj_out_2",), libraries=_DIFFUSERS),
-    *(
-        KnownView(f"{name}.weight", equal_parts(count), _FUSED if count == 3 else _KEY_VALUE, libraries=_DIFFUSERS)
-        for name, count in (("to_qkv", 3), ("to_added_qkv", 3), ("to_kv", 2), ("to_added_kv", 2))
+    KnownView(
+        "linear.weight",
+        equal_parts("mod_param_sets", times=3),
+        _MODULATION,
+        attributes=("mod_param_sets",),
+        libraries=_DIFFUSERS,
     ),
+    KnownView("proj_out_1.weight", equal_parts(2), _MODULATION, attributes=("proj_out_2",), libraries=_DIFFUSERS),
+    *alike("to_qkv.weight to_added_qkv.weight", equal_parts(3), _FUSED, libraries=_DIFFUSERS),
+    *alike("to_kv.weight to_added_kv.weight", equal_parts(2), _KEY_VALUE, libraries=_DIFFUSERS),
     KnownView(
         "to_qkv_mlp_proj.weight",
         _attention_and_gated_mlp,

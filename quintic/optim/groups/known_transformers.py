@@ -4,9 +4,12 @@ from torch import Tensor, nn
 
 from quintic.optim.groups.known_view import (
     KnownView,
+    ViewOf,
+    alike,
     equal_parts,
     num_heads_of,
     num_key_value_heads_of,
+    parts,
     size_of,
     split_of,
 )
@@ -49,24 +52,10 @@ def _codegen(owner: nn.Module, param: Tensor) -> View:
     return Split((param.shape[0] // 12,) * 3, groups=4)
 
 
-def _query_and_gate(owner: nn.Module, param: Tensor) -> View:
-    head_dim, heads = size_of(owner, "head_dim"), num_heads_of(owner)
-    return Split((head_dim, head_dim), groups=heads)
-
-
 def _linear_attention_by_key_head(owner: nn.Module, _param: Tensor) -> View:
     keys, values = size_of(owner, "num_k_heads"), size_of(owner, "num_v_heads")
     key_dim, value_dim = size_of(owner, "head_k_dim"), size_of(owner, "head_v_dim") * (values // keys)
     return Split((key_dim, key_dim, value_dim, value_dim), groups=keys)
-
-
-def _linear_attention(owner: nn.Module, _param: Tensor) -> View:
-    key_dim = size_of(owner, "key_dim")
-    return Split((key_dim, key_dim, size_of(owner, "value_dim")))
-
-
-def _adamw(_owner: nn.Module, _param: Tensor) -> None:
-    return None
 
 
 def _conv1d(owner: nn.Module, param: Tensor) -> View:
@@ -83,10 +72,6 @@ def _conv1d_attention(owner: nn.Module, param: Tensor) -> View:
     # Cross-attention keeps its query elsewhere, so that there are two parts, else three.
     part = size_of(owner, "split_size")
     return split_of(*[part] * (param.shape[1] // part), transposed=True)
-
-
-def _latent_and_shared_key(owner: nn.Module, _param: Tensor) -> View:
-    return split_of(size_of(owner, "kv_lora_rank"), size_of(owner, "qk_rope_head_dim"))
 
 
 def _key_and_value_per_head(owner: nn.Module, param: Tensor) -> View:
@@ -143,116 +128,100 @@ def _expert(owner: nn.Module, _param: Tensor) -> View:
     return Experts(_stored_in_by_out(owner))
 
 
-def _bank_of_experts(owner: nn.Module, _param: Tensor) -> View:
-    return Rows(size_of(owner, "ffn_hidden_size"))
+def _bank_of_experts(transposed: bool = False) -> ViewOf:
+    return lambda owner, _param: Rows(size_of(owner, "ffn_hidden_size"), transposed)
 
 
-def _bank_of_transposed_experts(owner: nn.Module, _param: Tensor) -> View:
-    return Rows(size_of(owner, "ffn_hidden_size"), transposed=True)
-
-
-def _of(name: str) -> frozenset[str]:
-    return frozenset({name})
+def _adamw(_owner: nn.Module, _param: Tensor) -> None:
+    return None
 
 
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("down_proj", "is_transposed", "is_concatenated", "has_gate")
 _FUSED = "fused queries, keys, values"
+_QUERIES = "latent attention: queries, plain and rotary rows together"
 _FUSED_PER_HEAD = "fused query, key, value, one group per head"
 
-_PER_HEAD = frozenset({"GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"})
-_PHI = frozenset({"Phi3Attention", "Phi4MultimodalAttention"})
-_VISION = frozenset(
-    {
-        *("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention", "Qwen3VLMoeVisionAttention"),
-        *("Qwen3OmniMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention"),
-        *("Glm4vVisionAttention", "Glm4vMoeVisionAttention", "GlmOcrVisionAttention"),
-        *("BlipAttention", "Blip2Attention", "InstructBlipAttention", "InstructBlipVideoAttention"),
-    }
+_PER_HEAD = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention")
+_PHI = ("Phi3Attention", "Phi4MultimodalAttention")
+_VISION = (
+    *("VisionAttention", "Qwen2_5_VLVisionAttention", "Qwen3VLVisionAttention", "Qwen3VLMoeVisionAttention"),
+    *("Qwen3OmniMoeVisionAttention", "Qwen3_5VisionAttention", "Qwen3_5MoeVisionAttention"),
+    *("Glm4vVisionAttention", "Glm4vMoeVisionAttention", "GlmOcrVisionAttention"),
+    *("BlipAttention", "Blip2Attention", "InstructBlipAttention", "InstructBlipVideoAttention"),
 )
-_GATED_MLP = frozenset(
-    {
-        *("Phi3MLP", "Phi4MultimodalMLP", "DiaMLP", "MiniMaxM3VLDenseMLP"),
-        *("GlmMLP", "Glm4MLP", "Glm4vTextMLP", "GlmOcrTextMLP", "GlmImageTextMLP"),
-    }
+_GATED_MLP = (
+    *("Phi3MLP", "Phi4MultimodalMLP", "DiaMLP", "MiniMaxM3VLDenseMLP"),
+    *("GlmMLP", "Glm4MLP", "Glm4vTextMLP", "GlmOcrTextMLP", "GlmImageTextMLP"),
 )
-_GRANITE = frozenset({"GraniteMoeSharedMLP", "GraniteMoeHybridMLP", "GraniteMoeSWAMLP"})
-_UNMARKED = frozenset({"Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts"})
-_GPT2 = frozenset({"GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"})
-_GATED_ATTENTION = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
-_DELTA_NET = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
-_DBRX = frozenset({"DbrxExpertGLU"})
-_GEMMA = frozenset({"Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"})
+_GRANITE = ("GraniteMoeSharedMLP", "GraniteMoeHybridMLP", "GraniteMoeSWAMLP")
+_UNMARKED = ("Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts")
+_GPT2 = ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention")
+_GATED_ATTENTION = ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention")
+_DELTA_NET = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+_DBRX = ("DbrxExpertGLU",)
+_GEMMA = ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector")
 
 
 TRANSFORMERS: tuple[KnownView, ...] = (
     # Conv1D computes x @ weight + bias. Its number of outputs is checked too: other classes have that name.
-    KnownView("weight", _conv1d, "GPT-2: Conv1D stores (in, out)", _of("Conv1D"), ("nf",)),
+    KnownView("weight", _conv1d, "GPT-2: Conv1D stores (in, out)", ("Conv1D",), ("nf",)),
     KnownView("c_attn.weight", _conv1d_attention, "GPT-2: fused query, key, value; Conv1D stores (in, out)", _GPT2),
     KnownView("query_key_value.weight", _query_key_value_per_head, _FUSED_PER_HEAD, _PER_HEAD),
-    KnownView("query_key_value.weight", _falcon, "Falcon: fused queries, key, value", _of("FalconAttention")),
-    KnownView("c_attn.weight", _starcoder, "StarCoder: fused queries, key, value", _of("GPTBigCodeAttention")),
-    KnownView("qkv_proj.weight", _codegen, "CodeGen: fused, in four groups of heads", _of("CodeGenAttention")),
-    KnownView("qkv_proj.weight", _query_key_value_per_head, _FUSED_PER_HEAD, _of("MiniMaxLightningAttention")),
+    KnownView("query_key_value.weight", _falcon, "Falcon: fused queries, key, value", ("FalconAttention",)),
+    KnownView("c_attn.weight", _starcoder, "StarCoder: fused queries, key, value", ("GPTBigCodeAttention",)),
+    KnownView("qkv_proj.weight", _codegen, "CodeGen: fused, in four groups of heads", ("CodeGenAttention",)),
+    KnownView("qkv_proj.weight", _query_key_value_per_head, _FUSED_PER_HEAD, ("MiniMaxLightningAttention",)),
     KnownView("qkv_proj.weight", _all_queries_keys_values, _FUSED, _PHI),
-    KnownView("Wqkv.weight", equal_parts(3), _FUSED, frozenset({"MptAttention", "ModernBertAttention"})),
+    KnownView("Wqkv.weight", equal_parts(3), _FUSED, ("MptAttention", "ModernBertAttention")),
     KnownView("qkv.weight", equal_parts(3), _FUSED, _VISION),
     KnownView("gate_up_proj.weight", equal_parts(2), "fused gate and up", _GATED_MLP),
     KnownView("input_linear.weight", equal_parts(2), "fused gate and up", _GRANITE),
-    KnownView("Wi.weight", equal_parts(2), "fused up and gate", frozenset({"ModernBertMLP", "ModernBertDecoderMLP"})),
-    KnownView("q_proj.weight", _query_and_gate, "query and output gate, one group per head", _GATED_ATTENTION),
+    KnownView("Wi.weight", equal_parts(2), "fused up and gate", ("ModernBertMLP", "ModernBertDecoderMLP")),
+    KnownView(
+        "q_proj.weight",
+        parts("head_dim", "head_dim", per_head=True),
+        "query and output gate, one group per head",
+        _GATED_ATTENTION,
+    ),
     KnownView(
         "in_proj_qkvz.weight",
         _linear_attention_by_key_head,
         "linear attention: query, key, values, output gates, one group per key head",
-        _of("Qwen3NextGatedDeltaNet"),
+        ("Qwen3NextGatedDeltaNet",),
     ),
-    KnownView("in_proj_ba.weight", _adamw, "gates: two numbers per head", _of("Qwen3NextGatedDeltaNet")),
-    KnownView("in_proj_qkv.weight", _linear_attention, "linear attention: " + _FUSED, _DELTA_NET),
-    KnownView("in_proj_a.weight", _adamw, "gate: one number per head", _DELTA_NET),
-    KnownView("in_proj_b.weight", _adamw, "gate: one number per head", _DELTA_NET),
+    KnownView("in_proj_ba.weight", _adamw, "gates: two numbers per head", ("Qwen3NextGatedDeltaNet",)),
+    KnownView(
+        "in_proj_qkv.weight", parts("key_dim", "key_dim", "value_dim"), "linear attention: " + _FUSED, _DELTA_NET
+    ),
+    *alike("in_proj_a.weight in_proj_b.weight", _adamw, "gate: one number per head", classes=_DELTA_NET),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
     # The names of transformers, and those of DeepSeek's own code and torchtitan.
-    *(
-        KnownView(
-            f"{name}.weight",
-            _latent_and_shared_key,
-            "latent attention: compressed keys and values, shared rotary key",
-            attributes=_LATENT,
-        )
-        for name in ("kv_a_proj_with_mqa", "wkv_a")
+    *alike(
+        "kv_a_proj_with_mqa.weight wkv_a.weight",
+        parts("kv_lora_rank", "qk_rope_head_dim"),
+        "latent attention: compressed keys and values, shared rotary key",
+        attributes=_LATENT,
     ),
-    *(
-        KnownView(
-            f"{name}.weight",
-            _key_and_value_per_head,
-            "latent attention: key and value, one group per head",
-            attributes=_LATENT,
-        )
-        for name in ("kv_b_proj", "wkv_b")
+    *alike(
+        "kv_b_proj.weight wkv_b.weight",
+        _key_and_value_per_head,
+        "latent attention: key and value, one group per head",
+        attributes=_LATENT,
     ),
     # The plain and the rotary rows of a head's query stay together: they are one vector that meets one key in one
     # product, rotation keeps lengths, and partly rotated queries of other models (GPT-NeoX) are not split either.
-    *(
-        KnownView(
-            f"{name}.weight",
-            _latent_queries,
-            "latent attention: queries, plain and rotary rows together",
-            attributes=(latent, *_LATENT),
-        )
-        for latent, names in (("kv_a_proj_with_mqa", ("q_proj", "q_b_proj")), ("wkv_a", ("wq", "wq_b")))
-        for name in names
-    ),
+    *alike("q_proj.weight q_b_proj.weight", _latent_queries, _QUERIES, attributes=("kv_a_proj_with_mqa", *_LATENT)),
+    *alike("wq.weight wq_b.weight", _latent_queries, _QUERIES, attributes=("wkv_a", *_LATENT)),
     # transformers marks its stacked experts with attributes since version 5; before that the class has to tell.
     KnownView("gate_up_proj", _expert_gate_and_up, "stacked experts, fused gate and up", attributes=_EXPERTS),
     KnownView("gate_up_proj", _expert_halves, "stacked experts, fused gate and up", _UNMARKED),
-    KnownView("gate_up_proj", _expert_alternating, "stacked experts, gate and up alternating", _of("GptOssExperts")),
+    KnownView("gate_up_proj", _expert_alternating, "stacked experts, gate and up alternating", ("GptOssExperts",)),
     KnownView("up_proj", _expert, "stacked experts", attributes=_EXPERTS),
     KnownView("down_proj", _expert, "stacked experts", attributes=_EXPERTS),
-    KnownView("down_proj", _expert, "stacked experts", _UNMARKED | _of("GptOssExperts")),
-    KnownView("w1", _bank_of_experts, "DBRX: experts one below the other", _DBRX),
-    KnownView("v1", _bank_of_experts, "DBRX: experts one below the other", _DBRX),
-    KnownView("w2", _bank_of_transposed_experts, "DBRX: experts one below the other, stored (in, out)", _DBRX),
+    KnownView("down_proj", _expert, "stacked experts", (*_UNMARKED, "GptOssExperts")),
+    *alike("w1 v1", _bank_of_experts(), "DBRX: experts one below the other", classes=_DBRX),
+    KnownView("w2", _bank_of_experts(True), "DBRX: experts one below the other, stored (in, out)", _DBRX),
     KnownView("mm_input_projection_weight", _transposed, "image to text features, stored (in, out)", _GEMMA),
 )

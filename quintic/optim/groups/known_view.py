@@ -13,12 +13,21 @@ from quintic.optim.layout.views import Matrix, Split, View
 __all__ = [
     "KnownView",
     "UnknownLayoutError",
+    "alike",
     "equal_parts",
     "num_heads_of",
     "num_key_value_heads_of",
+    "parts",
     "size_of",
     "split_of",
 ]
+
+ViewOf = Callable[[nn.Module, Tensor], View | None]
+"""From the owner and the parameter to the view; None means AdamW.
+
+It may raise `AttributeError` or `ValueError` when sizes do not fit, which makes the parameter undecided, or
+`UnknownLayoutError`, as if there were no entry.
+"""
 
 
 class UnknownLayoutError(Exception):
@@ -27,26 +36,19 @@ class UnknownLayoutError(Exception):
 
 @dataclass(frozen=True)
 class KnownView:
-    """How one parameter of one kind of module is made of matrices.
-
-    Args:
-        parameter: name of the parameter within its owner, e.g. `"query_key_value.weight"`.
-        view: from the owner and the parameter to the view; None means AdamW. It reads sizes from the owner and its
-            configuration, and may raise `AttributeError` or `ValueError` when they do not fit, which makes the
-            parameter undecided, or `UnknownLayoutError`, as if there were no entry.
-        why: shown to the user by `quintic.explain`.
-        classes: class names of the owner, or of a base class of it; empty for "any class with these `attributes`".
-        attributes: what the owner must have.
-        libraries: the packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for
-            any.
-    """
+    """How one parameter of one kind of module is made of matrices."""
 
     parameter: str
-    view: Callable[[nn.Module, Tensor], View | None]
+    """Its name within its owner, e.g. `"query_key_value.weight"`."""
+    view: ViewOf
     why: str
-    classes: frozenset[str] = frozenset()
+    """Shown to the user by `quintic.explain`."""
+    classes: tuple[str, ...] = ()
+    """Names of the owner's class, or of a base class of it; empty for any class with these `attributes`."""
     attributes: tuple[str, ...] = ()
-    libraries: frozenset[str] = frozenset()
+    """What the owner must have."""
+    libraries: tuple[str, ...] = ()
+    """Packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for any."""
 
     def recognises(self, owner: nn.Module) -> bool:
         """Return whether this entry speaks of `owner`."""
@@ -56,6 +58,11 @@ class KnownView:
         if not bases or (self.classes and not any(base.__name__ in self.classes for base in bases)):
             return False
         return all(hasattr(owner, attribute) for attribute in self.attributes)
+
+
+def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> tuple[KnownView, ...]:
+    """Return an entry for each of several parameters, whose names are separated by spaces."""
+    return tuple(KnownView(parameter, view, why, **owner) for parameter in parameters.split())
 
 
 def size_of(owner: nn.Module, *names: str) -> int:
@@ -86,10 +93,21 @@ def split_of(*sizes: int, groups: int = 1, transposed: bool = False) -> View:
     return Split(present, transposed, groups)
 
 
-def equal_parts(count: int) -> Callable[[nn.Module, Tensor], View]:
-    """Return the view of so many equal parts, one below the other."""
+def parts(*names: str, per_head: bool = False) -> ViewOf:
+    """Return the view of parts of these sizes of the owner, one below the other: once, or for each head."""
 
-    def view(_owner: nn.Module, param: Tensor) -> View:
-        return Split((param.shape[0] // count,) * count)
+    def view(owner: nn.Module, _param: Tensor) -> View:
+        sizes = [size_of(owner, name) for name in names]
+        return split_of(*sizes, groups=num_heads_of(owner) if per_head else 1)
+
+    return view
+
+
+def equal_parts(count: int | str, times: int = 1) -> ViewOf:
+    """Return the view of so many times `count` equal parts, one below the other; the owner may have the count."""
+
+    def view(owner: nn.Module, param: Tensor) -> View:
+        number = times * (size_of(owner, count) if isinstance(count, str) else count)
+        return Split((param.shape[0] // number,) * number)
 
     return view

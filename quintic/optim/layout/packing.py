@@ -76,6 +76,8 @@ class Packing:
             return host_tensor([base + start * dtype.itemsize if base else 0 for base, start in rows])
 
         table = self._table.get((bases, dtype), addresses, self._device)
+        base, width = buffer.data_ptr(), buffer.itemsize
+        is_aligned = all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
         copy_runs_(
             table,
             self._places,
@@ -84,13 +86,8 @@ class Packing:
             buffer,
             dtype=dtype,
             packs=packs,
-            aligned=self._table.aligned and self._fits(buffer),
+            aligned=self._table.aligned and is_aligned,
         )
-
-    def _fits(self, buffer: Tensor) -> bool:
-        """Return whether the runs' places are aligned in memory."""
-        base, width = buffer.data_ptr(), buffer.itemsize
-        return all((base + place * width) % ALIGNMENT == 0 for place in self._alignments)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

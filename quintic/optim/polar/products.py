@@ -91,14 +91,16 @@ def multiply(
     if _needs_float32(a, b, alpha):
         a, b, c = a.float(), b.float(), None if c is None else c.float()
     out = _products(a, b, alpha, c, beta)
-    if diagonal and out.itemsize == 2 and out.device.type == "cpu":
-        # Computed apart, and rounded once: twice costs bfloat16 half as much error again.
-        exact = alpha * (a.float() * b.mT.float()).sum(-1) + diagonal
-        exact = exact if c is None else exact + beta * c.diagonal(dim1=-2, dim2=-1).float()
+    if diagonal:
         out = out.clone() if out.requires_grad else out
-        out.diagonal(dim1=-2, dim2=-1).copy_(exact)
-    elif diagonal:
-        out = _add_to_diagonal(out, diagonal)
+        entries = out.diagonal(dim1=-2, dim2=-1)
+        if out.itemsize == 2 and out.device.type == "cpu":
+            # Computed apart, and rounded once: twice costs bfloat16 half as much error again.
+            exact = alpha * (a.float() * b.mT.float()).sum(-1) + diagonal
+            exact = exact if c is None else exact + beta * c.diagonal(dim1=-2, dim2=-1).float()
+        else:
+            exact = entries.to(torch.promote_types(out.dtype, torch.float32)) + diagonal
+        entries.copy_(exact)
     return out.to(dtype)
 
 
@@ -142,14 +144,6 @@ def _alone(a: Tensor, i: int) -> Tensor:
 
 def _is_aligned(a: Tensor) -> bool:
     return a.data_ptr() % ALIGNMENT == 0
-
-
-def _add_to_diagonal(a: Tensor, value: float) -> Tensor:
-    """Return a + value I for square matrices (batch, n, n); value as exact as float32 at least."""
-    out = a.clone() if a.requires_grad else a
-    diagonal = out.diagonal(dim1=-2, dim2=-1)
-    diagonal.copy_(diagonal.to(torch.promote_types(a.dtype, torch.float32)) + value)
-    return out
 
 
 def _needs_float32(a: Tensor, b: Tensor, alpha: float) -> bool:

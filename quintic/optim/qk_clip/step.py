@@ -110,7 +110,9 @@ class QKStep:
         where = f"qk_logits[{clip.layer!r}]"
         parts = [self._held[name] for name in clip.names]
         needed = {rank for held in parts for rank in held.ranks}
-        is_unsaid = self.clip.process_group is None and all(map(_is_private, parts))
+        # Whether nothing says which other ranks have copies.
+        is_private = all(held.group.comms == "none" and not is_dtensor(held.param) for held in parts)
+        is_unsaid = self.clip.process_group is None and is_private
         if is_unsaid and has_process_group() and len(group_ranks(None)) > 1:
             raise ValueError(
                 f"{where}: its parameters are plain tensors with comms='none', so nothing says which of the "
@@ -194,11 +196,6 @@ class QKStep:
         others = [number for number, (owner, _, _) in enumerate(parts) if owner != position]
         if others:
             torch._foreach_copy_([runs[number] for number in others], [received[number] for number in others])
-
-
-def _is_private(held: Parameter) -> bool:
-    """Return whether nothing says which other ranks have a copy."""
-    return held.group.comms == "none" and not is_dtensor(held.param)
 
 
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:

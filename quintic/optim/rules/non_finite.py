@@ -14,12 +14,15 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
     Gradients may be on any devices.
     """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     flags = []
-    for norms in _largest_entries(gradients):
-        flags.append(torch.isfinite(torch.stack(norms)).all().to(device, non_blocking=True))
-    if not flags:
-        return torch.ones((), dtype=torch.int32, device=device)
-    return torch.stack(flags).all().int()
+    for together in groups.values():
+        largest = torch.stack(torch._foreach_norm(together, math.inf))
+        flags.append(torch.isfinite(largest).all().to(device, non_blocking=True))
+    return torch.stack(flags).all().int() if flags else torch.ones((), dtype=torch.int32, device=device)
 
 
 def first_non_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> str | None:
@@ -27,12 +30,3 @@ def first_non_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> str |
     if not gradients or bool(all_finite(gradients, gradients[0].device)):
         return None
     return next(name for name, g in zip(names, gradients, strict=True) if not bool(torch.isfinite(g).all()))
-
-
-def _largest_entries(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the largest absolute entry of each gradient (NaN if there is one), grouped by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return [list(torch._foreach_norm(found, math.inf)) for found in groups.values()]

@@ -9,7 +9,7 @@ optimizer has these: for Muon groups it goes on from there to `momentum`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates"]
+__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates", "first_name"]
 
 ADAMW_LR = 3e-4
 """Learning rate of AdamW groups unless another one is given."""
@@ -25,15 +25,15 @@ def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, 
     elif "adamw_lr_ratio" not in group and (own := group.keys() & {"lr", "adamw_lr"}):
         key = max(own)
         raise ValueError(
-            f"parameter group {number} ({_first_name(group)}): {key}={group[key]!r} is a learning rate of its own, "
+            f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} is a learning rate of its own, "
             f"while the optimizer has adamw_lr_ratio={defaults['adamw_lr_ratio']!r}; give the group an adamw_lr_ratio "
             f"in place of {key}, or adamw_lr_ratio=None besides, to set its rate apart"
         )
     group.setdefault("weight_decay", group.get("adamw_weight_decay", defaults["adamw_weight_decay"]))
 
 
-def _first_name(group: Mapping[str, Any]) -> str:
-    """Return the name of the first parameter of a group that is not yet complete."""
+def first_name(group: Mapping[str, Any]) -> str:
+    """Return the name of the first parameter of a group, for messages; the group need not be complete."""
     first = next(iter(group["params"]), None)
     return str(first[0] if isinstance(first, tuple) else next(iter(group.get("param_names", [])), "no parameters"))
 

@@ -10,9 +10,11 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
     w <- w - lr wd w [u w >= 0] - lr f u              apply_
 
-and an element-wise tensor has `adamw_` instead. Functions that end in `_` change the tensors they document as changed;
-no function changes a gradient. On CUDA devices kernels compute the same in one pass over the memory
-(`kernels/update/matrix_update.py`, `kernels/update/adamw.py`).
+and an element-wise tensor has `adamw_` instead. Weights are of any floating dtype and changed in place, as are masters
+(`precision.py`; None for weights without one), momenta and moments, which are float32, float64 or bfloat16. Arithmetic
+is float32, or float64 for float64, and rounded once to the nearest where it is stored; no update is made of what was
+rounded. Gradients and updates have any floating dtype and are not modified. On CUDA devices kernels compute the same in
+one pass over the memory (`kernels/update/matrix_update.py`, `kernels/update/adamw.py`).
 """
 
 import math
@@ -62,18 +64,8 @@ def momentum_(
 ) -> Sequence[Tensor]:
     """Advance exponential moving averages of gradients and return the update directions.
 
-    m <- m + (1 - mu)(g - m); u = (1 - mu) g + mu m with Nesterov's look-ahead, else u = m.
-
-    Args:
-        momenta: float32 or bfloat16 tensors, changed in place. Arithmetic is in float32 (float64 for float64); what
-            is stored is rounded to the nearest, and the directions are not made of what was rounded.
-        gradients: tensors of the same shapes, any floating dtype; not modified.
-        mu: averaging coefficient in [0, 1).
-        nesterov: whether the direction looks one gradient ahead.
-        out: where the directions go, rounded to its dtype; None for new float32 tensors.
-
-    Returns:
-        `out`; never aliases of `momenta`.
+    m <- m + (1 - mu)(g - m); u = (1 - mu) g + mu m with Nesterov's look-ahead, else u = m. Directions go to `out`,
+    rounded to its dtype, or to new float32 tensors; they are never aliases of the momenta.
     """
     if out is None:
         out = [torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in momenta]
@@ -89,10 +81,10 @@ def momentum_(
 
 
 def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
-    """Return what stands at the same place of each sequence; of large tensors one piece after the other.
+    """Return what stands at the same place of each sequence; of large tensors one piece of at most `entries` at a time.
 
     Tensors of the first sequence are as large as all that stand at their place, which may also be numbers, None, or
-    tensors to be broadcast. A piece has so many entries at most, at least 1; None for whole tensors.
+    tensors to be broadcast. Without `entries` nothing is divided.
     """
     items = zip(*rows, strict=True)
     if entries is None or max(map(Tensor.numel, rows[0]), default=0) <= entries:
@@ -145,9 +137,9 @@ def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
 def second_moment_shape(m: int, n: int) -> tuple[int, int]:
     """Shape of NorMuon's second moment of one (m, n) matrix: (m, 1), a value per row; (1, n), per column, if m < n.
 
-    The paper's algorithm 1 takes rows for every shape; the modded-nanogpt speedrun, to which its authors contributed
-    NorMuon, chooses by shape, and so does this. The rows of a wide matrix' polar factor all have norm one, and so have
-    the columns of a tall one: only along the longer side are there sizes to even out.
+    The paper takes rows for every shape; the modded-nanogpt speedrun, to which its authors contributed NorMuon, chooses
+    by shape. Rows of a wide matrix' polar factor all have norm one: only along the longer side are there sizes to even
+    out.
     """
     return (m, 1) if m >= n else (1, n)
 
@@ -155,16 +147,13 @@ def second_moment_shape(m: int, n: int) -> tuple[int, int]:
 def neuron_factors_(update: Tensor, second_moment: Tensor, *, beta: float) -> Tensor:
     """Return the factors that even out the neurons of an orthogonalised update, keeping each matrix' Frobenius norm.
 
-    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are
-    1 / sqrt(max(v, 1e-10)), rescaled so that the Frobenius norm of factors times update is that of the update.
+    v <- v + (1 - beta)(mean(u^2) - v) over the dimension `second_moment` lacks; the factors are 1 / sqrt(max(v,
+    1e-10)), rescaled so that the Frobenius norm of factors times update is that of the update.
 
     Args:
-        update: (b, m, n) floating point; not modified.
-        second_moment: (b, m, 1) or (b, 1, n) float32, changed in place.
+        update: (b, m, n).
+        second_moment: (b, m, 1) or (b, 1, n) float32, changed in place; the factors have its shape and dtype.
         beta: averaging coefficient in [0, 1).
-
-    Returns:
-        In the shape and dtype of `second_moment`.
 
     Source: NorMuon, arXiv 2510.05491, algorithm 1, except that wide matrices have a second moment per column, see
     `second_moment_shape`; the norm-preserving rescale follows the modded-nanogpt speedrun.
@@ -198,21 +187,19 @@ def apply_(
     """Decay the weights and step against the updates: w <- w - lr wd w - lr f u.
 
     Args:
-        weights: floating-point tensors, changed in place; arithmetic in float32 or wider, rounded once to their dtype.
-        masters: what completes each low-precision weight to float32 (see `precision.py`), changed in place, or None.
-        updates: tensors of the same shapes; not modified.
+        weights: tensors.
+        masters: one for each weight, or None.
+        updates: tensors of the same shapes.
         factors: what multiplies each update besides lr, a number or broadcastable: the learning-rate scale, the
             matrix' own multiplier, the neurons' factors.
         lr: learning rate; the decay is coupled to it and not to `factors`.
         weight_decay: decoupled decay, in units of 1 / lr per step (as in torch.optim.AdamW), or with
-            `decay_coupling="lr_squared"` of 1 / lr^2: w <- w - lr^2 wd w, so that a falling learning rate makes the
-            decay fall faster (the modded-nanogpt speedrun's schedule-tied decay).
+            `decay_coupling="lr_squared"` of 1 / lr^2: w <- w - lr^2 wd w (the modded-nanogpt speedrun's schedule-tied
+            decay, which falls faster than a falling learning rate).
         decay_coupling: `"lr"` or `"lr_squared"`.
-        decay_factors: what multiplies each decay besides, likewise: with `scale_decay` the learning-rate scale and the
-            matrix' own multiplier, as in the modded-nanogpt speedrun. None for 1.
+        decay_factors: what multiplies each decay besides, as the speedrun has it with `scale_decay`; None for 1.
         cautious: decay only entries where update and weight agree in sign (or one is zero), so that decay never
-            works against the update. Source: cautious weight decay, arXiv 2510.12402. `"strict"` leaves entries alone
-            where the update is zero, too, as the speedrun's AdamW does.
+            works against the update (arXiv 2510.12402). `"strict"` leaves entries alone where the update is zero, too.
     """
     decay_rate = weight_decay * lr if decay_coupling == "lr_squared" else weight_decay
     entries = CPU_PIECE if weights and weights[0].device.type == "cpu" else None
@@ -251,30 +238,16 @@ def adamw_(
     decay_coupling: DecayCoupling = "lr",
     cautious: Cautious,
 ) -> None:
-    """Advance one AdamW parameter with bias correction; arithmetic in the dtype of `exp_avg`, at least float32.
+    """Advance one AdamW parameter with bias correction.
 
     The plain twin of PyTorch's fused kernel, for what that kernel cannot do: low-precision weights with float32 state,
-    cautious decay, decay coupled to lr squared.
-
-    Args:
-        weight: floating point, changed in place.
-        master: as in `apply_`.
-        gradient: same shape; not modified.
-        exp_avg: first moment, changed in place. Of less than float32 it is rounded to the nearest when it is stored,
-            and the update is not made of what was rounded.
-        exp_avg_sq: second moment, of the same dtype, likewise.
-        step: 0-D float32, changed in place: number of updates made, this one included after the call.
-        lr: learning rate.
-        betas: averaging coefficients of the two moments, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: as in `apply_`.
-        decay_coupling: as in `apply_`.
-        cautious: as in `apply_`.
+    cautious decay, decay coupled to lr squared. `step`, 0-D float32, counts the updates made, this one included after
+    the call; `eps` is added to the root of the second moment; other arguments are as for `apply_`.
 
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2.
     """
     beta1, beta2 = betas
-    # Copies where they are kept in less than float32 (`narrow_state.py`).
+    # Copies where they are kept in bfloat16 (`narrow_state.py`).
     mean, mean_square = (one if one.itemsize >= 4 else one.float() for one in (exp_avg, exp_avg_sq))
     g = gradient.to(mean.dtype)
     step += 1

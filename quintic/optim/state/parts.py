@@ -149,7 +149,7 @@ def _parts_of_matrices(group: Group, num_ranks: int) -> list[list[Part]]:
             start, stop = _range_of(unit, tuple(param.shape))
             if start < stop:
                 shares.append((index, start, stop, unit))
-                costs.append(_cost(unit))
+                costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
     found: list[list[Part]] = [[] for _ in group.params]
     for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
         offset = sum(part.numel for part in found[index] if part.owner == owner)
@@ -197,11 +197,6 @@ def _range_of(unit: Unit, shape: tuple[int, ...]) -> tuple[int, int]:
             return 0, 0
         first, last = first * size + a, last * size + b - 1
     return first, last + 1
-
-
-def _cost(unit: Unit) -> int:
-    """Cost of a unit's matrices, the same whatever the group's options are."""
-    return sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box)))
 
 
 def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

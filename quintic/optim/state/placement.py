@@ -57,10 +57,14 @@ def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -
     for key, needed in needed_state(param, group).items():
         device, pinned = _place(key, param, group)
         state[key] = value = _empty(needed, param, own, device, pinned)
-        if key == "master":
-            _copy_weights(value, param, own)
-        else:
+        weights = local_tensor(param.detach())
+        if key != "master":
             local_tensor(value).zero_()
+        elif own is None:
+            local_tensor(value).copy_(weights)
+        else:
+            for run, of_weights in own_runs(value, weights, own, weights):
+                run.copy_(of_weights)
     return state
 
 
@@ -126,15 +130,6 @@ def _empty(needed: Needed, param: Tensor, own: Sequence[Part] | None, device: to
 
 def _numel(own: Sequence[Part]) -> int:
     return sum(part.numel for part in own)
-
-
-def _copy_weights(master: Tensor, param: Tensor, own: Sequence[Part] | None) -> None:
-    weights = local_tensor(param.detach())
-    if own is None:
-        local_tensor(master).copy_(weights)
-        return
-    for run, of_weights in own_runs(master, weights, own, weights):
-        run.copy_(of_weights)
 
 
 def _lies_as(value: Tensor, param: Tensor) -> bool:

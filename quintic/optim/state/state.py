@@ -85,13 +85,10 @@ def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         if "mantissa" in tensors and has_process_group():
             state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
     groups = [
-        {**group, **{key: _as_text(group[key]) for key in ("view", *CODE_KEYS)}} for group in state_dict["param_groups"]
+        {**group, **{key: str(group[key]) for key in ("view", *CODE_KEYS) if group[key] is not None}}
+        for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _as_text(option: object) -> str | None:
-    return None if option is None else str(option)
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:

@@ -26,7 +26,6 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
 from quintic.optim.state.placement import fits, init_state, needed_state
 from quintic.optim.state.state import STATE_KEYS, copy_, piece_of
-from quintic.optim.state.watching import Change, WatchedParameters
 
 __all__ = ["Upkeep"]
 
@@ -65,9 +64,13 @@ _Fate = Literal["keep", "make", "take", "move"]
 
 
 class Upkeep:
-    """What one optimizer's state, and its plan, were made for. Keeps references to the parameters."""
+    """What one optimizer's state was made for. Keeps references to the parameters."""
 
     def __init__(self) -> None:
+        self.is_outdated = True
+        """Whether there may be no state, or not what is needed."""
+        self.is_given = False
+        """Whether somebody has got the state, who may have put other tensors there since."""
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
         self._divisions: _Divisions = {}
@@ -75,53 +78,18 @@ class Upkeep:
         self._used: _Divisions = {}
         """How it was when it was used last: all ranks know, also those that have none of it."""
         self._tensors: list[object] = []
-        self._watched: WatchedParameters | None = None
-        self._is_current = False
-        """Whether state has not been outdated since it was brought up to date."""
-        self._is_given = False
-        """Whether somebody may have changed it since."""
-
-    def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Remember parameters that something was made for."""
-        if self._watched is None:
-            self._watched = WatchedParameters(groups)
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether anything was made for parameters."""
-        return self._watched is not None
-
-    def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
-        """Return what has become of the parameters since the last look, if anything was made for them."""
-        change = Change.NONE if self._watched is None else self._watched.look(groups)
-        if change is Change.PARAMETERS:
-            self._is_current = False
-        return change
-
-    def outdate(self) -> None:
-        """Have state looked at closely when it is needed next."""
-        self._is_current = False
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether there may be no state, or not what is needed."""
-        return not self._is_current
 
     def use(self) -> None:
         """Note that the state has been stepped or loaded: from now on it says something, on this rank or another."""
         self._used = self._divisions
 
-    def give(self) -> None:
-        """Note that somebody gets the state, who may put other tensors there."""
-        self._is_given = True
-
     def is_current(self, groups: _Groups, states: _States) -> bool:
         """Return whether the state is what the parameters of the last look need."""
-        if self._is_given:
+        if self.is_given:
             found = _tensors_of(groups, states)
-            self._is_current &= len(found) == len(self._tensors) and all(map(is_, found, self._tensors))
-            self._is_given = False
-        return self._is_current
+            self.is_outdated |= len(found) != len(self._tensors) or not all(map(is_, found, self._tensors))
+            self.is_given = False
+        return not self.is_outdated
 
     @torch.no_grad()
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
@@ -148,19 +116,16 @@ class Upkeep:
                 del states[param]
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
         self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
-        self._is_current, self._is_given = True, False
-        self.watch([group.params for group in groups])
+        self.is_outdated = self.is_given = False
 
-    def drop_unused(self, states: _States, *, is_planned: bool) -> None:
-        """Forget state that says nothing. Where no other state and no plan is left, nothing is watched any more."""
+    def drop_unused(self, states: _States) -> None:
+        """Forget state that says nothing: it is made again when it is needed."""
         for param in list(states):
             if _says_nothing(states[param], param.dtype):
                 del states[param]
         self._entries = {param: entry for param, entry in self._entries.items() if param in states}
         self._places = {place: param for place, param in self._places.items() if param in states}
-        self._tensors, self._is_current = [], False
-        if not states and not is_planned:
-            self._watched = None
+        self._tensors, self.is_outdated = [], True
 
     def _source(
         self, place: _Place, entry: _Entry, entries: Mapping[Tensor, _Entry], states: _States

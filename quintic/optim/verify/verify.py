@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,7 +221,8 @@ def _compare_matrices(
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
     holders = found.holders() if found.divided is not None else {}
     for key in ("weight", "momentum_buffer"):
-        wholes = [_whole_value(found, values, key) for values in (before, expected, taken)]
+        gather = found.whole if key == "weight" else partial(found.whole_of, key)
+        wholes = [gather(_value(found, values, key)) for values in (before, expected, taken)]
         batches = [view.batches(whole) for whole in wholes]
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
@@ -276,12 +278,6 @@ def _value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
         return full_precision(values[key], None if of_master is None else values[of_master])
     # Of this rank's weight, whose master others have.
     return full_precision(values[key], found.whole_of(of_master, values[of_master]))
-
-
-def _whole_value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return the whole of the same. All ranks that share the parameter must call it."""
-    value = _value(found, values, key)
-    return found.whole(value) if key == "weight" else found.whole_of(key, value)
 
 
 def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
