@@ -126,11 +126,15 @@ class HeadSearch:
             return self._latent(query, latent_up)
         if query and key:
             self._refuse_norms(query)
-            return self._separate(query, key)
+            is_fused = self._means(key) in _KEY_VALUE
+            key_rows = self._split_rows(key, ("key",)) if is_fused else self._rows_of_one(key, "key")
+            return self._built((query, self._rows_of_one(query, "query")), (key, key_rows))
         fused = self._one(_FUSED)
         if fused:
             self._refuse_norms(fused)
-            return self._fused(fused)
+            roles: list[Role] = ["none"] * (max(self.parts) + 1)
+            roles[self.parts[0]], roles[self.parts[1]] = "query", "key"
+            return self._built((fused, self._split_rows(fused, tuple(roles))))
         found = _listed(p.name for p in (query, key or latent_up) if p)
         raise self._error(
             f"a query and a key projection are needed below it, found {found}; they must be parameters of the "
@@ -139,16 +143,6 @@ class HeadSearch:
         )
 
     # -- kinds of attention
-
-    def _separate(self, query: _Projection, key: _Projection) -> tuple[int, tuple[Scaled, ...]]:
-        is_fused = self._means(key) in _KEY_VALUE
-        key_rows = self._split_rows(key, ("key",)) if is_fused else self._rows_of_one(key, "key")
-        return self._built((query, self._rows_of_one(query, "query")), (key, key_rows))
-
-    def _fused(self, fused: _Projection) -> tuple[int, tuple[Scaled, ...]]:
-        roles: list[Role] = ["none"] * (max(self.parts) + 1)
-        roles[self.parts[0]], roles[self.parts[1]] = "query", "key"
-        return self._built((fused, self._split_rows(fused, tuple(roles))))
 
     def _latent(self, query: _Projection, latent_up: _Projection) -> tuple[int, tuple[Scaled, ...]]:
         """Queries are [no position, rotary] per head, the up-projection's features [key, value] per head."""
@@ -282,10 +276,8 @@ class HeadSearch:
     # -- layouts
 
     def _explicit(self, projection: _Projection) -> View | None:
-        for pattern, layout in self.layouts.items():
-            if fnmatch.fnmatchcase(projection.name, pattern):
-                return layout
-        return None
+        layouts = self.layouts.items()
+        return next((layout for pattern, layout in layouts if fnmatch.fnmatchcase(projection.name, pattern)), None)
 
     def _layout(self, projection: _Projection) -> View:
         return self._explicit(projection) or self.views.get(projection.name) or Matrix()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import group_ranks, has_process_group, start_broadcasts, this_rank
+from quintic.optim.comms.collectives import group_ranks, has_process_group, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import is_dtensor, local_tensor, mesh_layout, relative
@@ -22,7 +22,7 @@ from quintic.optim.qk_clip.clip import LayerClip, QKClip, RowFactors
 from quintic.optim.qk_clip.layers import is_projection
 from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
 from quintic.optim.rules.precision import full_precision, store_
-from quintic.optim.state.parameters import Parameter, all_parameters
+from quintic.optim.state.parameters import Parameter, all_parameters, share_parts
 from quintic.optim.state.state import master_of
 
 __all__ = ["QKStep"]
@@ -180,22 +180,8 @@ class QKStep:
             limits = [held.group.max_workspace_bytes for held in found]
             limit = min((value for value in limits if value is not None), default=2**62)
             for some in _runs_within(found, limit // dtype.itemsize):
-                self._broadcast(some, ranks)
-
-    def _broadcast(self, found: Sequence[Parameter], ranks: tuple[int, ...]) -> None:
-        position = ranks.index(this_rank())
-        parts = [(part.owner, held, part) for held in found if held.divided for part in held.divided.parts]
-        parts.sort(key=lambda row: row[0])
-        runs = [in_memory_order(held.param.detach())[part.start : part.stop] for _, held, part in parts]
-        rows = torch.cat(runs)
-        counts = [sum(part.numel for owner, _, part in parts if owner == rank) for rank in range(len(ranks))]
-        # As bytes: backends do not know every dtype.
-        sizes = [count * rows.itemsize for count in counts]
-        start_broadcasts(rows.view(torch.uint8), sizes, self._communicators[ranks]).wait()
-        received = rows.split([run.numel() for run in runs])
-        others = [number for number, (owner, _, _) in enumerate(parts) if owner != position]
-        if others:
-            torch._foreach_copy_([runs[number] for number in others], [received[number] for number in others])
+                wholes = [(held.param.detach(), held.divided) for held in some if held.divided is not None]
+                share_parts(wholes, self._communicators[ranks])
 
 
 def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:

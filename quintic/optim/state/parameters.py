@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, start_broadcasts, this_rank
+from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import DIVIDING, layouts_of
 from quintic.optim.groups.options import Group
@@ -22,7 +22,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, own_runs
 from quintic.optim.state.state import second_moments
 
-__all__ = ["Parameter", "all_parameters", "connected_parameters", "whole_states"]
+__all__ = ["Parameter", "all_parameters", "connected_parameters", "share_parts", "whole_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,10 @@ class Parameter:
         """Return the whole of what each rank has some parts of."""
         assert self.divided is not None
         assert self.process_group is not None
-        parts = sorted(self.divided.parts, key=lambda part: part.owner)
-        sizes = [sum(part.numel for part in parts if part.owner == owner) for owner in range(len(self.ranks))]
-        rows = local.new_empty(sum(sizes))
-        rows.split(sizes)[self.ranks.index(this_rank())].copy_(local)
-        # As bytes: backends do not know every dtype.
-        num_bytes = [size * rows.itemsize for size in sizes]
-        start_broadcasts(rows.view(torch.uint8), num_bytes, self.process_group).wait()
         whole = torch.empty_like(self.param, dtype=local.dtype)
-        for part, run in zip(parts, rows.split([part.numel for part in parts]), strict=True):
-            in_memory_order(whole)[part.start : part.stop].copy_(run)
+        for part in self.divided.own:
+            in_memory_order(whole)[part.start : part.stop] = local[part.offset : part.offset + part.numel]
+        share_parts([(whole, self.divided)], self.process_group)
         return whole
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
@@ -148,6 +142,26 @@ def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, 
         if len(holders) == layout.num_copies:
             found |= dict.fromkeys(unit.matrices, holders)
     return found
+
+
+def share_parts(wholes: Sequence[tuple[Tensor, DividedState]], group: ProcessGroup) -> None:
+    """Give all ranks of a group the parts of some tensors, of one dtype, that their owners alone have right.
+
+    All of these ranks must call it. Temporary memory: that of the tensors.
+    """
+    parts = [(part, in_memory_order(whole)) for whole, divided in wholes for part in divided.parts]
+    parts.sort(key=lambda row: row[0].owner)
+    # As bytes: backends do not know every dtype.
+    runs = [(part.owner, entries[part.start : part.stop].view(torch.uint8)) for part, entries in parts]
+    if not runs:
+        return
+    rows = torch.cat([run for _, run in runs])
+    ranks = group_ranks(group)
+    sizes = [sum(run.numel() for owner, run in runs if owner == position) for position in range(len(ranks))]
+    start_broadcasts(rows, sizes, group).wait()
+    for (owner, run), received in zip(runs, rows.split([run.numel() for _, run in runs]), strict=True):
+        if ranks[owner] != this_rank():
+            run.copy_(received)
 
 
 def all_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:

@@ -7,7 +7,7 @@ parameters: whether they are the same objects, with the same memory and dtype. T
 
 from collections.abc import Sequence
 from enum import Enum
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -33,47 +33,32 @@ class WatchedParameters:
     """Parameters of groups as they are now. Keeps references to them."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._params: list[list[Tensor]] = []
-        self._facts: list[Any] = []
         self._remember(groups)
 
     def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
         """Return what has changed since the last look."""
-        if self._is_same(groups):
+        same = _identities(groups) == self._identities
+        if same and self._memory() == self._seen:
             return Change.NONE
-        params, facts = self._params, self._facts
+        facts = self._facts
         self._remember(groups)
-        same = len(params) == len(self._params) and all(map(_are_same, params, self._params))
         return Change.MEMORY if same and facts == self._facts else Change.PARAMETERS
 
-    def _is_same(self, groups: Sequence[Sequence[Tensor]]) -> bool:
-        if len(groups) != len(self._params):
-            return False
-        for group, params in zip(groups, self._params, strict=True):
-            if not _are_same(group, params):
-                return False
-        if not _are_same(list(map(_local_of, self._dtensors)), self._pieces):
-            return False
-        return (
-            list(map(_address, self._locals)) == self._addresses and list(map(_dtype_of, self._locals)) == self._dtypes
-        )
-
     def _remember(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._params = [list(group) for group in groups]
-        params = [param for of_group in self._params for param in of_group]
-        self._locals = list(map(local_tensor, params))
-        self._dtensors: list[Any] = list(filter(is_dtensor, params))
-        self._pieces = list(map(_local_of, self._dtensors))
-        self._addresses = list(map(_address, self._locals))
-        self._dtypes = list(map(_dtype_of, self._locals))
-        self._facts = list(map(_facts_of, params, self._locals))
+        self._params = [param for group in groups for param in group]
+        self._identities = _identities(groups)
+        self._locals = list(map(local_tensor, self._params))
+        self._dtensors: list[Any] = list(filter(is_dtensor, self._params))
+        self._facts = list(map(_facts_of, self._params, self._locals))
+        self._seen = self._memory()
+
+    def _memory(self) -> tuple[list[int], list[int], list[Any]]:
+        pieces = list(map(id, map(_local_of, self._dtensors)))
+        return pieces, list(map(Tensor.data_ptr, self._locals)), list(map(_dtype_of, self._locals))
 
 
-def _are_same(params: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(params) == len(others) and all(map(is_, params, others))
-
-
-_address = Tensor.data_ptr
+def _identities(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [list(map(id, group)) for group in groups]
 
 
 def _facts_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
