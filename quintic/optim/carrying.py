@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quintic.optim.current import Current
 from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.ties import check_shapes
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS
 from quintic.optim.state.placement import needed_state, state_on_device
@@ -54,14 +55,9 @@ def _check(source: tuple[Group, int], target: tuple[Group, int], *, transposed: 
     (group, index), (other_group, other_index) = source, target
     param, other = group.params[index], other_group.params[other_index]
     names = f"the state of {group.param_names[index]} cannot be carried to {other_group.param_names[other_index]}"
-    shape, other_shape = tuple(param.shape), tuple(other.shape)
     if param is other:
         raise ValueError(f"{names}: they are the same parameter")
-    if transposed and len(shape) != 2:
-        raise ValueError(f"{names} transposed: it has {len(shape)} dimensions, and must have two")
-    if other_shape != (shape[::-1] if transposed else shape):
-        how = " transposed" if transposed else ""
-        raise ValueError(f"{names}{how}: the shapes are {shape} and {other_shape}")
+    check_shapes(names, param, other, transposed=transposed)
     if group.algorithm != other_group.algorithm:
         raise ValueError(f"{names}: their groups have algorithm={group.algorithm!r} and {other_group.algorithm!r}")
     needed, other_needed = (

@@ -15,7 +15,7 @@ from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import is_dtensor, reject_sparse
 from quintic.optim.rules.device_memory import is_capturing
 
-__all__ = ["Tie", "ties_of"]
+__all__ = ["Tie", "check_shapes", "ties_of"]
 
 
 class Tie:
@@ -70,6 +70,16 @@ def ties_of(groups: Sequence[Group]) -> list[Tie]:
     return [_tie_of(group, groups) for group in groups if group.tied_to is not None]
 
 
+def check_shapes(what: str, param: Tensor, other: Tensor, *, transposed: bool) -> None:
+    """Reject shapes of which one is not the other, or its transpose; the ValueError begins with `what`."""
+    shape, other_shape = tuple(param.shape), tuple(other.shape)
+    if transposed and len(shape) != 2:
+        raise ValueError(f"{what} transposed: it has {len(shape)} dimensions, and must have two")
+    if other_shape != (shape[::-1] if transposed else shape):
+        how = " transposed" if transposed else ""
+        raise ValueError(f"{what}{how}: the shapes are {shape} and {other_shape}")
+
+
 def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
     assert group.tied_to is not None
     wanted, transposed = group.tied_to
@@ -89,11 +99,7 @@ def _tie_of(group: Group, groups: Sequence[Group]) -> Tie:
             f"{what}: a DTensor has its pieces, and those of its transpose are on other ranks; leave both plain "
             f"tensors, with comms='sharded' to divide their state"
         )
-    if tuple(param.shape) != (tuple(head.shape)[::-1] if transposed else tuple(head.shape)):
-        how = " transposed" if transposed else ""
-        raise ValueError(f"{what}{how}: the shapes are {tuple(param.shape)} and {tuple(head.shape)}")
-    if transposed and param.ndim != 2:
-        raise ValueError(f"{what} transposed: it has {param.ndim} dimensions, and must have two")
+    check_shapes(what, param, head, transposed=transposed)
     if (param.dtype, param.device) != (head.dtype, head.device):
         raise ValueError(
             f"{what}: one is {param.dtype} on {param.device}, the other {head.dtype} on {head.device}; they must be "
