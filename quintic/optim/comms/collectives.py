@@ -40,12 +40,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Pending:
-    """A message under way, and the memory it reads and writes, which must not be freed before it has arrived.
+    """A message under way: its works, which have `wait`, what is there afterwards, and what is read until then.
 
-    Args:
-        works: have `wait`, one for each collective; none if there is nothing to wait for.
-        received: what is there afterwards.
-        sent: what is read until then.
+    The memory of both must not be freed before the message has arrived.
     """
 
     def __init__(self, works: Sequence[Any], received: Tensor, *sent: Tensor) -> None:
@@ -63,13 +60,9 @@ class Pending:
 
 
 def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Pending:
-    """Start to send a run of entries to each rank. All ranks of the group must call it.
+    """Start to send each rank so many of the entries of a contiguous tensor, in order. All ranks must call it.
 
-    Args:
-        send: contiguous, any shape; its entries are sent in order.
-        sends: how many of them each rank gets.
-        receives: how many entries each rank sends to this one; received in the order of the ranks.
-        group: the process group.
+    What is received are so many entries of each rank, in the order of the ranks.
     """
     received = send.new_empty(sum(receives))
     send = send.reshape(-1)
@@ -78,13 +71,9 @@ def start_all_to_all(send: Tensor, sends: Sequence[int], receives: Sequence[int]
 
 
 def start_all_gather(send: Tensor, num_ranks: int, group: ProcessGroup, out: Tensor | None = None) -> Pending:
-    """Start to collect a tensor of one shape from every rank, along its first dimension. All ranks must call it.
+    """Start to collect a contiguous tensor of one shape from every rank, along its first dimension.
 
-    Args:
-        send: contiguous; may be this rank's own part of `out`.
-        num_ranks: of the group.
-        group: the process group.
-        out: (num_ranks * first size, ...) contiguous, where everything is received; None for new memory.
+    All ranks must call it. It is received in `out`, of which this rank's own part may be sent, or in new memory.
     """
     received = send.new_empty((num_ranks * send.shape[0], *send.shape[1:])) if out is None else out
     work = _all_gather(received, send, group=group, async_op=True)
@@ -132,12 +121,9 @@ def has_process_group() -> bool:
 
 
 def start_broadcasts(rows: Tensor, counts: Sequence[int], group: ProcessGroup) -> Pending:
-    """Start to give every rank the rows of a tensor that each rank has. All ranks of the group must call it.
+    """Start to give every rank all rows of a contiguous tensor, of which each rank in turn has so many.
 
-    Args:
-        rows: contiguous; of each rank in turn its rows, right where they are its own, filled in elsewhere.
-        counts: how many rows each rank has.
-        group: the process group.
+    All ranks must call it. Rows are right where they are a rank's own, and filled in elsewhere.
     """
     works = []
     for owner, (part, count) in enumerate(zip(rows.split(list(counts)), counts, strict=True)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from quintic.optim.step.partial_gradients import PartialGradients
 __all__ = ["Agreements"]
 
 _Parts = TypeVar("_Parts")
+
+_Selected: TypeAlias = list[tuple[tuple[int, ...], Tensor, Tensor]]
 
 
 class Agreements:
@@ -61,7 +63,7 @@ class Agreements:
         """Those among which some gradients are sums."""
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
-        self._selections: dict[int, tuple[object, _Selection | None]] = {}
+        self._selections: dict[int, tuple[object, int, _Selected]] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -176,24 +178,23 @@ class Agreements:
         `indices_of` returns the positions of the parts' parameters in the group; it is called only if these are not the
         parts of the last step.
         """
-        key, selection = self._selections.get(number, (None, None))
+        key, size, selected = self._selections.get(number, (None, 0, []))
         if key != parts:
-            selection = self._select([(bucket.group, index) for index in indices_of(parts)], bucket.device)
-            self._selections[number] = parts, selection
-        if selection is None:
-            return None
+            places = [(bucket.group, index) for index in indices_of(parts)]
+            size, selected = len(places), self._select(places, bucket.device)
+            self._selections[number] = parts, size, selected
         result: Tensor | None = None
-        for ranks, positions, numbers in selection.parts:
+        for ranks, positions, numbers in selected:
             of_these = self._counted[ranks].enough()[numbers]
-            if len(numbers) == selection.size:
+            if len(numbers) == size:
                 return of_these
             if result is None:
-                result = torch.ones(selection.size, dtype=torch.int32, device=of_these.device)
+                result = torch.ones(size, dtype=torch.int32, device=of_these.device)
             result[positions] = of_these
         return result
 
-    def _select(self, places: Sequence[Place], device: torch.device) -> "_Selection | None":
-        """Return where parameters stand among those counted; None if nobody shares any of them."""
+    def _select(self, places: Sequence[Place], device: torch.device) -> "_Selected":
+        """Return for the ranks that share some of these parameters which they are, here and among those counted."""
         found: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         for position, place in enumerate(places):
             if place in self._places:
@@ -201,11 +202,10 @@ class Agreements:
                 positions, numbers = found.setdefault(ranks, ([], []))
                 positions.append(position)
                 numbers.append(number)
-        parts = tuple(
+        return [
             (ranks, upload(host_tensor(positions), device), upload(host_tensor(numbers), device))
             for ranks, (positions, numbers) in found.items()
-        )
-        return _Selection(len(places), parts) if parts else None
+        ]
 
 
 # What a gradient counts besides that is none, where all ranks know it as a sum. More than there are ranks.
@@ -287,11 +287,3 @@ class _Counted:
 def _due(pending_steps: Sequence[int]) -> list[int]:
     """Return the numbers of the groups that are stepped now."""
     return [number for number, pending in enumerate(pending_steps) if pending == 0]
-
-
-class _Selection(NamedTuple):
-    """Some parameters among those that are counted."""
-
-    size: int
-    parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
-    """Ranks, places among the selected, places among the counted."""

@@ -97,11 +97,7 @@ class BucketStep:
         return self._common.communicators[self.bucket.ranks]
 
     def begin(self) -> None:
-        """Find the tensors of a step.
-
-        Raises:
-            ValueError: a gradient is sparse; the message names the parameter.
-        """
+        """Find the tensors of a step."""
         self.group = self._common.groups[self.bucket.group]
         self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
         self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)

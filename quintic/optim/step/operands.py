@@ -1,4 +1,7 @@
-"""The tensors that a bucket's update reads and writes, found anew at every step, and what is kept between steps."""
+"""The tensors that a bucket's update reads and writes, found anew at every step, and what is kept between steps.
+
+A sparse gradient is an error, here and wherever a step finds its tensors: a ValueError that names the parameter.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -44,11 +47,7 @@ class Operands(NamedTuple):
     """Positions in their group of parameters without a gradient."""
 
     def present(self, gradients: Sequence[Tensor | None]) -> "Operands":
-        """Return the operands that have a gradient, with these gradients, dense.
-
-        Raises:
-            ValueError: a gradient is sparse; the message names the parameter.
-        """
+        """Return the operands that have a gradient, with these gradients, dense."""
         rows = zip(self.members, self.params, gradients, self.states, strict=True)
         found = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
         if len(found) == len(self.members):
@@ -138,9 +137,6 @@ class BucketMemory:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
 
         A model has hundreds of parameters and this runs every step: what follows from the plan alone is looked up once.
-
-        Raises:
-            ValueError: a gradient is sparse; the message names the parameter.
         """
         everything = self.everything
         if everything is None:
@@ -201,19 +197,32 @@ class BucketMemory:
         return self._moments
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
-        """Reject state that the kernels would misread; what was checked last, at these addresses, is right.
+        """Reject state of another device, dtype or memory order, where kernels see addresses alone.
 
-        Raises:
-            ValueError: state of a parameter is on another device, or has another dtype or memory order than it should.
+        What was checked last, at these addresses, is right.
         """
-        if self._checked != (active.members, addresses):
-            _check_state(active, dtypes)
-            self._checked = active.members, addresses
+        if self._checked == (active.members, addresses):
+            return
+        wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+        for member, param, state in zip(active.members, active.params, active.states, strict=True):
+            for key in wanted.keys() & state.keys():
+                found = state[key]
+                if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
+                    right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
+                    raise _misread(member.name, key, found, right)
+        self._checked = active.members, addresses
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
         """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
         if self._matrix_places_key != active.members:
-            self._matrix_places, self._matrix_places_key = _matrix_places(view, active), active.members
+            owners: list[Tensor] = []
+            offsets: list[Tensor] = []
+            for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
+                block = block_of(param, member, view)
+                start = int(block.storage_offset()) - int(param.storage_offset())
+                offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
+                owners.append(torch.full_like(offsets[-1], number))
+            self._matrix_places, self._matrix_places_key = (torch.cat(owners), torch.cat(offsets)), active.members
         return self._matrix_places
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
@@ -232,9 +241,7 @@ class BucketMemory:
         """Return on the device the address of each matrix' second moments; None where the bucket has no kernels.
 
         The moments, (matrices, m, 1) or (matrices, 1, n), are those of whole members, of one of the bucket's kinds.
-
-        Raises:
-            ValueError: the kernel would misread the second moments of a parameter.
+        Those that the kernel would misread are an error.
         """
         if bucket.kernels == "torch":
             return None
@@ -268,11 +275,7 @@ def are_contiguous(gradients: list[Any]) -> TypeGuard[list[Tensor]]:
 
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
-    """Return a parameter's gradient with the parameter's strides.
-
-    Raises:
-        ValueError: the gradient is sparse.
-    """
+    """Return a parameter's gradient with the parameter's strides."""
     if gradient.layout is not torch.strided:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
     if gradient.stride() == param.stride():
@@ -281,31 +284,8 @@ def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
-def _check_state(active: Operands, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Reject state of another device, dtype or memory order: kernels see addresses alone."""
-    wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
-    for member, param, state in zip(active.members, active.params, active.states, strict=True):
-        for key in wanted.keys() & state.keys():
-            found = state[key]
-            if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
-                right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
-                raise _misread(member.name, key, found, right)
-
-
 def _misread(name: str, key: str, found: Tensor, right: str) -> ValueError:
     return ValueError(
         f"{name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and must be {right}; "
         f"make the optimizer after moving the model, or move its state along"
     )
-
-
-def _matrix_places(view: View, active: Operands) -> tuple[Tensor, Tensor]:
-    """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
-    owners: list[Tensor] = []
-    offsets: list[Tensor] = []
-    for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
-        block = block_of(param, member, view)
-        start = int(block.storage_offset()) - int(param.storage_offset())
-        offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
-        owners.append(torch.full_like(offsets[-1], number))
-    return torch.cat(owners), torch.cat(offsets)

@@ -87,7 +87,7 @@ class Runner:
             self.common.offload = Offload(self.plan, groups, state)
             self.plan = self.common.offload.plan
         self._steps = [self._new_step(number, bucket) for number, bucket in enumerate(self.plan)]
-        parts = [(step.bucket, step.memory) for step in self._steps if isinstance(step, DividedStep)]
+        divided_memories = [step.memory for step in self._steps if isinstance(step, DividedStep)]
         self.ties = ties_of(groups)
         """Parameters that are copies of others."""
         self.written: list[Tie] = []
@@ -95,7 +95,7 @@ class Runner:
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
-        self._averages = GradientAverages(parts, groups, layouts, communicators, early)
+        self._averages = GradientAverages(divided_memories, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
 
     def upload_hyperparameters(self) -> None:
@@ -144,9 +144,6 @@ class Runner:
 
         All ranks that share parameters must call it. What was averaged already, and not touched since, is not averaged
         again; groups whose gradients need no average are left out.
-
-        Raises:
-            ValueError: a gradient is sparse.
         """
         self.agreements.agree()
         return self._averages.make_early(numbers)

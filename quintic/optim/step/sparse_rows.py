@@ -79,9 +79,6 @@ class Table:
         """Start to send marks to the owners of the rows, and counts to everybody. All ranks must call it once a step.
 
         They are those of what was announced, or else of what the gradient has.
-
-        Raises:
-            ValueError: the gradient is sparse.
         """
         if not self._is_announced:
             self._marks = self._no_marks()
@@ -112,11 +109,7 @@ class Table:
         self._held, self._is_held = None, False
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's gradient, contiguous.
-
-        Raises:
-            ValueError: it is sparse.
-        """
+        """Return this rank's gradient, contiguous."""
         found = self._held if self._is_held else self.param.grad
         # What is held has the parameter's strides.
         return None if found is None else dense_gradient(self.param, found, self.name).detach()
@@ -162,12 +155,9 @@ class Table:
         return go * (offender == 0)
 
     def check(self, wait: bool) -> None:
-        """Raise if the last step found rows that an announcement had left out, as far as that is known.
+        """Raise a RuntimeError on all ranks if the last step found rows that an announcement had left out.
 
-        With `wait` the host waits for the device.
-
-        Raises:
-            RuntimeError: the same on all ranks.
+        That is, as far as it is known; with `wait` the host waits for the device.
         """
         if self._offender is None or not (wait or self._offender.is_there):
             return
@@ -281,7 +271,6 @@ class AnnouncedRows:
 
         Raises:
             RuntimeError: the step before found rows that had not been announced, or a CUDA graph is being captured.
-            ValueError: a gradient is sparse.
         """
         due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
         for table in due:
@@ -332,11 +321,7 @@ def _numbers(rows: Tensor, table: Table) -> Tensor:
 
 
 def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
-    """Return the parameter that is meant.
-
-    Raises:
-        ValueError: there is none, or it is in a group with another `comms`.
-    """
+    """Return the parameter that is meant; a ValueError if there is none, or its group has another `comms`."""
     group, index = found_parameter(groups, param, "rows were announced for")
     if group.comms != "sharded_sparse":
         raise ValueError(

@@ -25,7 +25,7 @@ class DividedMemory(BucketMemory):
     def __init__(self, bucket: Divided, params: Sequence[Tensor], table: Table | None) -> None:
         super().__init__()
         self.sparse_table = table
-        self._bucket = bucket
+        self.bucket = bucket
         names = {part.index: part.name for part in bucket.parts}
         places = {index: place for place, index in enumerate(names)}
         self.params = [params[index] for index in names]
@@ -59,11 +59,7 @@ class DividedMemory(BucketMemory):
         return local
 
     def local_operands(self) -> Operands:
-        """Return the same, which follows from nothing else.
-
-        Raises:
-            ValueError: a gradient is sparse; the message names the parameter.
-        """
+        """Return the same, which follows from nothing else."""
         gradients = list(map(GRADIENT, self.params))
         if self._contiguous and are_contiguous(gradients):
             return self._local._replace(gradients=gradients)
@@ -80,10 +76,10 @@ class DividedMemory(BucketMemory):
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the parts that this rank owns, given the mean of their gradients, (entries,)."""
         if self._owned is None:
-            owned = [(part, group.params[part.index]) for part in self._bucket.own]
+            owned = [(part, group.params[part.index]) for part in self.bucket.own]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
             states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
-            self._owned = Operands(self._bucket.members, pieces, [], states, len(owned))
+            self._owned = Operands(self.bucket.members, pieces, [], states, len(owned))
             starts = accumulate((part.numel for part, _ in owned), initial=0)
             self._spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
         first = mean.storage_offset()

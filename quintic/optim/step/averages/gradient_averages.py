@@ -30,13 +30,10 @@ __all__ = ["EarlyAverages", "GradientAverages", "OfGroup"]
 
 
 class OfGroup:
-    """The averages of one parameter group.
+    """The averages of one parameter group's gradients.
 
-    Args:
-        params: of the group.
-        lent: averages of parameters that have no gradient on this rank; where whole ones are kept.
-        own: where state is divided, of each parameter the average of the parts that this rank owns, as its state is
-            kept; None where whole averages stand in `p.grad`.
+    Whole ones stand in `p.grad`, or are lent where this rank has no gradient. Where state is divided, `own` has of each
+    parameter the average of the parts that this rank owns, as its state is kept.
     """
 
     def __init__(
@@ -50,12 +47,17 @@ class OfGroup:
     @property
     def is_fresh(self) -> bool:
         """Return whether nobody has touched the gradients since."""
-        rows = zip(self._params, self._seen, strict=True)
-        return all(param.grad is found and _version(found) == version for param, (found, version) in rows)
+        rows = zip(self._seen, self._gradients(), strict=True)
+        return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
     def renew(self) -> None:
         """Take gradients as they are now for those that the averages belong to."""
-        self._seen = [(param.grad, _version(param.grad)) for param in self._params]
+        self._seen = self._gradients()
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        """Return the gradients, and how often each was changed in place."""
+        gradients = [param.grad for param in self._params]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and its average: the whole, or what this rank owns of it."""
@@ -79,10 +81,6 @@ class OfGroup:
         assert self.own is not None
         for part in bucket.own:
             yield self.own[self._params[part.index]][part.offset : part.offset + part.numel]
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
 
 
 class EarlyAverages:
@@ -110,18 +108,17 @@ class EarlyAverages:
     def keep(self, groups: Mapping[int, OfGroup]) -> None:
         """Keep averages for the next step, for gradients as they are now."""
         self._groups = dict(groups)
-        for found in groups.values():
-            found.renew()
+        self.renew()
 
     def renew(self) -> None:
-        """Take gradients as they are now for those that the averages belong to: who kept them has changed them."""
+        """Take gradients as they are now for those that the averages belong to."""
         for found in self._groups.values():
             found.renew()
 
-    def forget(self, numbers: Iterable[int] | None = None) -> None:
-        """Forget those of some groups, or all."""
-        forgotten = set(self._groups if numbers is None else numbers)
-        self._groups = {number: found for number, found in self._groups.items() if number not in forgotten}
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget those of some groups."""
+        for number in numbers:
+            self._groups.pop(number, None)
 
 
 class GradientAverages:
@@ -133,7 +130,7 @@ class GradientAverages:
 
     def __init__(
         self,
-        divided: Sequence[tuple[Divided, DividedMemory]],
+        divided: Sequence[DividedMemory],
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
@@ -164,11 +161,7 @@ class GradientAverages:
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
-        """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it.
-
-        Raises:
-            ValueError: a gradient is sparse.
-        """
+        """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it."""
         self._early.of_step = of_step = self._early.fresh()
         try:
             for number in self._ranks:
@@ -202,22 +195,22 @@ class GradientAverages:
                     self._take_back()
                 found[number] = OfGroup(params, lent)
                 continue
-            buckets = [(bucket, memory) for bucket, memory in self._divided if bucket.group == number]
+            memories = [memory for memory in self._divided if memory.bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(bucket.own for bucket, _ in buckets):
+            for part in chain.from_iterable(memory.bucket.own for memory in memories):
                 numels[part.index] += part.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
             found[number] = OfGroup(params, {}, own)
-            run_overlapping([self._average_bucket(bucket, memory, found[number]) for bucket, memory in buckets])
+            run_overlapping([self._average_bucket(memory, found[number]) for memory in memories])
         self._early.keep(found)
         return {number: found[number] for number in due}
 
-    def _average_bucket(self, bucket: Divided, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
-        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[bucket.ranks])
+    def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
+        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
         yield
         mean = wait_for_mean(None)
         del wait_for_mean  # and what was sent
-        averages.keep_bucket(bucket, mean)
+        averages.keep_bucket(memory.bucket, mean)
         yield
 
     def _average(self, number: int) -> None:

@@ -91,7 +91,8 @@ class Offload:
             stages = _stages(bucket)
             if stage == stages[0]:
                 if isinstance(bucket, Divided):
-                    hosted.prepare(bucket.members, None, self._states(bucket))
+                    states = _states_of(bucket, self._groups[bucket.group].params, self._state)
+                    hosted.prepare(bucket.members, None, states)
                 else:
                     hosted.prepare(active.members, active.params, active.states)
             for of_pass, its_stage in enumerate(stages):
@@ -155,10 +156,6 @@ class Offload:
         found = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
         number, size = buffers(found, kind)
         return Ring(self._copies[device], size, max(1, number))
-
-    def _states(self, bucket: Bucket) -> list[dict[str, Tensor]]:
-        """Return the state of each member as this rank has it on the host."""
-        return _states_of(bucket, self._groups[bucket.group].params, self._state)
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
