@@ -19,7 +19,6 @@ __all__ = [
     "default_group",
     "group_ranks",
     "has_process_group",
-    "host_name",
     "hosts_of",
     "new_group",
     "num_ranks",

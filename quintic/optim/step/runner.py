@@ -190,7 +190,7 @@ class Runner:
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
         if isinstance(bucket, Divided):
             params = self.common.groups[bucket.group].params
-            memory = DividedMemory(bucket, params, self._rows.table_of(params[bucket.parts[0].index]))
+            memory = DividedMemory(bucket, params, self._rows.tables.get(params[bucket.parts[0].index]))
             if isinstance(bucket, DividedMatrices):
                 return DividedMatricesStep(number, bucket, memory, self.common)
             return DividedStep(number, bucket, memory, self.common)

@@ -212,7 +212,7 @@ class AnnouncedRows:
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
         self.tables: dict[Tensor, Table] = {}
-        """By parameter, in the order in which ranks send marks."""
+        """By parameter, in the order in which ranks send marks; without those that always travel whole."""
         self._due: list[Table] = []
 
     def adopt(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
@@ -228,10 +228,6 @@ class AnnouncedRows:
                     table = Table(part.name, param, bucket.group, bucket)
                 found[bucket.group, part.index] = table
         self.tables = {table.param: table for _, table in sorted(found.items())}
-
-    def table_of(self, param: Tensor) -> Table | None:
-        """Return what is known of a parameter's rows; None if it always travels whole."""
-        return self.tables.get(param)
 
     def announce(
         self,

@@ -95,12 +95,10 @@ class Averaging:
 
         return finish
 
-    def start_giving(
-        self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
-    ) -> Callable[[], None]:
+    def start_giving(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Callable[[], None]:
         """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
 
-        All ranks must call it. What this rank owns is in the tensors, or is `own`, (entries,), and put there, too.
+        All ranks must call it. What this rank owns is in the tensors.
         """
         num_ranks = len(self.counts)
         if self._is_direct:
@@ -109,15 +107,10 @@ class Averaging:
                 pending = start_all_gather(whole[self._own], num_ranks, group, whole)
             else:
                 pending = start_broadcasts(whole, self.counts, group)
-        elif own is None:
+        else:
             values = torch.empty(self.most, dtype=self._dtype, device=self._device)
             self._of_own.pack(tensors, values)
             pending = start_all_gather(values, num_ranks, group)
-        else:
-            self._of_own.unpack(own, tensors)
-            if len(own) < self.most:
-                own = torch.nn.functional.pad(own, (0, self.most - len(own)))
-            pending = start_all_gather(own, num_ranks, group)
 
         def finish() -> None:
             received = pending.wait()
@@ -130,9 +123,12 @@ class Averaging:
         """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
         wait_for_mean = self.start_mean(tensors, group)
         yield
-        own = wait_for_mean(in_memory_order(tensors[0])[self._own] if self._is_direct else None)
+        if self._is_direct:
+            wait_for_mean(in_memory_order(tensors[0])[self._own])
+        else:
+            self._of_own.unpack(wait_for_mean(None), tensors)
         del wait_for_mean  # and what was sent
-        wait_for_others = self.start_giving(tensors, group, own)
+        wait_for_others = self.start_giving(tensors, group)
         yield
         wait_for_others()
 
