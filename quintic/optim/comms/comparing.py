@@ -70,12 +70,9 @@ def _text(option: object) -> str:
 
 
 def difference(descriptions: Sequence[str], ranks: tuple[int, ...], group: ProcessGroup) -> str | None:
-    """Compare what the ranks of a group are about to do; all of them must call it.
+    """Return a message with the first parameter in whose description ranks differ, and the ranks; None if none do.
 
-    Descriptions, one per parameter, are equal on all ranks if their plans are.
-
-    Returns:
-        None if they are equal, else a message with the first parameter that differs, and the ranks.
+    All ranks of the group must call it. Descriptions, one per parameter, are equal on all ranks if their plans are.
     """
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
     if len(set(all_gather_values(digest, group))) == 1:

@@ -23,8 +23,7 @@ class Orders(NamedTuple):
     def resolved(self, groups: Iterable[Group]) -> "Orders":
         """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.
 
-        Raises:
-            ValueError: no parameter has a name, or one stands in an order twice.
+        A name of no parameter, or one that stands in an order twice, is a ValueError.
         """
         known = {name for group in groups for name in group.param_names}
         asked = {name: known_as(name, known) for name in (*(self.launch or ()), *(self.work or ()))}
@@ -38,12 +37,7 @@ class Orders(NamedTuple):
 
 
 def orders_of(launch_order: Sequence[str] | None, work_order: Sequence[str] | None) -> Orders:
-    """Return the orders that a user gave.
-
-    Raises:
-        TypeError: one is no sequence of names.
-        ValueError: a name stands in one of them twice.
-    """
+    """Return the orders that a user gave; an error if one is no sequence of names, or has a name twice."""
     for option, names in (("launch_order", launch_order), ("work_order", work_order)):
         if names is None:
             continue

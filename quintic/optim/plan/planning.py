@@ -41,11 +41,12 @@ def build_plan(
 
     Args:
         param_groups: validated (see `Muon.add_param_group`).
-        layouts: for each group and each of its parameters where it travels, or None.
+        layouts: for each group and each of its parameters where it travels, or None; from `divided_layouts` if there
+            were choices.
         rank: whose plan this is.
         divided: of the groups whose state is divided (`comms="sharded"`) position and ranks.
         orders: in which buckets with collectives start and are worked on, where the user wants another.
-        choices: from `choose_ways`, to be told; `layouts` are from `divided_layouts` then.
+        choices: from `choose_ways`, to be told.
     """
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []

@@ -130,18 +130,11 @@ def choose_ways(
     layouts: Sequence[Sequence[Layout | None]],
     hosts: Mapping[tuple[int, ...], Sequence[int]],
 ) -> dict[tuple[int, ...], ReplicaChoice]:
-    """Return which ranks shall divide the work on parameters with several copies, for groups with `replicas="auto"`.
+    """Return by the ranks that share parameters with several copies which divide the work, where "auto" shall choose.
 
     The same on all ranks: a step is taken to last as long as the busiest rank computes, or as the busiest link of its
-    kind sends, whichever is longer, because messages are under way while others compute.
-
-    Args:
-        param_groups: validated.
-        layouts: for each group and each of its parameters where it travels, or None.
-        hosts: ranks in ascending order -> a number for each, equal for ranks of one host, as far as known.
-
-    Returns:
-        By the ranks, in ascending order, that share parameters with several copies.
+    kind sends, whichever is longer, because messages are under way while others compute. Layouts are those of
+    `build_plan`; hosts have for ranks in ascending order, as far as known, a number for each, equal on one host.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Group, Layout]]] = {}
     for group, found in zip(param_groups, layouts, strict=True):

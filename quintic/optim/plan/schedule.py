@@ -81,12 +81,8 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
     """Return a schedule that starts steps as early, and finishes them as late, as memory allows.
 
     What waits for a collective keeps the device from other work: so that is put off until the next step has been worked
-    on at least, if memory allows that.
-
-    Args:
-        launch_order: the steps, which are worked on in the order of their numbers, in the order in which they start.
-        memory: of each step.
-        budget: bytes that may be held at a time, exceeded only for the step that is worked on next; None for no bound.
+    on at least, if memory allows that. Steps start in the launch order, and are worked on in that of their numbers. The
+    budget, in bytes, is exceeded only for the step that is worked on next; None for no bound.
     """
     schedule: list[int | None] = []
     waiting = list(launch_order)

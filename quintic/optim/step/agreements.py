@@ -115,12 +115,9 @@ class Agreements:
         self.has_agreed = True
 
     def check_sums(self, pending_steps: Sequence[int]) -> None:
-        """Check that this rank's gradients are no other sums than all ranks know of; nothing is communicated.
+        """Check for a step, before anything is sent, what `PartialGradients.check` does.
 
-        For the beginning of a step, before anything is sent. In the first one all is well: ranks tell each other then.
-
-        Raises:
-            RuntimeError: one is; on the ranks that have such a gradient, and on no others.
+        In the first one all is well: ranks tell each other then.
         """
         if self.has_agreed:
             self.partial.check(self._watched(_due(pending_steps)))
@@ -148,10 +145,7 @@ class Agreements:
     def sum_early(self, numbers: Iterable[int]) -> None:
         """Make sums of some groups' gradients before the step, and put them in `p.grad`, also where this rank has none.
 
-        All ranks that share parameters must call it.
-
-        Raises:
-            RuntimeError: as `agree` and `check_sums`.
+        All ranks that share parameters must call it; errors are those of `agree` and `check_sums`.
         """
         self.agree()
         params = self._watched(numbers)
@@ -263,12 +257,10 @@ class _Counted:
         return self._enough
 
     def check(self, *, wait: bool) -> None:
-        """Raise if a gradient of the last step was a sum on some ranks and none on others, as far as that is known.
+        """Raise a RuntimeError on all ranks if a gradient of the last step was a sum on some and none on others.
 
-        Without `wait` the host does not wait for the device, and counts of this step are asked for, too.
-
-        Raises:
-            RuntimeError: the same on all ranks.
+        That is, as far as it is known: without `wait` the host does not wait for the device, and counts of this step
+        are asked for, too.
         """
         if not wait:
             self.enough()

@@ -248,8 +248,7 @@ class AnnouncedRows:
         table = self.tables.get(found)
         if table is None:
             return
-        if is_capturing(found.device):
-            raise RuntimeError(_no_capture(table.name))
+        _check_no_capture(table)
         table.announce(_numbers(rows, table), is_complete=not more and pending_steps[table.group] == 0)
         if may_send:
             self._send_complete(pending_steps)
@@ -270,8 +269,7 @@ class AnnouncedRows:
         """
         due = [table for table in self.tables.values() if pending_steps[table.group] == 0]
         for table in due:
-            if is_capturing(table.param.device):
-                raise RuntimeError(_no_capture(table.name))
+            _check_no_capture(table)
         if due:  # a CUDA graph that leaves tables out waits for nothing
             self.check(wait=True)
         self._due = due
@@ -327,8 +325,9 @@ def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
     return group.params[index]
 
 
-def _no_capture(name: str) -> str:
-    return (
-        f"{name}: with comms='sharded_sparse' messages have another size in every step, which a CUDA graph cannot "
-        f"have; use quintic.CapturedStep, which leaves them out, or comms='sharded' to capture steps"
-    )
+def _check_no_capture(table: Table) -> None:
+    if is_capturing(table.device):
+        raise RuntimeError(
+            f"{table.name}: with comms='sharded_sparse' messages have another size in every step, which a CUDA graph "
+            f"cannot have; use quintic.CapturedStep, which leaves them out, or comms='sharded' to capture steps"
+        )

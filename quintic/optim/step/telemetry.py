@@ -128,10 +128,7 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     """Return the fields of `MatrixTelemetry` for each matrix of a bucket, (b, 4) float32 on the device.
 
-    Args:
-        directions: (b, m, n) before orthogonalisation, any scale; not modified.
-        updates: (b, m, n) after it; not modified.
-        factors: (b, m or 1, n or 1): what multiplies the updates besides the learning rate.
+    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `make_updates`.
     """
     rows = []
     # One matrix at a time: sampling must not need more memory than the step itself.

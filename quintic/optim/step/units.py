@@ -49,15 +49,10 @@ class UnitsStep(BucketStep):
         return self.memory.scales(self.bucket, self.group, units.everywhere, units.shapes, _numbers_of)
 
     def orthogonalized(self, directions: Tensor, scales: Tensor, go: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Orthogonalise the units that this rank owns, and advance their neurons.
+        """Return updates, (owned, *unit shape), and for each kind of matrix factors, (owned, m or 1, n or 1).
 
-        Args:
-            directions: (owned, *unit shape) contiguous.
-            scales: (units of all ranks, kinds).
-            go: (units of all ranks,) int32 on the device: where it is zero the unit stays as it was. None for all.
-
-        Returns:
-            The updates (owned, *unit shape), and for each kind of matrix the factors (owned, m or 1, n or 1).
+        Neurons are advanced. Directions are (owned, *unit shape) contiguous; scales, (units of all ranks, kinds), and
+        flags, (units of all ranks,) int32 on the device, those of all units. Where a flag is zero the unit stays.
         """
         bucket, units = self.bucket, self.bucket.units
         owned, normalizes = units.owned, self.group.normalize is not None

@@ -29,7 +29,6 @@ from quintic.optim.plan.members import adamw_entries, direction_dtype
 from quintic.optim.plan.memory.workspace import (
     Footprint,
     Matrices,
-    adamw_bytes,
     applied_bytes,
     directions_bytes,
     factor_bytes,
@@ -68,8 +67,14 @@ def vectors_bytes(largest: int, group: Group, dtype: torch.dtype, device: torch.
     """
     of = Matrices.of_group(group, dtype, device, kernels)
     plain = not group.cautious and group.decay_coupling == "lr"
+    # What PyTorch's fused update does, see `plain_passes.step_adamw`.
     is_fused = plain and dtype.itemsize >= 4 and not of.narrow and device.type in ("cpu", "cuda")
-    return adamw_bytes(min(largest, adamw_entries(group.max_workspace_bytes) or largest), of, is_fused=is_fused)
+    if kernels == "triton" or is_fused:
+        return 64
+    numel = min(largest, adamw_entries(group.max_workspace_bytes) or largest)
+    width, widened = width_of(dtype), (dtype.itemsize < 4) + 2 * of.narrow
+    # The two averages corrected, and a root or a quotient; then the update and what applies it.
+    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, of)) + 2**10
 
 
 def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form | None) -> bool:
@@ -144,14 +149,9 @@ def averaging_stages(
 ) -> Stages:
     """Return the bytes of a message to owners, their work on what they have of it, and a message back.
 
-    Args:
-        entries: of each rank.
-        own: entries of this rank, or the most of any.
-        dtype: of messages.
-        kernels: implementation.
-        is_direct: whether one tensor travels from where it is, and back.
-        work: what owners need besides the mean.
-        is_in_place: whether the mean is written to the tensor.
+    Messages of a dtype have so many entries of each rank; this one has its own, or the most of any. With `is_direct`
+    one tensor travels from where it is, and back; with `is_in_place` the mean is written to it. Besides the mean owners
+    need so many bytes for their work.
     """
     width = dtype.itemsize
     sent = 0 if is_direct else sum(entries) * width

@@ -34,7 +34,6 @@ from quintic.optim.rules.update import CPU_PIECE
 __all__ = [
     "Footprint",
     "Matrices",
-    "adamw_bytes",
     "applied_bytes",
     "directions_bytes",
     "factor_bytes",
@@ -318,30 +317,12 @@ def matrices_bytes(
 ) -> int:
     """Return what a step of whole matrices allocates, given their gradients: directions, updates, weights.
 
-    Args:
-        numel: entries of all.
-        largest: entries of the largest parameter, or part of one.
-        direction: dtype of directions.
-        work: from directions to updates.
-        factors: bytes of what multiplies updates and decay.
-        of: weights, device and kernels.
-        in_order: as for `directions_bytes`.
+    Of so many entries in all, and in the largest parameter or part of one. Work is that from directions to updates,
+    factors are the bytes of what multiplies updates and decay; `in_order` as for `directions_bytes`.
     """
     held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
     applying = work.kept + factors + applied_bytes(largest, of)
     return max(directions_bytes(numel, direction, of, in_order=in_order), held + max(work.peak, applying))
-
-
-def adamw_bytes(numel: int, of: Matrices, *, is_fused: bool) -> int:
-    """Return what AdamW allocates if the largest parameter, or part of one, has so many entries.
-
-    PyTorch's fused update may do what the group asks, see `plain_passes.step_adamw`.
-    """
-    if of.kernels == "triton" or is_fused:
-        return 64
-    width, widened = width_of(of.dtype), (of.dtype.itemsize < 4) + 2 * of.narrow
-    # The two averages corrected, and a root or a quotient; then the update and what applies it.
-    return numel * width * (widened + 1) + max(2 * numel * width, applied_bytes(numel, of)) + 2**10
 
 
 def at_a_time(numel: int, of: Matrices) -> int:
