@@ -123,16 +123,16 @@ class _Common:
     """Position of the parameter group in `optimizer.param_groups`."""
     members: tuple[Member, ...]
     """What this rank has of it."""
-    shape: tuple[int, int] | None
+    shape: tuple[int, int] | None = None
     """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
     """Implementation of the element-wise passes."""
-    form: Form | None
+    form: Form | None = None
     """How the matrices are orthogonalised; None for AdamW and for a user's function."""
     numel: int
-    flops: int
+    flops: int = 0
     """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
     offloaded: Offloaded | None = None
     """Which of its state is in host memory, with `offload=True`."""
@@ -177,11 +177,7 @@ class Local(_Common):
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
     travels = False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks among which it is divided: none."""
-        return ()
+    ranks = ()
 
 
 @dataclass(frozen=True, kw_only=True)

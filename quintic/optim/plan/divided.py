@@ -56,13 +56,13 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
         for parts in chunks:
             own = [part for part in parts if ranks[part.owner] == rank]
             of_kind: type[Divided] = Divided
-            more: dict[str, Any] = {"shape": None, "form": None, "flops": 0}
+            more: dict[str, Any] = {}
             if kind is not None:
                 units = _units(parts, group, ranks.index(rank), *kind)
-                of_kind, flops = DividedMatrices, len(own) * units.flops
-                more = {"shape": units.kinds[0].shape, "form": units.kinds[0].form, "flops": flops, "units": units}
+                of_kind, first = DividedMatrices, units.kinds[0]
+                more = {"shape": first.shape, "form": first.form, "flops": len(own) * units.flops, "units": units}
             elif alone in divisions:
-                of_kind, more["rows"] = DividedTable, divisions[alone]
+                of_kind, more = DividedTable, {"rows": divisions[alone]}
             bucket = of_kind(
                 algorithm=group.algorithm,
                 group=number,

@@ -14,7 +14,7 @@ from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
 from quintic.optim.plan.divided import divided_buckets
 from quintic.optim.plan.gathered import gathered_buckets, shared_buckets
-from quintic.optim.plan.members import Member, form_of
+from quintic.optim.plan.members import Kind, Member, form_of
 from quintic.optim.plan.memory.buckets import batch_bytes, is_put_in_order, vectors_bytes
 from quintic.optim.plan.memory.workspace import Matrices
 from quintic.optim.plan.offload_size import RING_BUFFERS, offloaded_bytes, offloaded_entries
@@ -67,37 +67,30 @@ def build_plan(
 def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
     """Return the buckets of a validated group's parameters, by their positions, that this rank steps by itself."""
     build = _muon_buckets if group.algorithm == "muon" else _adamw_buckets
-    return build(group_index, group, indices)
+    return list(build(group_index, group, indices))
 
 
-def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
+def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
     members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param))
         members.setdefault(key, []).append(Member(name=name, index=index))
-    buckets = []
     for (dtype, device, kernels), found in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in found]
-        buckets.append(
-            Local(
-                algorithm="adamw",
-                group=group_index,
-                members=tuple(found),
-                shape=None,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                form=None,
-                numel=sum(numels),
-                flops=0,
-                workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels),
-            )
+        yield Local(
+            algorithm="adamw",
+            group=group_index,
+            members=tuple(found),
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            numel=sum(numels),
+            workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels),
         )
-    return buckets
 
 
-def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> list[Local]:
+def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
     # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
     found: dict[tuple[Any, ...], list[Member]] = {}
     for index in indices:
@@ -110,10 +103,8 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
             member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
             found.setdefault(key, []).append(member)
             first += b
-    buckets = []
     for (block_shape, strides, dtype, device, kernels), members in found.items():
-        g, r, n = block_shape[0], block_shape[1], block_shape[2:].numel()
-        m = g * r
+        m, n = block_shape[:2].numel(), block_shape[2:].numel()
         form = form_of(group, m, n, dtype, device)
         of = Matrices.of_group(group, dtype, device, kernels)
         total = sum(member.num_matrices for member in members)
@@ -127,25 +118,21 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
         if device.type == "cpu":
             at_a_time = min(at_a_time, max(1, _CPU_ENTRIES // max(1, m * n)))
         for chunk in _chunks(members, at_a_time):
-            count = sum(member.num_matrices for member in chunk)
-            buckets.append(
-                Local(
-                    algorithm="muon",
-                    group=group_index,
-                    members=tuple(chunk),
-                    shape=(m, n),
-                    dtype=dtype,
-                    device=device,
-                    kernels=kernels,
-                    form=form,
-                    numel=count * m * n,
-                    flops=0 if form is None else count * form.flops(m, n),
-                    workspace_bytes=batch_bytes(
-                        count, max(member.num_matrices for member in chunk), (m, n), form, of, is_copied
-                    ),
-                )
+            counts = [member.num_matrices for member in chunk]
+            count = sum(counts)
+            yield Local(
+                algorithm="muon",
+                group=group_index,
+                members=tuple(chunk),
+                shape=(m, n),
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                form=form,
+                numel=count * m * n,
+                flops=count * Kind((m, n), form).flops,
+                workspace_bytes=batch_bytes(count, max(counts), (m, n), form, of, is_copied),
             )
-    return buckets
 
 
 def _matrices_at_a_time(
