@@ -110,7 +110,7 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
         adamw_head_lr=0.02, scalar_lr=0.01, momentum=0.5, momentum_start=0.4, orthogonalizer="svd", normalize="neuron",
         state_dtype="bf16", weights="mantissa", weight_decay=0.01, adamw_weight_decay=0.01,
         cautious=False, beta1=0.1, beta2=0.2, steps=None, tokens_per_param=1.5, warmup_frac=0.1, warmdown_frac=0.2,
-        final_lr_frac=0.3, seed=3, attention="sdpa", parallel="ddp", shard_ranks=2, compile=False, threads=3,
+        final_lr_frac=0.3, seed=3, attention="sdpa", parallel="hsdp", shard_ranks=2, compile=False, threads=3,
         sample_every=9, prompts=("a b", "c"), keep=9, tensorboard=True, wandb="w", l3_layers="0",
         l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
         aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
@@ -318,7 +318,10 @@ def test_runs_and_data_that_moved_together(
     (elsewhere / "old").rename(elsewhere / "new")
     assert main(["sample", "--runs-dir", "new/runs", "--tokens", "3"]) == 0
     (elsewhere / "new" / "data").rename(elsewhere / "lost")
-    assert "does not exist" in error_of(capsys, "sample", "--runs-dir", "new/runs", "--tokens", "3")
+    message = error_of(capsys, "sample", "--runs-dir", "new/runs", "--tokens", "3")
+    assert re.search(
+        r"the text of run does not exist any more; run again: .*prepare --data \S+ --data-dir .* 300", message
+    )
 
 
 def test_report_is_written_again(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,34 +1,39 @@
 """Checks that several commands make before they train, and the loading of a trained model."""
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from quintic.data.dataset import Dataset
+from quintic.commands.text import prepared, verify
+from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
-from quintic.errors import ConfigError
+from quintic.data.shards import prepare_command
+from quintic.errors import ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
 from quintic.streams import say_waiting
-from quintic.train.checkpoint import checkpoints, load_model_weights, newest_checkpoint
-from quintic.train.config import Config
+from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint, step_of
+from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import check_trackers
-from quintic.train.recipe import build_model, model_config
+from quintic.train.recipe import build_model, empty_model, model_config, scale_of
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import load_config
 
-__all__ = ["check_options", "check_text", "trained_model"]
+__all__ = ["check_options", "check_text", "text_to_resume", "trained_model"]
 
 
 def check_options(config: Config) -> None:
     """Find what would stop a run whatever its text is, before any text is prepared."""
-    choose_hardware(config.run)
+    hardware = choose_hardware(config.run)
     check_trackers(config.run)
     if config.run.core is not None:
         load_core(config.run.core)
-    model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
+    sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
+    scale_of(config, empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention))
 
 
 def check_text(config: Config, dataset: Dataset) -> None:
@@ -36,6 +41,49 @@ def check_text(config: Config, dataset: Dataset) -> None:
     rows, seq_len = config.schedule.rows, config.model.seq_len
     Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
     validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
+
+
+def text_to_resume(run_dir: Path, config: Config) -> Dataset:
+    """Return the text that a run goes on with: as it was prepared, whatever has become of its source since.
+
+    Raises:
+        DataError: it is damaged; or it is gone, and its source is, too.
+    """
+    dataset = None
+    if config.data.data == load_config(run_dir / CONFIG_FILE).data.data:  # else it is said to be somewhere else
+        for path in checkpoints(run_dir)[:1]:
+            # Damaged text is made again from its source; a damaged checkpoint is told of later.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                state = Checkpoint(path=path, step=step_of(path)).state()
+                dataset = _text_of(run_dir, state["dataset"], config.data)
+    if dataset is not None:
+        verify(dataset, again=config.data.verify)
+        return dataset
+    try:
+        return prepared(config.data)
+    except DataError as error:
+        where = "--data says where its text is now, --data-dir in which folder it was prepared"
+        raise DataError(f"{error}; to resume {run_dir.name}: {where}") from None
+
+
+def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dataset:
+    """Open the text that a run was trained on: in --data-dir, where it was, or moved or copied with the runs.
+
+    Args:
+        run_dir: the run's folder.
+        summary: of the text, from a checkpoint. Its key is the end of the folder's name.
+        data: the options of text.
+
+    Raises:
+        DataError: it is nowhere, or damaged; the message has the command that makes it again.
+    """
+    path = Path(summary["path"])
+    for folder in (data.data_dir, path.parent, run_dir.resolve().parent.parent / path.parent.name):
+        for manifest in sorted(folder.glob(f"*-{summary['key']}/{MANIFEST_NAME}")):
+            return Dataset.open(manifest.parent)
+    settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes)
+    command = prepare_command(data.data, data.data_dir, *settings)
+    raise DataError(f"{path}: the text of {run_dir.name} does not exist any more; run again: {command}")
 
 
 def trained_model(
@@ -49,10 +97,7 @@ def trained_model(
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
-    path = Path(checkpoint.state()["dataset"]["path"])
-    # Moved or copied together with the runs. The folder's name has the hash of what it was made from.
-    moved = run_dir.resolve().parent.parent / path.parent.name / path.name
-    dataset = Dataset.open(moved if moved.is_dir() and not path.is_dir() else path)
+    dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
     # The precision of the training run, so that scores agree; not its attention, which may need another device.
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
     sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from quintic.commands.parsing import options_of, parse, taken
-from quintic.commands.presets import preset, preset_of_machine, with_recipe
+from quintic.commands.presets import preset, preset_of_machine, unused_options, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.options import SpeedrunOptions
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.speedrun.presets import switches
-from quintic.train.config import Config, DataConfig, check_prompts
+from quintic.train.config import Config, DataConfig, check_at_least, check_samples
 from quintic.train.runs import CONFIG_FILE, find_run
 from quintic.train.saved_config import changed_fields, load_config
 
@@ -43,10 +43,10 @@ __all__ = [
 # How a run is watched and stored may change when it is resumed; what it computes may not.
 _FREE_WHEN_RESUMED = frozenset(
     {
-        "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel", "run.shard_ranks",
-        "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every", "run.sample_tokens",
-        "run.prompts", "run.save_every", "run.keep",
-        "run.rms_every", "run.tensorboard", "run.wandb",
+        "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
+        "run.shard_ranks", "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every",
+        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
+        "run.wandb",
     }
 )  # fmt: skip
 
@@ -116,6 +116,8 @@ class Start:
     """Seeds that a comparison trains with."""
     preset: str | None = None
     """Name of the preset that the options started from, if they did."""
+    notes: tuple[str, ...] = ()
+    """Lines for people about options that others override."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +143,7 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"--tokens {self.tokens}: must be at least 1")
-        if self.core_items < 1:
-            raise ConfigError(f"--core-items {self.core_items}: must be at least 1")
+        check_at_least(1, tokens=self.tokens, core_items=self.core_items)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +198,8 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         """Reject a number out of range, and prompts that are no text."""
-        if self.tokens < 1:
-            raise ConfigError(f"--tokens {self.tokens}: must be at least 1")
-        check_prompts(self.prompts)
+        check_at_least(1, tokens=self.tokens)
+        check_samples(self.prompts, tokens=self.tokens)
 
 
 def answer_early(command: str, arguments: list[str]) -> None:
@@ -228,7 +226,7 @@ def answer_early(command: str, arguments: list[str]) -> None:
 
 def prepare_options(arguments: list[str]) -> DataConfig:
     """Read the options of `quintic prepare`."""
-    return parse(DataConfig, arguments, "prepare", "Turn text into tokens.")
+    return _absolute(parse(DataConfig, arguments, "prepare", "Turn text into tokens."))
 
 
 def sample_options(arguments: list[str]) -> SampleOptions:
@@ -344,28 +342,31 @@ def training_options(arguments: list[str], command: str) -> Start:
         "'cpu' is a small model, 'gpu' one of depth 12."
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
-    return Start(config=_absolute(config), resumed=None, preset=name, seeds=int(seeds or 1))
+    notes = unused_options(default, config, both_optimizers=command == "compare")
+    config = dataclasses.replace(config, data=_absolute(config.data))
+    return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes))
 
 
-def _absolute(config: Config) -> Config:
-    """Return the configuration with paths of text that are good in any working folder."""
-    data = config.data
+def _absolute(data: DataConfig) -> DataConfig:
+    """Return the options of text with paths that are good in any working folder."""
     source, tokenizer = data.data, data.tokenizer
-    if source != "python" and not source.startswith("hf:") and Path(source).expanduser().exists():
+    if source not in ("python", "") and not source.startswith("hf:") and Path(source).expanduser().exists():
         source = os.path.abspath(Path(source).expanduser())
     if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
         tokenizer = os.path.abspath(tokenizer)
-    data_dir = Path(os.path.abspath(data.data_dir))
-    data = dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=data_dir)
-    return dataclasses.replace(config, data=data)
+    return dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=Path(os.path.abspath(data.data_dir)))
 
 
 def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
-    saved, asked = (_absolute(config) for config in (saved, parse(Config, arguments, command, "", default=saved)))
+    saved, asked = (
+        dataclasses.replace(config, data=_absolute(config.data))
+        for config in (saved, parse(Config, arguments, command, "", default=saved))
+    )
     # Where a run that goes back to checkpoints goes back to depends on when they were due.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, _) in changed_fields(saved, asked).items():
         if name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
             raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
+    unused_options(saved, asked)
     return asked

@@ -100,7 +100,7 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
 
 def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
     """Raise what is wrong with the first wrong argument, in one line."""
-    position = 0
+    position, texts = 0, ""
     while position < len(arguments):
         typed, has_value, value = arguments[position].partition("=")
         position += 1
@@ -111,6 +111,8 @@ def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
             # Without the dashes, which all options share.
             nearest = difflib.get_close_matches(option[2:], [name[2:] for name in hints], n=1)
             hint = f"did you mean --{nearest[0]}?" if nearest else f"quintic {command} --help lists the options"
+            if texts:
+                hint += f"; for a text of {texts} that begins with a dash write {texts}={arguments[position - 1]}"
             raise ConfigError(f"unknown option {typed}: {hint}")
         values = [value] if has_value else []
         while not has_value and position < len(arguments) and not arguments[position].startswith("--"):
@@ -120,6 +122,7 @@ def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
         if dashed and not has_value and hints[option] is not bool:
             raise ConfigError(f"{option} {dashed[0]}: for a value that begins with a dash write {option}={dashed[0]}")
         _check_values(option, values, hints[option])
+        texts = option if typing.get_origin(hints[option]) is tuple else ""
 
 
 def _check_values(option: str, values: list[str], hint: Any) -> None:
@@ -134,6 +137,8 @@ def _check_values(option: str, values: list[str], hint: Any) -> None:
         raise ConfigError(f"{option} needs a value: {expected}")
     if len(values) > 1:
         raise ConfigError(f"{option} takes one value, but {values[1]!r} follows it; quote a value that has spaces")
+    if not values[0]:
+        raise ConfigError(f"{option} '': is empty; give {expected} or leave it out")
     if not _reads(values[0], hint):
         raise ConfigError(f"{option} {values[0]}: give {expected}")
 

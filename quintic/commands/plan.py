@@ -47,6 +47,8 @@ def run(arguments: list[str]) -> int:
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
     model = empty_model(sizes, dtype=dtype, attention="sdpa", weights=config.optim.weights)
     optimizer = build_optimizer(model, config, on_gpu=on_gpu)
+    for note in start.notes:
+        say(note)
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
         say(line)

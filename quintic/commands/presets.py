@@ -11,8 +11,9 @@ from typing import Any
 
 from quintic.errors import ConfigError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
+from quintic.train.saved_config import changed_fields
 
-__all__ = ["PRESETS", "gpu_preset", "preset", "preset_of_machine", "with_recipe"]
+__all__ = ["PRESETS", "gpu_preset", "preset", "preset_of_machine", "unused_options", "with_recipe"]
 
 # Devices that drivers of GPUs make: of NVIDIA, on Jetson, of AMD, under Windows' Linux.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg")
@@ -153,3 +154,59 @@ def with_recipe(config: Config, name: str) -> Config:
         old = getattr(config, section)
         sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
     return replace(config, **sections)
+
+
+# Options -> what they need to have an effect, and whether a configuration has it. Without it they are a mistake ...
+_NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
+    ("core_every", "core_items"): ("--core FOLDER", lambda config: config.run.core is not None),
+    ("l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied"): (
+        "--l3-layers",
+        lambda config: config.model.l3_layers is not None,
+    ),
+    ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
+    ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
+    ("target_flops",): ("--steps None", lambda config: config.schedule.steps is None),
+}
+# ... or, where one command line may serve for either choice, only overridden.
+_OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
+    ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
+    ("warmup_frac",): ("--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
+    ("adamw_lr", "adamw_head_lr", "adamw_weight_decay"): (
+        "--optimizer muon",
+        lambda config: config.optim.optimizer == "muon",
+    ),
+    (
+        "muon_lr", "head_lr", "weight_decay", "momentum", "momentum_start", "momentum_warmup_steps", "momentum_end",
+        "orthogonalizer", "normalize",
+    ): ("--optimizer adamw", lambda config: config.optim.optimizer == "adamw"),
+}  # fmt: skip
+
+
+def unused_options(default: Config, config: Config, *, both_optimizers: bool = False) -> list[str]:
+    """Return a line for each option that was given, but is overridden by another one.
+
+    Args:
+        default: the configuration without the options of the command line.
+        config: with them.
+        both_optimizers: whether each optimizer has a run of its own.
+
+    Raises:
+        ConfigError: an option was given that has no effect without another one.
+    """
+    given = {name.partition(".")[2] for name in changed_fields(default, config)}
+
+    def options_among(names: tuple[str, ...]) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if name in given]
+
+    if both_optimizers and "optimizer" in given:
+        raise ConfigError("--optimizer: a comparison trains with both optimizers; leave it out")
+    for names, (needed, is_there) in _NEEDS.items():
+        for option in options_among(names):
+            if not is_there(config):
+                raise ConfigError(f"{option} has no effect without {needed}: add that or leave it out")
+    return [
+        f"{option} has no effect with {other}"
+        for names, (other, overrides) in _OVERRIDDEN.items()
+        for option in options_among(names)
+        if overrides(config) and not (both_optimizers and other.startswith("--optimizer"))
+    ]

@@ -5,7 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from quintic.commands.inputs import check_options, check_text
+from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
 from quintic.errors import ConfigError, DivergedError
@@ -37,13 +37,19 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     start = ranks.agree(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
     ranks.agree(lambda: check_options(config))
+    for note in start.notes:
+        say(note)
+    if ranks.size == 1 and config.run.parallel != "sharded":
+        say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
     if run_dir is None:
         ranks.from_first(lambda: check_new_run(config))
-    dataset = ranks.once_per_host(lambda: prepared(config.data))
-    if run_dir is None:
+        dataset = ranks.once_per_host(lambda: prepared(config.data))
         # Text first: a source that cannot be used leaves no run behind.
         ranks.agree(lambda: check_text(config, dataset))
         run_dir = ranks.from_first(lambda: create_run(config))
+    else:
+        resumed = run_dir
+        dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
     command = shlex.join(["quintic", "train", *arguments])
     try:
         result = train(

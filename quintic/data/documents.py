@@ -6,6 +6,7 @@ can be read; JSON lines give one document per line (field `text`), Parquet one p
 in `quintic.data.sources`.
 """
 
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -210,34 +211,22 @@ def _without_surrogates(text: str) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, line ends included, without holding more than one line and one block."""
-    rest: list[bytes] = []  # a list, so that a line of many blocks is joined once
-    held = 0  # bytes in it
+    parts: list[bytes] = []  # of a line: a list, so that one of many blocks is joined once
+    held = 0  # bytes in them
     for block in _blocks(path):
-        lines = block.splitlines(keepends=True) if b"\r" not in block else _split_at_newline(block)
-        if not lines[-1].endswith(b"\n"):
-            tail = lines.pop()
-        else:
-            tail = b""
-        if lines:
-            yield b"".join([*rest, lines[0]])
-            yield from lines[1:]
-            rest = []
-        if tail:
-            rest.append(tail)
-            held = held + len(tail) if len(rest) > 1 else len(tail)
-            if held > _MAX_LINE_BYTES:
-                raise DataError(
-                    f"{path}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give one JSON object per line, each "
-                    "with a document of a sensible size"
-                )
-    if rest:
-        yield b"".join(rest)
-
-
-def _split_at_newline(block: bytes) -> list[bytes]:
-    parts = block.split(b"\n")
-    lines = [part + b"\n" for part in parts[:-1]]
-    return [*lines, parts[-1]] if parts[-1] else lines
+        for part in io.BytesIO(block):  # unlike `splitlines` only at b"\n"
+            parts.append(part)
+            held += len(part)
+            if part.endswith(b"\n"):
+                yield b"".join(parts)
+                parts, held = [], 0
+        if held > _MAX_LINE_BYTES:
+            raise DataError(
+                f"{path}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give one JSON object per line, each "
+                "with a document of a sensible size"
+            )
+    if parts:
+        yield b"".join(parts)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -294,7 +294,7 @@ def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) ->
     if largest >= dataset.vocab_size:
         raise DataError(
             f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
-            "file with `quintic prepare --verify` and the options of this run"
+            f"file with: {dataset.manifest['command']} --verify"
         )
     inputs = np.ascontiguousarray(block.tokens[:, :-1])
     starts = np.append(np.flatnonzero(inputs.reshape(-1) == dataset.bos_id), inputs.size)

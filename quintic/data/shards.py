@@ -36,7 +36,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.durable import flush, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
-__all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare"]
+__all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare", "prepare_command"]
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the stage, the text bytes done and the text bytes in all (None when unknown)."""
@@ -125,16 +125,17 @@ def prepare(
         settings=settings,
         key=key,
         folder=data_dir / f"{source.name}-{key}",
-        command=_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes),
+        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes),
         progress=progress or (lambda stage, done, total: None),
     )
     finished = _open_finished(plan.folder, repair=repair)
     return finished if finished is not None else _prepare_locked(plan)
 
 
-def _command(
+def prepare_command(
     spec: str, data_dir: Path, vocab_size: int, tokenizer: str | None, val_frac: float, max_bytes: int | None
 ) -> str:
+    """Return the `quintic prepare` command that calls `prepare` with these arguments."""
     words = ["quintic", "prepare", "--data", spec, "--data-dir", str(data_dir)]
     words += ["--tokenizer", tokenizer] if tokenizer is not None else ["--vocab-size", str(vocab_size)]
     words += ["--val-frac", str(val_frac)]

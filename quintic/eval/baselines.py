@@ -8,14 +8,13 @@ learnt something that a compressor cannot see. Not here: the bits per byte of a 
 import lzma
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quintic.errors import DataError
 
-__all__ = ["BIGRAM_PRIOR_BYTES", "Baselines", "compression_baselines"]
+__all__ = ["BIGRAM_PRIOR_BYTES", "compression_baselines"]
 
 BIGRAM_PRIOR_BYTES = 64.0
 """How many bytes of evidence the unigram counts for in each context of the bigram model (see below)."""
@@ -24,22 +23,7 @@ BIGRAM_PRIOR_BYTES = 64.0
 _CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Baselines:
-    """What simple methods need for the validation text.
-
-    Attributes:
-        xz_bpb: bits per byte of ``xz -9`` (8 times compressed bytes over bytes, container included).
-        bigram_bpb: bits per byte of a byte-bigram model trained on the training text.
-        num_bytes: length of the validation text, in bytes.
-    """
-
-    xz_bpb: float
-    bigram_bpb: float
-    num_bytes: int
-
-
-def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> Baselines:
+def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> dict[str, float]:
     """Measure ``xz -9`` and a byte-bigram model on the validation text.
 
     ``xz`` compresses the validation text alone (it has no training phase); what it needs for a byte therefore falls a
@@ -57,8 +41,8 @@ def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> Basel
         train_text: consecutive pieces of the training text; where it is cut does not change the result. Read once.
 
     Returns:
-        Both figures and the length of the validation text. The compressor takes nearly all of the time, about half a
-        second per megabyte; the bigram model takes some hundredths.
+        `xz_bpb` and `bigram_bpb`, in bits per byte (`xz` with its container), and `bytes`, the length of the validation
+        text. `xz` takes nearly all of the time, about half a second per megabyte; the other some hundredths.
 
     Raises:
         DataError: if either text is empty.
@@ -68,11 +52,11 @@ def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> Basel
     unigrams, bigrams = _count(train_text)
     if not unigrams.any():
         raise DataError("the training text is empty: the byte-bigram baseline needs at least one byte of it")
-    return Baselines(
-        xz_bpb=8 * len(lzma.compress(val_text, preset=9)) / len(val_text),
-        bigram_bpb=_bigram_bits(val_text, unigrams, bigrams) / len(val_text),
-        num_bytes=len(val_text),
-    )
+    return {
+        "xz_bpb": 8 * len(lzma.compress(val_text, preset=9)) / len(val_text),
+        "bigram_bpb": _bigram_bits(val_text, unigrams, bigrams) / len(val_text),
+        "bytes": len(val_text),
+    }
 
 
 def _count(pieces: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -25,7 +25,7 @@ __all__ = [
     "ScheduleConfig",
     "WeightsName",
     "check_at_least",
-    "check_prompts",
+    "check_samples",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
@@ -221,6 +221,7 @@ class ScheduleConfig:
         """Reject numbers out of range."""
         check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
         check_at_least(0, tokens_per_param=self.tokens_per_param, warmup_steps=self.warmup_steps)
+        _check_at_most(10**9, tokens_per_param=self.tokens_per_param)
         if self.target_flops is not None and not 0 < self.target_flops < math.inf:
             raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
         for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):
@@ -325,7 +326,7 @@ class RunConfig(BaseRunConfig):
             save_every=self.save_every,
             rms_every=self.rms_every,
         )
-        check_prompts(self.prompts)
+        check_samples(self.prompts, sample_tokens=self.sample_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,12 +351,13 @@ class Config:
             )
 
 
-def check_prompts(prompts: Iterable[str]) -> None:
-    """Refuse prompts that no tokenizer can read: bytes of the command line that are not UTF-8.
+def check_samples(prompts: Iterable[str], **tokens: int) -> None:
+    """Refuse prompts that no tokenizer can read, and more tokens than memory can be reserved for.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one, whose bytes on the command line are not UTF-8; or the option of `tokens` is too high.
     """
+    _check_at_most(2**17, **tokens)
     for prompt in prompts:
         try:
             prompt.encode()
@@ -373,6 +375,13 @@ def check_at_least(least: int, **values: float | None) -> None:
         if value is not None and not least <= value < math.inf:
             finite = "" if math.isfinite(value) else " and finite"
             raise ConfigError(f"{_option(name)} {value}: must be at least {least}{finite}")
+
+
+def _check_at_most(most: int, **values: float) -> None:
+    """Raise ConfigError, naming the option, for a number that is larger."""
+    for name, value in values.items():
+        if value > most:
+            raise ConfigError(f"{_option(name)} {value}: must be at most {most:,}")
 
 
 def _check_below_one(**values: float) -> None:

@@ -95,6 +95,9 @@ _CONSTANTS = {
 # first: 1 there, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
+# Of a run: at a thousand in a second it takes eleven days.
+_MOST_STEPS = 10**9
+
 
 def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
     """Return the sizes of the model for a vocabulary.
@@ -246,6 +249,9 @@ def scale_of(config: Config, model: GPT) -> Scale:
     Args:
         config: its sections `model` and `schedule` count.
         model: built from it; on any device, the meta device too.
+
+    Raises:
+        ConfigError: the run would never end.
     """
     schedule, sizes = config.schedule, model.config
     reference = GPTConfig.from_depth(
@@ -270,6 +276,9 @@ def scale_of(config: Config, model: GPT) -> Scale:
         steps, set_by = round(schedule.target_flops / (model.flops_per_token() * batch)), "--target-flops"
     else:
         steps, set_by = tokens // batch, "--tokens-per-param"
+    if steps > _MOST_STEPS:
+        value = getattr(schedule, set_by[2:].replace("-", "_"))
+        raise ConfigError(f"{set_by} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
     return Scale(
         tokens=tokens,
         reference_tokens=reference_tokens,
@@ -329,6 +338,9 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
+    falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
+    if schedule.warmup_steps is not None and schedule.warmup_steps > falling:
+        factors += f"; --warmup-steps {schedule.warmup_steps} is not over when they begin to fall, after step {falling}"
     return [
         f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
         f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all",

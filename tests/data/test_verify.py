@@ -120,7 +120,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_checked(made: Dataset) -> No
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_id_outside_the_vocabulary_is_found_when_packed(made: Dataset, prefetch: int) -> None:
     opened = with_wrong_id(made, "val_00000.bin")
-    expected = rf"{opened.path}: token id 300 is outside the vocabulary of 300; find the wrong file with `quintic prep"
+    expected = rf"{opened.path}: token id 300 is outside the vocabulary of 300; find the wrong file with: quintic prep"
     with (
         Loader(opened, "val", rows=1, seq_len=16, prefetch=prefetch) as loader,
         pytest.raises(DataError, match=expected),

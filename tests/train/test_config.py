@@ -37,7 +37,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     strategies = {
         types.NoneType: st.none(),
         bool: st.booleans(),
-        int: st.integers(300, 10**6),
+        int: st.integers(300, 10**5),
         float: floats,
         str: texts,
         Path: texts.map(Path),

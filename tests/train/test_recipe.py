@@ -306,6 +306,12 @@ def test_what_a_run_will_be_is_told_with_what_was_passed_over() -> None:
     assert one[2].endswith("by --target-flops 1e+18; --tokens-per-param 10.5 does not decide it")
 
 
+def test_a_warm_up_that_is_cut_is_told() -> None:
+    rates = scale_lines(of_depth(4, steps=10, warmup_steps=7, warmdown_frac=0.4), vocab_size=300)[4]
+    assert rates.endswith("; --warmup-steps 7 is not over when they begin to fall, after step 6")
+    assert "warmup" not in scale_lines(of_depth(4, steps=10, warmup_steps=6, warmdown_frac=0.4), vocab_size=300)[4]
+
+
 def test_the_same_seed_gives_the_same_model() -> None:
     first, second = build(config()), build(config())
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
