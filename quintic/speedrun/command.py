@@ -10,7 +10,7 @@ from quintic.speedrun.shards import open_data
 from quintic.speedrun.stages import Track
 from quintic.train.config import BaseRunConfig, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
-from quintic.train.hardware import choose_hardware
+from quintic.train.hardware import choose_hardware, multiplies_fp8
 from quintic.train.runs import run_folder
 
 __all__ = ["speedrun"]
@@ -27,10 +27,12 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     """
     chosen = preset(name)
     track = ranks.agree(lambda: _track(chosen.track, options))
-    model = ranks.agree(lambda: replace(without(chosen.model, options.without), fp8_head=options.fp8_head))
+    model = ranks.agree(lambda: without(chosen.model, options.without))
     shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
     hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    without_fp8 = model.fp8_head and not multiplies_fp8(hardware.device)
+    model = replace(model, fp8_head=model.fp8_head and not without_fp8)
     data = ranks.once_per_host(
         lambda: open_data(
             options.data or chosen.data,
@@ -44,7 +46,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     capture = options.capture and hardware.device.type == "cuda"
     race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
-    print(f"Computing on {ranks.size} x {hardware}; {track.steps:,} steps; run folder {run_dir}")
+    head = "; the head not in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    print(f"Computing on {ranks.size} x {hardware}{head}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
     per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"

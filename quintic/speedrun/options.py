@@ -26,8 +26,6 @@ class SpeedrunOptions(BaseRunConfig):
     """Optimizer steps; every stage shrinks or grows alike. By default the preset's."""
     without: tuple[str, ...] = ()
     """Features of the model to leave out, such as 'smear skip'."""
-    fp8_head: bool = False
-    """Multiply in 8 bits in the head in training."""
     warm_up: bool = True
     """Compile what every stage needs before the clock starts."""
     pass_tokens: int | None = None

@@ -26,7 +26,9 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "speedrun": Preset(track=SPEEDRUN, model=SpeedrunConfig(), data="hf:kjj0/fineweb10B-gpt2", num_shards=9),
+    "speedrun": Preset(
+        track=SPEEDRUN, model=SpeedrunConfig(fp8_head=True), data="hf:kjj0/fineweb10B-gpt2", num_shards=9
+    ),
     "speedrun-tiny": Preset(
         track=TINY,
         model=SpeedrunConfig(
@@ -59,8 +61,8 @@ def preset(name: str) -> Preset:
 
 def switches() -> tuple[str, ...]:
     """Return the features of the model that can be left out, as options write them."""
-    default = SpeedrunConfig()
-    names = [field.name for field in fields(default) if getattr(default, field.name) is True]
+    model = PRESETS["speedrun"].model
+    names = [field.name for field in fields(model) if getattr(model, field.name) is True]
     return tuple(name.replace("_", "-") for name in (*names, "gate_channels"))
 
 

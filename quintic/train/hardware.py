@@ -29,6 +29,7 @@ __all__ = [
     "git_state",
     "machine_facts",
     "matrix_rate",
+    "multiplies_fp8",
     "package_versions",
     "peak_memory_bytes",
 ]
@@ -114,13 +115,14 @@ def choose_hardware(run: RunConfig) -> Hardware:
     compiled = device.type == "cuda" if run.compile is None else run.compile
     if run.fp8 and run.parallel == "tp":
         raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
-    fp8 = run.fp8_recipe if run.fp8 and _multiplies_fp8(device, run.fp8_recipe) else None
+    fp8 = run.fp8_recipe if run.fp8 and multiplies_fp8(device, run.fp8_recipe) else None
     needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
     obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""
     return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled, fp8=fp8, without_fp8=obstacle)
 
 
-def _multiplies_fp8(device: torch.device, recipe: Fp8Recipe) -> bool:
+def multiplies_fp8(device: torch.device, recipe: Fp8Recipe = "tensorwise") -> bool:
+    """Return whether a device multiplies in 8 bits, with scales of that kind."""
     if obstacle_to_fp8(device) is not None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY[recipe]
