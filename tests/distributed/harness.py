@@ -130,7 +130,7 @@ def run_with(
     timeout: float = 60.0,
 ) -> list[Result]:
     """Do what `run` does, with arguments made for each attempt: a store has the addresses of an earlier one."""
-    _skip_without_gpus(world_size)
+    skip_without_gpus(world_size)
     try:
         return _run_once(function, world_size, make_args(), timeout * TIME_FACTOR)
     except RuntimeError as error:
@@ -169,7 +169,8 @@ def _run_once(function: Callable[..., Result], world_size: int, args: tuple[Any,
             _end(processes)
 
 
-def _skip_without_gpus(world_size: int) -> None:
+def skip_without_gpus(world_size: int) -> None:
+    """Skip the test where there are fewer GPUs than its ranks need."""
     if not ON_GPUS:
         return
     count = torch.cuda.device_count()

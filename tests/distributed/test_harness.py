@@ -14,7 +14,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICE, ON_GPUS, TIME_FACTOR, run
+from harness import DEVICE, ON_GPUS, TIME_FACTOR, run, skip_without_gpus
 
 import quintic
 
@@ -151,6 +151,7 @@ def test_waiting_in_vain_is_a_failure_of_the_collective():
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    skip_without_gpus(2)  # here: in the process below it would be an error
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
