@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.carrying import carry
 from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States
 from quintic.optim.groups.names import without_wrappers
@@ -21,7 +20,7 @@ from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import CycledMomentum, fill_adamw_rates
-from quintic.optim.state.parameters import whole_states
+from quintic.optim.state.parameters import carry, whole_states
 from quintic.optim.state.parts import divided_parameters
 from quintic.optim.state.state import as_saved
 from quintic.optim.step.runner import Runner
@@ -195,7 +194,8 @@ class OptimizerBase(Optimizer):
         """
         states = self._needed_state()
         self.connected()
-        carry(self._current, states, source, target, transposed=transposed)
+        groups, communicators = self._current.groups, self._current.communicators
+        carry(groups, communicators, states, source, target, transposed=transposed)
         self._current.use_state(states)
 
     @opaque

@@ -1,16 +1,78 @@
 """What one optimizer knows of the steps that it has made."""
 
+import warnings
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quintic.optim.first_gradients import FirstGradients
+from quintic.optim.groups.options import Group
+from quintic.optim.rules.device_memory import HostCopy
 from quintic.optim.step.runner import Done
 from quintic.optim.step.telemetry import Counts, StepReport, report_of
 
-__all__ = ["StepsMade"]
+__all__ = ["FirstGradients", "StepsMade"]
+
+
+class FirstGradients:
+    """Warns where the first step finds no gradient at all: the model may have other parameters than the optimizer.
+
+    `to_empty`, `fully_shard` and PEFT give a model new parameters. An optimizer made before steps the old ones, which
+    never get a gradient, and nothing is trained without a word. A rank may well have no gradient where others do (a
+    batch that was skipped, experts without a token): of ranks that share parameters all must lack all gradients.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._suspect = ""
+        """The warning, while it is not known whether other ranks have gradients."""
+        self._present: list[HostCopy] | None = None
+
+    def look(self, groups: Sequence[Group], *, may_lack: bool) -> None:
+        """Look whether this rank has a gradient, before the first step; warn if it is known by now that none has.
+
+        Where it may lack them for a reason, the next step counts as the first one.
+        """
+        self._warn()
+        if self._is_over or may_lack:
+            return
+        self._is_over = True
+        params = [param for group in groups for param in group.params]
+        if any(param.grad is not None for param in params):
+            return
+        wanting = [
+            name
+            for group in groups
+            for name, param in zip(group.param_names, group.params, strict=True)
+            if param.requires_grad
+        ]
+        if wanting:
+            others = f" and {len(wanting) - 1} others" if len(wanting) > 1 else ""
+            self._suspect = (
+                f"the first step found no gradient at all, also none of {wanting[0]}{others} with requires_grad=True; "
+                f"if the model got other parameters after the optimizer was made (to_empty, fully_shard, PEFT), this "
+                f"optimizer has the old ones: make it afterwards; quintic.verify(model, optimizer) names them"
+            )
+
+    def ask_others(self, present: Iterable[Tensor]) -> bool:
+        """Begin to find out whether other ranks have gradients, after the step. Return whether nothing is left to do.
+
+        What is `present` is () on a device each: whether any rank of those that share parameters has a gradient.
+        """
+        if self._suspect and self._present is None:
+            self._present = list(map(HostCopy, present))
+            self._warn()
+        return self._is_over and not self._suspect
+
+    def _warn(self) -> None:
+        """Warn, as soon as all answers are there; the host waits for none of them."""
+        if not self._suspect or self._present is None or not all(answer.is_there for answer in self._present):
+            return
+        message, self._suspect = self._suspect, ""
+        if not any(answer.read() for answer in self._present):
+            warnings.warn(message, UserWarning, stacklevel=2)
 
 
 class StepsMade:

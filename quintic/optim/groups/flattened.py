@@ -32,7 +32,10 @@ def check_model_is_whole(model: nn.Module) -> None:
 
 
 def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
-    """Reject a group of pieces, or of some, of its parameters; where it was checked, it was right before."""
+    """Reject a group that has pieces of its parameters, or only some of them.
+
+    `was_checked` says that the group was right before something else became of its parameters.
+    """
     names, params = group["param_names"], group["params"]
     if len(names) != len(params):
         first = f" ({names[0]}, ...)" if names else ""

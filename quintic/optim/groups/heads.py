@@ -117,7 +117,7 @@ def _layers_of(module: nn.Module) -> list[_Layer]:
 
 
 def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes: set[int]) -> dict[nn.Module, str]:
-    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, but those in `sizes`.
+    """Return {layer: why} for linear layers with as many outputs as an embedding has rows, a number not in `sizes`.
 
     A hidden layer may be as wide as the vocabulary, so those that recur under other numbers are left out; then a name
     without a number wins, else the one with the highest numbers.

@@ -104,7 +104,7 @@ def parts(*names: str, per_head: bool = False) -> ViewOf:
 
 
 def equal_parts(count: int | str, times: int = 1) -> ViewOf:
-    """Return the view of so many times `count` equal parts, one below the other; the owner may have the count."""
+    """Return the view of times * count equal parts, one below the other; the count may be an attribute."""
 
     def view(owner: nn.Module, param: Tensor) -> View:
         number = times * (size_of(owner, count) if isinstance(count, str) else count)

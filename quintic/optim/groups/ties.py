@@ -71,7 +71,7 @@ def ties_of(groups: Sequence[Group]) -> list[Tie]:
 
 
 def check_shapes(what: str, param: Tensor, other: Tensor, *, transposed: bool) -> None:
-    """Reject shapes of which one is not the other, or its transpose; the ValueError begins with `what`."""
+    """Reject shapes that are not equal, or transposes of each other; the ValueError begins with `what`."""
     shape, other_shape = tuple(param.shape), tuple(other.shape)
     if transposed and len(shape) != 2:
         raise ValueError(f"{what} transposed: it has {len(shape)} dimensions, and must have two")

@@ -125,7 +125,7 @@ _KEPT = _Kept()
 
 
 class _Buffers(NamedTuple):
-    """What is written to by one batch after the other: two whole ones, (batch, m, n), and small ones; one at a time."""
+    """Memory that one batch after the other writes to: two whole ones, (batch, m, n), and small ones."""
 
     whole: list[Tensor]
     small: list[Tensor]

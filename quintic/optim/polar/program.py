@@ -55,7 +55,7 @@ class Program(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficients, norm: float) -> Program:
-    """Return the products of a form; entries of x, not those of the result, come multiplied with a norm."""
+    """Return the products of a form. The entries of x come multiplied with a norm, those of the result do not."""
     products: list[Product] = []
 
     def add(product: Product) -> int:
@@ -128,7 +128,10 @@ def _multiply_symmetric(
 
 
 def run_products(program: Program, x: list[Tensor], multiply: Multiply, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the result of a program, in `dtype` or that of x: the one tensor of a list, which is taken out of it."""
+    """Return a program's result, (batch, m, n), in `dtype` or that of x, computed product by product.
+
+    `x` has one tensor, normalised and contiguous, which is taken out of the list and freed as soon as it is not needed.
+    """
     matrices: dict[int, Tensor] = {0: x.pop()}
     wide = matrices[0].shape[-2] <= matrices[0].shape[-1]
     for number, product in enumerate(program.products):

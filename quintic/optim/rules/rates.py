@@ -19,7 +19,7 @@ _CYCLED_KEY = "max_momentum"
 
 
 def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Set the `lr` and `weight_decay` that a new AdamW group lacks; a ValueError if it has a rate beside a ratio."""
+    """Set the `lr` and `weight_decay` that a new AdamW group lacks; a ValueError if a ratio would change its own."""
     if group.get("adamw_lr_ratio", defaults["adamw_lr_ratio"]) is None:
         group.setdefault("lr", group.get("adamw_lr", defaults["adamw_lr"]))
     elif "adamw_lr_ratio" not in group and (own := group.keys() & {"lr", "adamw_lr"}):

@@ -19,7 +19,7 @@ def shape_cost(m: int, n: int) -> int:
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Owner of each piece of work, such that the busiest rank has little; `holders` may take it, or any rank if empty.
+    """Owner of each piece of work, such that the busiest rank has little; `holders`, if there are any, may take it.
 
     Work that only one rank may take comes first, because the rest can fill up the other ranks; then the largest first,
     each to the rank with the least so far. Where it is better to take all of it by size, that is done. Every rank

@@ -15,14 +15,16 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_uneven, group_ranks, start_broadcasts, this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import DIVIDING, layouts_of
-from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout, intersection, numel_of, relative, size_of
+from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.ties import check_shapes
+from quintic.optim.layout.layouts import Layout, intersection, local_tensor, numel_of, relative, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, own_runs
+from quintic.optim.state.placement import needed_state, state_on_device
 from quintic.optim.state.state import second_moments
 
-__all__ = ["Parameter", "all_parameters", "connected_parameters", "share_parts", "whole_states"]
+__all__ = ["Parameter", "all_parameters", "carry", "connected_parameters", "share_parts", "whole_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +218,65 @@ def _has_state_apart(one: Parameter) -> bool:
     if layout is None or group.comms in DIVIDING:
         return layout is not None
     return group.algorithm == "muon" and group.normalize is not None and bool(_holders(layout, group.view))
+
+
+def carry(
+    groups: Sequence[Group],
+    communicators: Communicators,
+    states: Mapping[Tensor, Mapping[str, Tensor]],
+    source: Tensor | str,
+    target: Tensor | str,
+    *,
+    transposed: bool,
+) -> None:
+    """Do as `Muon.carry_state`, given the state of all parameters, which is changed."""
+    by_param = {found.param: found for found in all_parameters(groups, communicators)}
+    places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
+    given, taken = (by_param[group.params[index]] for group, index in places)
+    _check_carried(given, taken, transposed=transposed)
+    communicators.connect(groups, list(map(layouts_of, groups)))
+    if not given.is_here and not taken.is_here:
+        return
+    if given.ranks != taken.ranks:
+        raise ValueError(
+            f"{given.name} and {taken.name} are on different ranks: carry_state needs both on all ranks that have one "
+            f"of them"
+        )
+    with (
+        state_on_device(given.param, states[given.param]) as values,
+        state_on_device(taken.param, states[taken.param]) as kept,
+    ):
+        for key, value in kept.items():
+            if key in CUT_KEYS:
+                whole = given.whole_of(key, local_tensor(values[key]))
+                piece = taken.local_of(key, whole.mT if transposed else whole)
+                if piece.numel():
+                    local_tensor(value).copy_(piece)
+            elif key == "second_momentum_buffer":
+                value.copy_(given.whole_second_moments(values[key]))
+            else:
+                value.copy_(values[key])
+
+
+def _check_carried(source: Parameter, target: Parameter, *, transposed: bool) -> None:
+    """Reject two parameters of which one cannot have the state of the other; a ValueError names both."""
+    what = f"the state of {source.name} cannot be carried to {target.name}"
+    group, other_group = source.group, target.group
+    if source.param is target.param:
+        raise ValueError(f"{what}: they are the same parameter")
+    check_shapes(what, source.param, target.param, transposed=transposed)
+    if group.algorithm != other_group.algorithm:
+        raise ValueError(f"{what}: their groups have algorithm={group.algorithm!r} and {other_group.algorithm!r}")
+    needed, other_needed = (
+        {key: str(form.dtype) for key, form in needed_state(one.param, one.group).items()} for one in (source, target)
+    )
+    if needed != other_needed:
+        raise ValueError(
+            f"{what}: one has {needed}, the other {other_needed}; give both parameters the same dtype, and their "
+            f"groups the same state_dtype, master and normalize"
+        )
+    if "second_momentum_buffer" in needed and (transposed or group.view != other_group.view):
+        raise ValueError(
+            f"{what}: NorMuon's second moments belong to rows or columns of the matrices of a view; carry them to a "
+            f"parameter of the same view, which is not transposed, or set normalize=None for both"
+        )
