@@ -14,7 +14,7 @@ Nothing is communicated. A master belongs to weights of low precision: after `mo
 `model.bfloat16()` it is made of the weights that are there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -59,8 +59,11 @@ class _Source(NamedTuple):
     state: dict[str, Any]
 
 
-_Fate = Literal["keep", "make", "take", "move"]
-"""What becomes of a parameter's state: kept, made anew, the source's tensors, or made anew with the source's values."""
+_Fate = Literal["keep", "take"] | dict[str, Tensor]
+"""What becomes of a parameter's state: kept, the source's tensors, or made anew, with these values by name.
+
+Values are what this rank has; whole where ranks divide the new state, and did not divide the old one.
+"""
 
 
 class Upkeep:
@@ -164,50 +167,24 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:
     """Return what becomes of a parameter's state; an error if it says something and cannot move."""
     if source is None:
-        return "make"
+        return {}
     is_divided_alike = source.was.division == entry.division
     if is_divided_alike and fits(source.state, entry.param, entry.group, entry.own):
         return "keep" if source.was.param is entry.param else "take"
-    if _says_nothing(source.state, source.was.dtype):
-        return "make"
-    _check_move(entry, source)
-    return "move"
+    return {} if _says_nothing(source.state, source.was.dtype) else _values_to_move(entry, source)
 
 
-def _make(entry: _Entry, fate: _Fate, source: _Source | None, states: _States) -> None:
-    """Give a parameter its state."""
-    if source is None:
-        states[entry.param] = init_state(entry.param, entry.group, entry.own)
-        return
-    was, values = source
-    if fate == "keep":
-        return
-    if fate == "take":
-        states[entry.param] = states.pop(was.param)
-        return
-    # Other keys are the user's.
-    others = {key: value for key, value in values.items() if key not in STATE_KEYS}
-    if fate == "make":
-        values = {}
-        states[was.param].clear()  # before there is new state
-    state = init_state(entry.param, entry.group, entry.own)
-    for key in state.keys() & values.keys():
-        for target, piece in _copies(key, entry, state[key], values[key], was.own):
-            copy_(target, piece)
-    del states[was.param]
-    states[entry.param] = {**state, **others}
-
-
-def _check_move(entry: _Entry, source: _Source) -> None:
-    """Reject state that cannot move to a parameter; the message names it."""
-    name, param, group, own = entry.name, entry.param, entry.group, entry.own
-    for key, (_, other_shape) in needed_state(param, group).items():
+def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
+    """Return the values that move to a parameter's new state; a ValueError that names it if they cannot."""
+    name, param, moved = entry.name, entry.param, dict[str, Tensor]()
+    for key, (_, other_shape) in needed_state(param, entry.group).items():
         if key not in source.state:
             continue
         what, value = f"{name}: its {key}", torch.as_tensor(source.state[key])
         if key in CUT_KEYS and source.was.own is not None:
             if entry.division != source.was.division:
                 raise _divided_otherwise(name)
+            moved[key] = value
             continue
         shape = tuple(param.shape) if other_shape is None else other_shape
         if tuple(value.shape) != shape:
@@ -215,23 +192,33 @@ def _check_move(entry: _Entry, source: _Source) -> None:
                 f"{what} has shape {tuple(value.shape)}, and the parameter that is there now needs {shape}: state that "
                 f"steps have used does not fit a parameter of another shape; make a new optimizer for it"
             )
-        if key in CUT_KEYS and own is None:
-            piece_of(what, param, value)
-
-
-def _copies(
-    key: str, entry: _Entry, target: Tensor, value: Any, was_own: list[Part] | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what of this rank's new state becomes what of the state that there was, which was checked."""
-    value, own = torch.as_tensor(value), entry.own
-    if key not in CUT_KEYS or was_own is not None:
-        yield target, value
-    elif own is None:
-        piece = piece_of(f"{entry.name}: its {key}", entry.param, value)
+        piece = piece_of(what, param, value) if key in CUT_KEYS and entry.own is None else value
         if piece is not None:
-            yield local_tensor(target), piece
-    else:
-        yield from own_runs(target, value, own, entry.param)
+            moved[key] = piece
+    return moved
+
+
+def _make(entry: _Entry, fate: _Fate, source: _Source | None, states: _States) -> None:
+    """Give a parameter its state."""
+    if fate == "keep":
+        return
+    new = old = {} if source is None else source.state
+    if isinstance(fate, dict):
+        others = {key: value for key, value in old.items() if key not in STATE_KEYS}  # the user's
+        if not fate:
+            old.clear()  # before there is new state
+        made = init_state(entry.param, entry.group, entry.own)
+        was_whole = source is not None and source.was.own is None
+        for key, value in fate.items():
+            if key in CUT_KEYS and entry.own is not None and was_whole:
+                for run, of_value in own_runs(made[key], value, entry.own, entry.param):
+                    copy_(run, of_value)
+            else:
+                copy_(local_tensor(made[key]), value)
+        new = {**made, **others}
+    if source is not None:
+        del states[source.was.param]
+    states[entry.param] = new
 
 
 def _divided_otherwise(name: str) -> ValueError:
