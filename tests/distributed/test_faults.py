@@ -49,6 +49,12 @@ def step_with_other_options(rank, world_size):
         optimizer.step()
 
 
+def step_with_other_polynomials(rank, world_size):
+    optimizer = optimizer_of(rank, orthogonalizer_steps=5 - rank)
+    with pytest.raises(RuntimeError, match=r"first of shape .*orthogonalizer_steps=5.*orthogonalizer_steps=4"):
+        optimizer.step()
+
+
 def shrink(x):
     return x / x.norm()
 
@@ -66,7 +72,10 @@ def die_in_a_step(rank, world_size):
     optimizer.step()
 
 
-@pytest.mark.parametrize("function", [step_with_other_shapes, step_with_other_options, step_with_a_function])
+@pytest.mark.parametrize(
+    "function",
+    [step_with_other_shapes, step_with_other_options, step_with_other_polynomials, step_with_a_function],
+)
 def test_plans_are_compared(function):
     run(function, 2)
 

@@ -13,6 +13,7 @@ broadcast by each of few owners. What a rank receives, and in which order, follo
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,13 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import (
-    Pending,
-    ProcessGroup,
-    start_all_gather,
-    start_all_to_all,
-    start_broadcasts,
-)
+from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
 from quintic.optim.layout.layouts import Box, numel_of, relative, size_of
 
 __all__ = ["Cargo", "Exchange", "Traffic", "per_key", "traffic_of"]
@@ -136,23 +131,25 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------------- movement
 
-    def gather(self, pieces: Tensor, group: ProcessGroup) -> Pending:
-        """Start to collect the units that this rank owns, for `assemble`. All ranks of the group must call it.
+    # All ranks of the group must call what starts; the functions returned wait.
+
+    def start_gather(self, pieces: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+        """Start to collect the units that this rank owns, (num_owned, *unit_shape).
 
         Pieces are this rank's ones of every unit, (num_units, *piece_shape) contiguous.
         """
         if self.is_local or self.is_replicated:
-            return Pending((), pieces[self.owned])
+            own = pieces[self.owned].view(self.num_owned, *self.unit_shape)
+            return lambda: own
         send = pieces
         if not all(self._same_copy):
             parts = pieces.split(list(self.counts))
             send = torch.cat([part for part, same in zip(parts, self._same_copy, strict=True) if same])
-        return start_all_to_all(send, *self.gathering, group)
+        pending = start_all_to_all(send, *self.gathering, group)
+        return lambda: self.assemble(pending.wait())
 
     def assemble(self, received: Tensor) -> Tensor:
-        """Return (num_owned, *unit_shape) from what `gather` received."""
-        if self.is_local or self.is_replicated:
-            return received.view(self.num_owned, *self.unit_shape)
+        """Return (num_owned, *unit_shape) from the pieces of all ranks, in their order."""
         units = received.new_empty((self.num_owned, *self.unit_shape))
         for part, place in zip(received.split(self.gathering.receives), self._places, strict=True):
             if part.numel():
@@ -160,52 +157,47 @@ class Exchange:
                 target.copy_(part.view(target.shape))
         return units
 
-    def scatter(self, units: Tensor, group: ProcessGroup) -> Pending:
-        """Start to hand out the units that this rank owns, for `pieces_of`. All ranks of the group must call it.
+    def start_scatter(self, units: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+        """Start to hand out the units that this rank owns; return this rank's piece of every unit in the end.
 
-        Units are (num_owned, *unit_shape), with any strides.
+        Units are (num_owned, *unit_shape), with any strides, pieces (num_units, *piece_shape).
         """
         if self.is_local or self.is_replicated:
-            return self.all_gather(units, group)
+            return self.start_all_gather(units, group)
         sends = self.scattering.sends
         send = units.new_empty(sum(sends))
         for part, place in zip(send.split(sends), self._places, strict=True):
             if part.numel():
                 source = units[place]
                 part.view(source.shape).copy_(source)
-        return start_all_to_all(send, *self.scattering, group)
+        pending = start_all_to_all(send, *self.scattering, group)
+        return lambda: pending.wait().view(self.num_units, *self.piece_shape)
 
-    def pieces_of(self, received: Tensor) -> Tensor:
-        """Return (num_units, *piece_shape) from what `scatter` received: this rank's piece of every unit."""
-        if self.is_replicated:
-            received = self.in_order(received)
-        return received.view(self.num_units, *self.piece_shape)
-
-    def all_gather(self, owned: Tensor, group: ProcessGroup) -> Pending:
-        """Start to give every rank what each owner has, for `in_order`. All ranks of the group must call it.
+    def start_all_gather(self, owned: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+        """Start to give every rank what each owner has, (num_units, ...).
 
         What this rank owns is (num_owned, ...), with the same sizes behind the first on all ranks.
         """
         if self.is_local:
-            return Pending((), owned)
+            return lambda: owned
         if self.is_sparse:
             received = owned.new_empty((self.num_units, *owned.shape[1:]))
             received[self.owned] = owned
-            return start_broadcasts(received, self.counts, group)
+            return start_broadcasts(received, self.counts, group).wait
         most = max(self.counts)
         send = owned.contiguous()
         if self.num_owned < most:
             send = owned.new_empty((most, *owned.shape[1:]))
             send[: self.num_owned] = owned
-        return start_all_gather(send, len(self.ranks), group)
+        pending = start_all_gather(send, len(self.ranks), group)
+        if min(self.counts) == most:
+            return pending.wait
 
-    def in_order(self, received: Tensor) -> Tensor:
-        """Return (num_units, ...) from what `all_gather` received, without what was padding."""
-        most = max(self.counts)
-        if self.is_local or self.is_sparse or min(self.counts) == most:
-            return received
-        parts = received.split(most)
-        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
+        def without_padding() -> Tensor:
+            parts = pending.wait().split(most)
+            return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
+
+        return without_padding
 
 
 class Cargo(NamedTuple):

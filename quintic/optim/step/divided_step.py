@@ -1,7 +1,6 @@
 """Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.step.averages.divided_memory import DividedMemory
 from quintic.optim.step.bucket_step import BucketStep
 from quintic.optim.step.operands import Operands
-from quintic.optim.step.sparse_rows import start_mean_of_rows
+from quintic.optim.step.sparse_rows import Table, start_mean_of_rows
 from quintic.optim.step.units import UnitsStep, as_rows, beside_decay, factors_over
 
 __all__ = ["DividedMatricesStep", "DividedStep"]
@@ -30,19 +29,9 @@ class DividedStep(BucketStep):
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, memory, process_group = self.bucket, self.memory, self.process_group
-        early_mean = self._common.early.of_bucket(bucket)
-        table = memory.sparse_table
-        if table is not None and (early_mean is not None or not table.is_sparse()):
-            table = None
-        if table is not None:
-            wait_for_mean = start_mean_of_rows(bucket, table, process_group)
-        elif early_mean is not None:
-            wait_for_mean = partial(_given, early_mean)
-        else:
-            wait_for_mean = memory.start_mean(self.active, process_group)
-        del early_mean
+        table, wait_for_mean = self._start_mean()
         yield
-        gradients = wait_for_mean(None)
+        gradients = wait_for_mean()
         del wait_for_mean  # and what was sent
         # The device waits for what ranks agree on: so this comes after the first messages have started.
         stepped = self.stepped(go, bucket.parts)
@@ -56,6 +45,15 @@ class DividedStep(BucketStep):
         wait_for_weights = memory.averaging.start_giving(memory.params, process_group)
         yield
         wait_for_weights()
+
+    def _start_mean(self) -> tuple[Table | None, Callable[[], Tensor]]:
+        """Return the table if only touched rows travel, and what waits for the mean of this rank's parts."""
+        early_mean, table = self._common.early.of_bucket(self.bucket), self.memory.sparse_table
+        if early_mean is not None:
+            return None, lambda: early_mean
+        if table is not None and table.is_sparse():
+            return table, start_mean_of_rows(self.bucket, table, self.process_group)
+        return None, self.memory.start_mean(self.active, self.process_group)
 
     def _step_parts(self, owned: Operands, stepped: Tensor) -> None:
         """Step the parts that this rank owns; `stepped` is (parts of all ranks,) int32."""
@@ -93,7 +91,3 @@ class DividedMatricesStep(UnitsStep, DividedStep):
         if self.group.scale_decay:
             factors = beside_decay(factors, scales[bucket.units.owned])
         passes.apply(as_rows(updates), factors_over(factors, bucket.units, None))
-
-
-def _given(mean: Tensor, _: Tensor | None) -> Tensor:
-    return mean

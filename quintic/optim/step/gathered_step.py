@@ -61,16 +61,17 @@ class GatheredStep(UnitsStep):
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         else:
             pieces = passes.directions()
-        gathered = exchange.gather(pieces.contiguous(), process_group)
+        wait_for_units = exchange.start_gather(pieces.contiguous(), process_group)
         del pieces
         yield
         scales = self.scales()
-        updates, factors = self.orthogonalized(exchange.assemble(gathered.wait()), scales, stepped)
-        scattered = exchange.scatter(updates, process_group)
+        updates, factors = self.orthogonalized(wait_for_units(), scales, stepped)
+        del wait_for_units
+        wait_for_pieces = exchange.start_scatter(updates, process_group)
         wait_for_neurons = None if group.normalize is None else self._start_neurons(factors)
         del updates, factors
         yield
-        received = exchange.pieces_of(scattered.wait())
+        received = wait_for_pieces()
         if wait_for_neurons is None:
             factors = [scales[:, number].view(-1, 1, 1) for number in range(len(units.kinds))]
         else:
@@ -94,10 +95,10 @@ class GatheredStep(UnitsStep):
             own = of_kind[units.owned]
             mine = torch.cat(own).flatten(1) if own else found.flatten(1)
             parts.append(mine.to(found.dtype))
-        pending = exchange.all_gather(torch.cat(parts, dim=1), self.process_group)
+        wait_for_vectors = exchange.start_all_gather(torch.cat(parts, dim=1), self.process_group)
 
         def finish() -> list[Tensor]:
-            vectors = exchange.in_order(pending.wait())
+            vectors = wait_for_vectors()
             if not exchange.is_local:
                 self._moments_packing().unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
             return factors_of_units(vectors.chunk(2, dim=1)[0], units)

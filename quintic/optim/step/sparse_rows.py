@@ -52,8 +52,7 @@ class Table:
         # Of this rank. What is sent is kept until the step is over, also for the stream that copies counts to the host.
         self._marks = self._counts = torch.empty(0)
         self._is_announced = False
-        self._held: Tensor | None = None
-        self._is_held = False
+        self._held: tuple[Tensor | None] | None = None
         # Of all ranks.
         self._pending_marks: Pending | None = None
         self._read_counts: Callable[[], list[list[int]]] | None = None
@@ -102,15 +101,15 @@ class Table:
 
     def hold(self, gradient: Tensor | None) -> None:
         """Keep this rank's gradient of a step that begins, contiguous, or that it has none; until `release`."""
-        self._held, self._is_held = gradient, True
+        self._held = (gradient,)
 
     def release(self) -> None:
         """Forget what `hold` was given: gradients may be other ones now."""
-        self._held, self._is_held = None, False
+        self._held = None
 
     def gradient(self) -> Tensor | None:
         """Return this rank's gradient, contiguous."""
-        found = self._held if self._is_held else self.param.grad
+        found = self.param.grad if self._held is None else self._held[0]
         # What is held has the parameter's strides.
         return None if found is None else dense_gradient(self.param, found, self.name).detach()
 
@@ -192,7 +191,7 @@ class Table:
         return self._known_counts
 
 
-def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
+def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[], Tensor]:
     """Send touched rows once marks were sent; the function returned waits for the mean of this rank's rows."""
     row_size, gradient = table.division.row_size, table.gradient()
     sends, receives = ([count * row_size for count in counts] for counts in (table.sends(), table.receives()))
@@ -203,7 +202,7 @@ def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup
     pending = start_all_to_all(send, sends, receives, process_group)
     places = table.places()
     table.start_check(gradient, process_group)
-    return lambda _: mean_of_rows(pending.wait().view(-1, row_size), places, bucket.kernels).view(-1)
+    return lambda: mean_of_rows(pending.wait().view(-1, row_size), places, bucket.kernels).view(-1)
 
 
 class AnnouncedRows:

@@ -72,11 +72,12 @@ class Averaging:
         self._of_own = packing([position], [0] * len(counts))
         self._of_others = packing([rank for rank in everybody if rank != position], [r * self.most for r in everybody])
 
-    def start_mean(self, gradients: Sequence[Tensor | None], group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
+    def start_mean(
+        self, gradients: Sequence[Tensor | None], group: ProcessGroup, out: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Send gradients, None standing for zeros, to the owners. All ranks must call it.
 
-        The function returned waits for the mean of this rank's entries, (entries,), and writes it to the contiguous
-        tensor given, or to a new one for None.
+        The function returned waits for the mean of this rank's entries, (entries,), in `out`, contiguous, or new.
         """
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         if len(dtypes) > 1:
@@ -90,10 +91,7 @@ class Averaging:
         pending = start_all_to_all(send, counts, [own] * len(counts), group)
         del send  # once it has arrived it is not needed
 
-        def finish(out: Tensor | None) -> Tensor:
-            return mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
-
-        return finish
+        return lambda: mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
 
     def start_giving(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Callable[[], None]:
         """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
@@ -121,13 +119,13 @@ class Averaging:
 
     def average(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[None]:
         """Replace tensors by their means; yields twice, while a message is under way. All ranks must call it."""
-        wait_for_mean = self.start_mean(tensors, group)
+        own = in_memory_order(tensors[0])[self._own] if self._is_direct else None
+        wait_for_mean = self.start_mean(tensors, group, own)
         yield
-        if self._is_direct:
-            wait_for_mean(in_memory_order(tensors[0])[self._own])
-        else:
-            self._of_own.unpack(wait_for_mean(None), tensors)
-        del wait_for_mean  # and what was sent
+        mean = wait_for_mean()
+        if own is None:
+            self._of_own.unpack(mean, tensors)
+        del wait_for_mean, mean  # and what was sent
         wait_for_others = self.start_giving(tensors, group)
         yield
         wait_for_others()

@@ -65,7 +65,7 @@ class DividedMemory(BucketMemory):
             return self._local._replace(gradients=gradients)
         return self._local.present(gradients)
 
-    def start_mean(self, local: Operands, group: ProcessGroup) -> Callable[[Tensor | None], Tensor]:
+    def start_mean(self, local: Operands, group: ProcessGroup) -> Callable[[], Tensor]:
         """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
         gradients: Sequence[Tensor | None] = local.gradients
         if local.missing:

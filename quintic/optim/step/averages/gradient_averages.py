@@ -208,7 +208,7 @@ class GradientAverages:
     def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
         wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
         yield
-        mean = wait_for_mean(None)
+        mean = wait_for_mean()
         del wait_for_mean  # and what was sent
         averages.keep_bucket(memory.bucket, mean)
         yield
