@@ -30,13 +30,13 @@ from quintic.model.speedrun_inputs import (
 )
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
+    Attended,
     BlockWeights,
     FlatRow,
     Rotary,
     TokenCoefficients,
     add_skip,
-    after_attention,
-    feed_forward,
+    finish_layer,
     query_key_value,
 )
 from quintic.model.speedrun_sizes import RESIDUAL_SCALE, SpeedrunConfig
@@ -101,7 +101,7 @@ class SpeedrunGPT(nn.Module):
             last, top = config.dense_starts()
             self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
             self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
-        self._skip, self._project, self._after, self._mlp = add_skip, query_key_value, after_attention, feed_forward
+        self._skip, self._project, self._finish = add_skip, query_key_value, finish_layer
         self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
@@ -264,7 +264,7 @@ class SpeedrunGPT(nn.Module):
                 own |= found
             if plan.skips:
                 x_TC = self._skip(self.skip_scale, x_TC, own.pop("skip"), streams["early"])
-            of_mlp = {name: own.pop(name) for name in list(own) if name.startswith("mlp_")}
+            attended = None
             if plan.attends:
                 copies = 2 if plan.paired else 1
                 cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
@@ -283,17 +283,13 @@ class SpeedrunGPT(nn.Module):
                 mask = row.paired_mask if plan.paired else row.mask
                 out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
                 composing = {"q_THD": q_NHD, "k_THD": k_NHD, "documents_T": cast(Tensor, row.mask.documents)[0]}
-                x_TC = self._after(
-                    plan,
-                    weights,
-                    x_TC=x_TC,
-                    out_THD=out_NHD.view(length, config.num_heads, -1),
-                    v_THD=v_NHD.view(length, config.num_heads, -1),
-                    gates=own,
-                    injected={name: added for name, added in injected.items() if name in own},
-                    composing=composing if plan.composed else {},
+                attended = Attended(
+                    out_NHD.view(length, config.num_heads, -1),
+                    v_NHD.view(length, config.num_heads, -1),
+                    {name: added for name, added in injected.items() if name in own},
+                    composing if plan.composed else {},
                 )
-            x_TC = self._mlp(weights, x_TC, of_mlp)
+            x_TC = self._finish(plan, weights, x_TC, own, attended)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
@@ -359,7 +355,7 @@ class SpeedrunGPT(nn.Module):
         """Compile what surrounds attention, for each number of tokens; layers share the code of each part, by kind."""
         # Kinds of layers, in training and in validation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        for name in ("_enter", "_connect", "_skip", "_project", "_after", "_mlp", "_top"):
+        for name in ("_enter", "_connect", "_skip", "_project", "_finish", "_top"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
         if self.late_gates is not None:
             self.late_gates.compile(dynamic=False)

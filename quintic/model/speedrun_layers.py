@@ -20,14 +20,14 @@ from quintic.model.speedrun_sizes import LayerPlan, Starts
 
 __all__ = [
     "COEFFICIENT_SCALE",
+    "Attended",
     "BlockWeights",
     "FlatRow",
     "Rotary",
     "TokenCoefficients",
     "add_skip",
-    "after_attention",
     "compose_heads",
-    "feed_forward",
+    "finish_layer",
     "previous",
     "query_key_value",
     "rotate_half",
@@ -282,29 +282,37 @@ def query_key_value(
     return q.flatten(0, 1), k.flatten(0, 1), v_THD.unflatten(1, (copies, -1)).flatten(0, 1).contiguous()
 
 
-def after_attention(
+class Attended(NamedTuple):
+    """What a layer does with what attention computed."""
+
+    out: Tensor  # (T, H, D)
+    values: Tensor  # (T, H, D), which it read
+    injected: dict[str, Tensor]  # name -> (T, C) that is added, times the gate of that name
+    composing: dict[str, Tensor]  # where heads are composed, what `compose_heads` takes by name
+
+
+def finish_layer(
+    plan: LayerPlan, weights: BlockWeights, x_TC: Tensor, gates: dict[str, Tensor], attended: Attended | None
+) -> Tensor:
+    """Return the stream with what attention, if any, and a squared-ReLU MLP (Primer, arXiv 2109.08668) write, (T, C).
+
+    Gates are (T, H) or, for what is injected and for scales of the stream, (T, 1), by kind.
+    """
+    if attended is not None:
+        x_TC = _after_attention(plan, weights, x_TC, gates, *attended)
+    return _joined("mlp", x_TC, mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT), weights.mlp_mix, gates)
+
+
+def _after_attention(
     plan: LayerPlan,
     weights: BlockWeights,
-    *,
     x_TC: Tensor,
+    gates: dict[str, Tensor],
     out_THD: Tensor,
     v_THD: Tensor,
-    gates: dict[str, Tensor],
     injected: dict[str, Tensor],
     composing: dict[str, Tensor],
 ) -> Tensor:
-    """Return the stream with what attention writes, (T, C).
-
-    Args:
-        plan: what the layer does.
-        weights: of the layer.
-        x_TC: the stream.
-        out_THD: what attention computed.
-        v_THD: from what values.
-        gates: by kind, (T, H) or, for what is injected and for scales of the stream, (T, 1).
-        injected: name -> (T, C) that is added, times the gate of that name.
-        composing: where heads are composed, what `compose_heads` takes by name.
-    """
     assert weights.attention is not None
     if composing:
         seen_THD = compose_heads(**composing, v_THD=v_THD, weights_TH=gates["compose_in"])
@@ -321,11 +329,6 @@ def after_attention(
     for name, added_TC in injected.items():
         x_TC = x_TC + gates[name] * added_TC
     return x_TC
-
-
-def feed_forward(weights: BlockWeights, x_TC: Tensor, gates: dict[str, Tensor]) -> Tensor:
-    """Return the stream after a squared-ReLU MLP (Primer, arXiv 2109.08668); arguments as for `after_attention`."""
-    return _joined("mlp", x_TC, mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT), weights.mlp_mix, gates)
 
 
 def _joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
