@@ -45,8 +45,10 @@ def clip_grad_norm_(
     """Keep a step from being too large: scale gradients down if their total norm is above `max_norm`; return that norm.
 
     Call it between `backward` and `step`, in place of `torch.nn.utils.clip_grad_norm_`; with `torch.amp.GradScaler`
-    after `unscale_`. By default it clips what AdamW trains and leaves the matrices alone, whose steps Muon bounds
-    anyway.
+    after `unscale_`. By default only gradients of AdamW groups are counted and scaled. Muon's update is orthogonalised:
+    it has the same size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only
+    weights the steps in the momentum differently, and the large gradients of matrices would decide how much of the
+    others is left.
 
     Gradients are multiplied in place by min(1, max_norm / (norm + 1e-6)), where norm is their total 2-norm. The norm is
     that of the whole gradients in every layout: pieces on different ranks are added, copies count once, gradients that
@@ -57,10 +59,6 @@ def clip_grad_norm_(
     next step. With `comms="replicated"` they are in `p.grad` then; with `"sharded"` and `"sharded_sparse"` each rank
     keeps those of the parts it owns for the step, clipped, and `p.grad` is left alone (of `"sharded_sparse"` all rows
     travel). Gradients that are touched between this call and `step` are averaged again there, and not clipped.
-
-    By default only gradients of AdamW groups are counted and scaled. Muon's update is orthogonalised: it has the same
-    size whatever the size of the gradient. Clipping Muon's gradients does not bound its step; it only weights the steps
-    in the momentum differently, and the large gradients of matrices would decide how much of the others is left.
 
     Ranks that share parameters, also through other ranks, clip by one norm: that of all their parameters, each counted
     once, by its name. Where ranks have parameters of one name that they do not share (copies that the optimizer knows

@@ -140,10 +140,9 @@ def resolve(
         return _choose(m, n, triples, compute_dtype, device_type)
     if method == "gram":
         return _gram_form(m, n, triples, compute_dtype or torch.float16)
-    standard: Literal["polar_express", "newton_schulz"] = "polar_express"
     if method == "newton_schulz":
-        standard = "newton_schulz"
-    return Form(standard, compute_dtype or torch.bfloat16, triples, ())
+        return Form("newton_schulz", compute_dtype or torch.bfloat16, triples, ())
+    return Form("polar_express", compute_dtype or torch.bfloat16, triples, ())
 
 
 def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:

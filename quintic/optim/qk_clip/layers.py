@@ -68,7 +68,7 @@ class Scaled(NamedTuple):
 
 def is_projection(name: str, names: Mapping[str, str]) -> bool:
     """Return whether a parameter may, by its name, be one that `HeadSearch` looks for; `names` as in `QKClip`."""
-    return _meaning(_Projection.of(name, name), names) in PROJECTIONS
+    return _Projection.of(name, name).means(names) in PROJECTIONS
 
 
 class _Projection(NamedTuple):
@@ -83,6 +83,9 @@ class _Projection(NamedTuple):
     @property
     def path(self) -> str:
         return f"{self.module}.{self.projection}" if self.module else self.projection
+
+    def means(self, names: Mapping[str, str]) -> str:
+        return names.get(self.projection, self.projection.lower())
 
     @classmethod
     def of(cls, name: str, clean_name: str) -> "_Projection":
@@ -126,7 +129,7 @@ class HeadSearch:
             return self._latent(query, latent_up)
         if query and key:
             self._refuse_norms(query)
-            is_fused = self._means(key) in _KEY_VALUE
+            is_fused = key.means(self.names) in _KEY_VALUE
             key_rows = self._split_rows(key, ("key",)) if is_fused else self._rows_of_one(key, "key")
             return self._built((query, self._rows_of_one(query, "query")), (key, key_rows))
         fused = self._one(_FUSED)
@@ -223,11 +226,8 @@ class HeadSearch:
 
     # -- names
 
-    def _means(self, projection: _Projection) -> str:
-        return _meaning(projection, self.names)
-
     def _scope(self) -> str:
-        attentions = sorted({p.module for p in self.projections if self._means(p) in _MARKS_ATTENTION})
+        attentions = sorted({p.module for p in self.projections if p.means(self.names) in _MARKS_ATTENTION})
         if isinstance(self.layer, str):
             layer = self.layer.strip(".")
             for scope in spellings(layer):
@@ -251,7 +251,7 @@ class HeadSearch:
 
     def _one(self, names: frozenset[str]) -> _Projection | None:
         """Return the only projection called so, the layer's own before those of modules inside it."""
-        found = [p for p in self.below if not p.is_bias and self._means(p) in names]
+        found = [p for p in self.below if not p.is_bias and p.means(self.names) in names]
         found = [p for p in found if p.module == self.scope] or found
         if len(found) > 1:
             raise self._error(f"it has {_listed(p.name for p in found)}; give the name of one attention module")
@@ -259,7 +259,7 @@ class HeadSearch:
 
     def _refuse_norms(self, query: _Projection, latent_size: int | None = None) -> None:
         scope = self.scope if _is_below(query.module, self.scope) else query.module
-        others = {p.module for p in self.projections if self._means(p) in PROJECTIONS} - {query.module}
+        others = {p.module for p in self.projections if p.means(self.names) in PROJECTIONS} - {query.module}
         for norm in self.projections:
             # A module with projections of its own (a sparse-attention indexer, a neighbour) has its own norms.
             if not _is_below(norm.path, scope) or norm.module in others:
@@ -332,10 +332,6 @@ class HeadSearch:
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"qk_logits[{self.layer!r}]: {message}")
-
-
-def _meaning(projection: _Projection, names: Mapping[str, str]) -> str:
-    return names.get(projection.projection, projection.projection.lower())
 
 
 def _is_below(path: str, scope: str) -> bool:
