@@ -117,7 +117,7 @@ class BucketStep:
 
         `host_go` is False if the host knows that a gradient is not finite.
         """
-        raise NotImplementedError
+        return not self.travels and (host_go or self.group.on_nonfinite == "propagate")
 
     def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
@@ -197,11 +197,10 @@ class LocalStep(BucketStep):
     bucket: Local
 
     def runs_alone(self, host_go: bool) -> bool:
-        """See `BucketStep`."""
-        if not host_go and self.group.on_nonfinite != "propagate":
-            return False
+        """See `BucketStep`; without gradients there is nothing to do."""
         # AdamW counts steps also of parameters of which this rank holds no entry.
-        return bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
+        has_work = bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
+        return has_work and super().runs_alone(host_go)
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""

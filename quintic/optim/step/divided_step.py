@@ -22,10 +22,6 @@ class DividedStep(BucketStep):
     bucket: Divided
     memory: DividedMemory
 
-    def runs_alone(self, host_go: bool) -> bool:
-        """See `BucketStep`."""
-        return False
-
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, memory, process_group = self.bucket, self.memory, self.process_group

@@ -46,10 +46,6 @@ class GatheredStep(UnitsStep):
     bucket: Gathered
     _packing: Packing | None = None
 
-    def runs_alone(self, host_go: bool) -> bool:
-        """See `BucketStep`: nothing travels where owners hold their units whole."""
-        return not self.bucket.travels and (host_go or self.group.on_nonfinite == "propagate")
-
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, group, active = self.bucket, self.group, self.active
