@@ -158,8 +158,11 @@ def test_a_run_that_exists_is_left_alone(
 
 def test_an_unwritable_runs_folder(tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     (elsewhere / "file").touch()
-    message = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "file", run="run"))
-    assert message == f"{elsewhere}/file/run: cannot be made (Not a directory); choose another --runs-dir"
+    options = tiny_options(tiny_dataset, elsewhere / "file" / "runs", data_dir=elsewhere / "data")
+    expected = f"--runs-dir {elsewhere}/file/runs: {elsewhere}/file is no folder that can be written; choose another"
+    assert error_of(capsys, "train", *options) == expected
+    assert error_of(capsys, "compare", *options) == expected
+    assert not (elsewhere / "data").exists()  # found out before the text is prepared
 
 
 @pytest.mark.slow

@@ -24,6 +24,31 @@ __all__ = ["compare", "run"]
 _EVAL_EVERY = 25
 
 
+_OPTIMIZERS: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
+
+
+def _variants(config: Config, seeds: int) -> tuple[str, list[tuple[str, Config]]]:
+    """Return the comparison's name, and label and configuration of each run, in their order.
+
+    Raises:
+        ConfigError: a run cannot be made.
+    """
+    name = config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    configs: list[tuple[str, Config]] = []
+    for seed in range(config.run.seed, config.run.seed + seeds):
+        for optimizer, label in _OPTIMIZERS:
+            settings = dataclasses.replace(
+                config.run,
+                run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
+                seed=seed,
+                eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
+            )
+            optim = dataclasses.replace(config.optim, optimizer=optimizer)
+            configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
+            check_new_run(configs[-1][1])
+    return name, configs
+
+
 def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -> str:
     """Train with AdamW, then with Muon, and write `compare.html` beside the two runs.
 
@@ -39,22 +64,9 @@ def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -
     Raises:
         QuinticError: as `train`.
     """
-    name = config.run.run or f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    variants: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
-    configs: list[tuple[str, Config]] = []
-    for seed in range(config.run.seed, config.run.seed + seeds):
-        for optimizer, label in variants:
-            settings = dataclasses.replace(
-                config.run,
-                run=f"{name}-{optimizer}" + (f"-seed{seed}" if seeds > 1 else ""),
-                seed=seed,
-                eval_every=min(config.run.eval_every or _EVAL_EVERY, _EVAL_EVERY),
-            )
-            optim = dataclasses.replace(config.optim, optimizer=optimizer)
-            configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
-            check_new_run(configs[-1][1])  # all before the first is trained
-    runs: dict[str, list[Path]] = {label: [] for _, label in variants}
-    for label, variant in configs:
+    name, variants = _variants(config, seeds)
+    runs: dict[str, list[Path]] = {label: [] for _, label in _OPTIMIZERS}
+    for label, variant in variants:
         print(f"\n=== {label}{f', seed {variant.run.seed}' if seeds > 1 else ''} ===", flush=True)
         folder = create_run(variant)
         runs[label].append(folder)
@@ -78,6 +90,7 @@ def run(arguments: list[str]) -> int:
         say(note)
     if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
+    _variants(start.config, start.seeds)  # before the text is prepared
     dataset = prepared(start.config.data)
     check_text(start.config, dataset)
     command = shlex.join(["quintic", "compare", *arguments])

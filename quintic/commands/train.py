@@ -50,6 +50,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     else:
         resumed = run_dir
         dataset = ranks.once_per_host(lambda: text_to_resume(resumed, config))
+        say(f"Going on with the text as it was prepared in {dataset.path}")
     command = shlex.join(["quintic", "train", *arguments])
     try:
         result = train(

@@ -33,8 +33,12 @@ def check_new_run(config: Config) -> None:
     """Find out whether a run of this name can be made, before the work that comes before it.
 
     Raises:
-        ConfigError: it exists.
+        ConfigError: it exists, or there can be no folder of runs.
     """
+    runs_dir = config.run.runs_dir.absolute()
+    there = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"--runs-dir {config.run.runs_dir}: {there} is no folder that can be written; choose another")
     if config.run.run is not None and _is_taken(config.run.runs_dir / config.run.run):
         raise _exists(config.run.runs_dir / config.run.run)
 

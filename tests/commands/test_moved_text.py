@@ -26,7 +26,10 @@ def test_a_run_goes_on_although_its_text_was_moved(
     assert main(["train", *options, "--data", "text", "--data-dir", "data"]) == 0
     again = ["train", "--resume", "--resume-step", "1"]
     (text / "more.txt").write_text("new words\n" * 50)  # after the run began: not its text
+    capsys.readouterr()
     assert main(again) == 0
+    told = f"Going on with the text as it was prepared in {data / tiny_dataset.path.name}\n"
+    assert capsys.readouterr().out.startswith(told)
     (text / "more.txt").unlink()
     text.rename(elsewhere / "moved")
     assert main(again) == 0

@@ -210,6 +210,12 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path, texts: list[str
     assert list((tmp_path / "data").glob("text-*")) == []
 
 
+def test_a_limit_that_ends_within_the_first_document_is_named(tmp_path: Path) -> None:
+    source = str(folder_of(tmp_path / "text", ["a first one", "a second one"]))
+    text = message(lambda: prepare(source, data_dir=tmp_path / "data", vocab_size=300, max_bytes=5))
+    assert text.endswith("cannot be split into training and validation text; raise --max-bytes (5)")
+
+
 def test_a_large_source_with_an_empty_side_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_SAMPLE_BYTES", 50)
     source = str(folder_of(tmp_path / "text", [f"document number {index}" for index in range(50)]))
