@@ -196,7 +196,7 @@ def part_of_the_world(rank, world_size):
         if rank in ranks:
             checked_layout(rank, dtensor, numbered((5, 2)))
         else:
-            with pytest.raises(KeyError, match=f"rank {rank} "):
+            with pytest.raises(KeyError, match=f"^{rank}$"):
                 layout.box_of(rank)
         layouts.append(layout)
     return layouts
