@@ -25,15 +25,14 @@ def peak_bytes(function: Callable[[], Any], device_type: str = "cpu") -> int:
     with (
         mock.patch.object(cpu_orthogonalize, "_KEPT", cpu_orthogonalize._Kept()),
         mock.patch.object(cpu_orthogonalize, "_MAX_KEPT", 0),
-        # Without `acc_events` PyTorch 2.11 warns that a second cycle would begin anew; there is one.
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profile,
+        # Not `torch.profiler.profile`: without `acc_events` PyTorch 2.11 warns of cycles that begin anew; with it all
+        # events become Python's objects, which takes ten times as long as the work.
+        torch.autograd.profiler.profile(profile_memory=True) as profile,
     ):
         result = function()
     del result
     level = peak = 0
-    for event in profile.profiler.kineto_results.events():
+    for event in profile.kineto_results.events():
         if event.name() == "[memory]":
             level += event.nbytes()
             peak = max(peak, level)

@@ -248,9 +248,15 @@ CASES = [
 ]
 
 
+PARAMS = [
+    pytest.param(params_of, shape, marks=[pytest.mark.slow] if shape[0] > 48 and params_of in (bank, rows) else [])
+    for params_of in (several, transposed, bank, rows, heads)
+    for shape in ((48, 48), (160, 32))
+]
+
+
 @pytest.mark.parametrize(("dtype", "options"), CASES)
-@pytest.mark.parametrize("shape", [(48, 48), (160, 32)], ids=str)
-@pytest.mark.parametrize("params_of", [several, transposed, bank, rows, heads])
+@pytest.mark.parametrize(("params_of", "shape"), PARAMS)
 def test_what_a_step_allocates(params_of, shape, dtype, options):
     group = params_of(shape, dtype)
     optimizer = Muon([group], kernels="torch", **options)
