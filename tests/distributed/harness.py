@@ -77,6 +77,8 @@ _PRELOADED = (
     "pytest",
     # `import quintic` imports none of these before they are used, which each rank would do by itself.
     *sorted({f"quintic.optim.{module}" for module in _MODULES.values()}),
+    # The runs of tests/train.
+    "quintic.train.loop",
 )
 
 # Collectives give up after this part of the time, so that a rank that waits in vain can still say where. On GPUs NCCL's

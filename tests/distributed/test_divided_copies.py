@@ -144,7 +144,7 @@ def slow(*case):
     ("shape", "replicas", "hosts", "options", "expected"),
     [
         slow((2, 2), "divide", None, {}, [{(0, 1, 2, 3)}] * 4),
-        ((2, 2), "repeat", None, {}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
+        slow((2, 2), "repeat", None, {}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
         slow((2, 2), "repeat", None, {"max_workspace_bytes": 512}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
         slow((2, 2), "repeat", None, {"offload": True}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),
         ((2, 2), "auto", (0, 0, 1, 1), {}, [{(0, 1)}] * 2 + [{(2, 3)}] * 2),

@@ -47,9 +47,13 @@ def items_of(kind: TaskKind, count: int) -> list[dict[str, Any]]:
     return made
 
 
+def tiny_model(dataset: Dataset) -> GPT:
+    return model_of("SL", vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+
+
 @pytest.fixture
 def model(tiny_dataset: Dataset) -> GPT:
-    return model_of("SL", vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
+    return tiny_model(tiny_dataset)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -181,23 +185,30 @@ def likely_items(model: GPT, tokenizer: Any, count: int) -> list[dict[str, Any]]
     return made
 
 
-@pytest.mark.parametrize("shots", [0, 2])
-@pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
-def test_answers_are_those_of_a_plain_loop_over_transformers(
-    kind: TaskKind, shots: int, model: GPT, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def exported(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """What transformers reads of the model of `model`: (model, tokenizer)."""
     transformers = pytest.importorskip("transformers")
     from quintic.eval.export import export_hf
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = export_hf(model, tiny_dataset.tokenizer, tmp_path / "model")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+        export_hf(tiny_model(tiny_dataset), tiny_dataset.tokenizer, folder / "model")
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", trust_remote_code=True).eval()
+        return read, transformers.AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
+def test_answers_are_those_of_a_plain_loop_over_transformers(
+    kind: TaskKind, shots: int, model: GPT, exported: tuple[Any, Any], tiny_dataset: Dataset
+) -> None:
     if kind == "language_modeling" and shots == 0:
         task, items = task_of(kind, 0, delimiter=""), likely_items(model, tiny_dataset.tokenizer, 10)
     else:
         task, items = task_of(kind, shots), items_of(kind, 10)
-    expected = {index: oracle(exported, tokenizer, task, items, index) for index in range(10)}
+    expected = {index: oracle(*exported, task, items, index) for index in range(10)}
     found = answers(model, tiny_dataset.tokenizer, task, items, CPU, asked=10, max_tokens=10_000, rows=7)
     assert {answer.index: (answer.choice, answer.correct) for answer in found} == expected
     right = [correct for _, correct in expected.values()]

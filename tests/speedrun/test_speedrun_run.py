@@ -38,6 +38,8 @@ from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware, choose_hardware
 
 TINY = preset("speedrun-tiny")
+# Scoring the whole validation text takes as long as the steps between.
+TRACK = replace(TINY.track, validation_tokens=2 * TINY.track.validation_chunk)
 # Fourteen parts of the kinds that its layers have, in two lengths of training and one of validation.
 NUM_GRAPHS = 3 * 14
 HARDWARE = choose_hardware(RunConfig(device="cpu", dtype="float32", attention="sdpa"))
@@ -64,7 +66,7 @@ def race_of(shards: Path, ranks: Ranks = ALONE, hardware: Hardware = HARDWARE, *
     data = open_data(
         str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=sizes.bos_id, tokenizer=None
     )
-    return Race(TINY.track, sizes, data, hardware, ranks=ranks, seed=3, **options)
+    return Race(TRACK, sizes, data, hardware, ranks=ranks, seed=3, **options)
 
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
@@ -93,7 +95,9 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return folder, course(0, 1, shards, folder, warm_up=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quintic.report.charts._load_matplotlib", lambda: None)
+            return folder, course(0, 1, shards, folder, warm_up=False)
     finally:
         torch.set_num_threads(threads)
 
@@ -193,7 +197,7 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
-@pytest.mark.parametrize("warm_up", [False, True])
+@pytest.mark.parametrize("warm_up", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_captured_steps_have_the_weights_of_others(
     warm_up: bool,
     alone,
