@@ -48,7 +48,7 @@ test:
 	@$(PYTEST) -m 'not slow' $(ARGS)
 
 test-all:
-	$(call SETUP,train dev)
+	$(call SETUP,train dev pyright)
 	@$(PYTEST) $(ARGS)
 
 # The libraries of the examples: tests of what is not installed are skipped.

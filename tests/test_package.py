@@ -54,11 +54,11 @@ def installed(name):
         return None
 
 
-def needs(name):
+def needs(name, extra="dev"):
     # By its metadata: setuptools has a finder of its own, which warns when it is asked for pip in a process with
     # distutils.
     if installed(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'quintic[dev]'")
+        pytest.skip(f"{name} is not installed: pip install 'quintic[{extra}]'")
 
 
 def run(*command, cwd=None, check=True):
@@ -219,7 +219,7 @@ def test_a_users_file_is_right_for_mypy(python, user, request):
 
 @pytest.mark.timeout(300)
 def test_a_users_file_is_right_for_pyright(python, user):
-    needs("basedpyright")
+    needs("basedpyright", "pyright")
     settings = {
         "typeCheckingMode": "strict",
         "reportUnnecessaryTypeIgnoreComment": "error",
