@@ -100,11 +100,14 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --tokens-per-param 1e300", "--tokens-per-param 1e+300: must be at most 1,000,000,000"),
         ("train --sample-tokens 1000000", "--sample-tokens 1000000: must be at most 131,072"),
         ("sample --tokens 1000000", "--tokens 1000000: must be at most 131,072"),
+        ("sample --prompts", "--prompts needs a value: a text"),
+        ("train --prompts --steps 3", "--prompts needs a value: a text"),
+        ("report --runs", "--runs needs a value: a text"),
         ("train --runs-dir=", "--runs-dir '': is empty; give a path or leave it out"),
         ("train --data=", "--data '': is empty; give a text or leave it out"),
         (
             "sample --prompts --text",
-            "unknown option --text: quintic sample --help lists the options; for a text of --",
+            "--prompts needs a value: a text; one that begins with a dash as --prompts=--text",
         ),
         (
             "sample --prompts a --tex=b",

@@ -131,7 +131,7 @@ class EvalOptions:
     data: str | None = None
     """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
     tokens: int | None = None
-    """Tokens to score, at most; by default all there are."""
+    """Tokens to score, at most, but one batch at least; by default all there are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; 'auto' takes a GPU if there is one."""
     core: Path | None = None

@@ -123,6 +123,9 @@ def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
             raise ConfigError(f"{option} {dashed[0]}: for a value that begins with a dash write {option}={dashed[0]}")
         _check_values(option, values, hints[option])
         texts = option if typing.get_origin(hints[option]) is tuple else ""
+        if texts and not values:
+            how = f"; one that begins with a dash as {option}={arguments[position]}" if arguments[position:] else ""
+            raise ConfigError(f"{option} needs a value: a text{how}")
 
 
 def _check_values(option: str, values: list[str], hint: Any) -> None:

@@ -283,7 +283,7 @@ class RunConfig(BaseRunConfig):
     eval_every: int = 100
     """Steps between evaluations, the first of them before training (0: only at the end)."""
     eval_tokens: int = 131_072
-    """Validation tokens per evaluation, at most."""
+    """Validation tokens per evaluation, at most, but one batch at least."""
     core: str | None = None
     """Folder with in-context tasks of CORE to answer: JSONL files, or nanochat's eval_bundle."""
     core_every: int = 0
