@@ -156,8 +156,8 @@ def test_which_gpus_have_8_bit_products(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(fp8_quantize, "obstacle_to_triton", lambda device, what: None)
     fp8_quantize._has_fp8.cache_clear()
-    assert hardware._multiplies_fp8(torch.device("cuda"), "tensorwise") == tensorwise
-    assert hardware._multiplies_fp8(torch.device("cuda"), "rowwise") == rowwise
+    assert hardware.multiplies_fp8(torch.device("cuda"), "tensorwise") == tensorwise
+    assert hardware.multiplies_fp8(torch.device("cuda"), "rowwise") == rowwise
     fp8_quantize._has_fp8.cache_clear()
 
 
