@@ -95,10 +95,11 @@ def quantized_layouts(
         the next multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0
         without entries). What is not asked for has size 0.
     """
-    if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
-        return _launch_quantize(x, scale, dtype, rows, columns, amax, factors)
-    quantised = quantized_twin(x.float(), scale, dtype, None if factors is None else factors[:, None])
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
+    if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
+        _launch_quantize(x, scale, factors, by_rows, by_columns, peak)
+        return by_rows, by_columns, peak
+    quantised = quantized_twin(x.float(), scale, dtype, None if factors is None else factors[:, None])
     if rows:
         by_rows.copy_(quantised)
     if columns:
@@ -283,15 +284,10 @@ _ROWS_BLOCK = (1, 4096)
 
 
 def _launch_quantize(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    amax: bool,
-    factors: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
+    x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: Tensor, by_columns: Tensor, peak: Tensor
+) -> None:
+    """Fill what is asked for; the rest has one dimension of size 0."""
+    rows, columns, amax = by_rows.ndim == 2, by_columns.ndim == 2, peak.ndim == 0
     if amax:
         peak.zero_()
     m, n = x.shape
@@ -312,7 +308,7 @@ def _launch_quantize(
             padded_rows,
             x.stride(0),
             x.stride(1),
-            LARGEST=LARGEST[dtype],
+            LARGEST=LARGEST[by_rows.dtype],
             ROWS=rows,
             COLUMNS=columns,
             AMAX=amax,
@@ -323,4 +319,3 @@ def _launch_quantize(
             BLOCK_COLUMNS=block_columns,
             num_warps=8,
         )
-    return by_rows, by_columns, peak
