@@ -269,8 +269,8 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
     (run / "config.json").write_bytes((trained / "config.json").read_bytes())
     message = error_of(capsys, *command.split(), "--runs-dir", str(tmp_path))
     assert message == (
-        f"{run}: has no checkpoint yet; it gets one every --save-every steps and when it ends or is stopped; wait, or "
-        "name another --run"
+        f"{run}: has no checkpoint yet; it gets one every --save-every steps, and when it ends or is stopped; if "
+        "it has, name another --run"
     )
 
 

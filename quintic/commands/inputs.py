@@ -93,7 +93,7 @@ def trained_model(
     run_dir = find_run(runs_dir, run)
     config = load_config(run_dir / CONFIG_FILE)
     if not checkpoints(run_dir):
-        hint = "it gets one every --save-every steps and when it ends or is stopped; wait, or name another --run"
+        hint = "it gets one every --save-every steps, and when it ends or is stopped; if it has, name another --run"
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
