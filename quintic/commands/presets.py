@@ -165,7 +165,6 @@ _NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ),
     ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
     ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
-    ("target_flops",): ("--steps None", lambda config: config.schedule.steps is None),
 }
 # ... or, where one command line may serve for either choice, only overridden.
 _OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
