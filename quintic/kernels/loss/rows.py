@@ -13,7 +13,7 @@ from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 from quintic.kernels.loss.problem import Problem, Wanted
 
-__all__ = ["approximate", "capped", "derivative", "in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
+__all__ = ["in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -31,7 +31,7 @@ def _reciprocal(x, APPROXIMATE: tl.constexpr):
 
 
 @jit
-def capped(logit, cap, span, steepness, offset, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
+def _capped(logit, cap, span, steepness, offset, CAPPED: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Return a capped logit z in units of ln 2, and r in (0, 1), from which its derivative is slope (r - r^2)."""
     if CAPPED:
         # tanh u = 1 - 2 r with r = 1 / (1 + exp 2u), sigmoid u = 1 - r with r = 1 / (1 + exp u). An overflow of the
@@ -45,8 +45,8 @@ def capped(logit, cap, span, steepness, offset, CAPPED: tl.constexpr, APPROXIMAT
 
 
 @jit
-def derivative(r, slope, CAPPED: tl.constexpr):
-    """Return the derivative of a capped logit from the r of `capped`."""
+def _derivative(r, slope, CAPPED: tl.constexpr):
+    """Return the derivative of a capped logit from the r of `_capped`."""
     if CAPPED:
         result = slope * (r - r * r)
     else:
@@ -86,8 +86,7 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
     # fmt: on
     """The loss of one token and, with GRADIENT, its row of logits overwritten by the gradient.
 
-    With ONE_PASS gradient = row * factor. Without GRADIENT, the logarithm to base 2 of the softmax's sum is what goes
-    to `factors`.
+    With ONE_PASS gradient = row * factor; `factors` is written in that case alone.
     """
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * logits_row
@@ -111,7 +110,7 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
         relative = tl.load(scale + row * scale_row)
     share = total_weight * relative
     logit = tl.load(place + target, mask=exists, other=0.0).to(tl.float32)
-    z, r = capped(logit, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+    z, r = _capped(logit, cap, span, steepness, offset, CAPPED, APPROXIMATE)
     # No warp may overwrite the row before all have read the logits of the targets.
     tl.debug_barrier()
 
@@ -135,7 +134,7 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
         for start in range(0, vocab, BLOCK):
             inside = start + block < vocab
             part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-            part, _ = capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+            part, _ = _capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
             part = tl.where(inside, part, float("-inf"))
             higher = tl.maximum(peak, tl.max(part, axis=0))
             total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(part - higher), axis=0)
@@ -145,8 +144,8 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
             for start in range(0, columns, BLOCK):
                 inside = start + block < vocab
                 part = tl.load(place + start + block, mask=inside, other=0.0).to(tl.float32)
-                part, part_r = capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
-                grad = tl.exp2(part - lse) * share * derivative(part_r, slope, CAPPED)
+                part, part_r = _capped(part, cap, span, steepness, offset, CAPPED, APPROXIMATE)
+                grad = tl.exp2(part - lse) * share * _derivative(part_r, slope, CAPPED)
                 grad = tl.where(inside, grad, 0.0).to(logits.dtype.element_ty)
                 tl.store(place + start + block, grad, mask=start + block < columns)
 
@@ -161,12 +160,10 @@ def _row_kernel(logits, targets, weights, scale, losses, factors, vocab, columns
             value = (tl.exp2(z - cap) * share - total * pull) * (r - r * r)
             tl.store(factors + row, slope * magnitude * tl.load(scale + row * scale_row) / total)
         else:
-            value = (tl.exp2(z - lse) * share - pull) * derivative(r, slope, CAPPED)
+            value = (tl.exp2(z - lse) * share - pull) * _derivative(r, slope, CAPPED)
         # All warps have written their blocks before these entries are written again.
         tl.debug_barrier()
         tl.store(place + target, value.to(logits.dtype.element_ty), mask=exists)
-    else:
-        tl.store(factors + row, lse)
 
 
 @jit
@@ -195,13 +192,13 @@ _LOG2_E = math.log2(math.e)
 _ONE_PASS_SPAN = 60.0
 
 
-def approximate(x: Tensor) -> bool:
+def _approximate(x: Tensor) -> bool:
     """Return whether kernels on the device of `x` have the instruction of NVIDIA that approximates a reciprocal."""
     return x.is_cuda and torch.version.hip is None and not triton_is_interpreted()
 
 
 def in_ln2(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
-    """Return what `capped` and `derivative` want of a cap: cap, span and offset in units of ln 2."""
+    """Return cap, span, steepness, offset and slope for `_capped` and `_derivative`, in units of ln 2 but for slope."""
     if softcap is None:
         return 0.0, 0.0, _LOG2_E, 0.0, 1.0
     if len(softcap) == 1:
@@ -225,24 +222,23 @@ def launch_rows(
     logits: Tensor,
     columns: int,
     losses: Tensor,
-    wanted: "Wanted | None",
+    wanted: Wanted | None,
     factors: Tensor | None = None,
 ) -> None:
     """Compute the losses of some tokens from their logits, and overwrite these where gradients are wanted.
 
-    `factors` gets what the kernel says; None for gradients of more than one pass, or where nobody asks.
+    `factors` (tokens,) gets the factors of gradients made in one pass; None for others and for losses alone.
     """
     targets, weights, cap = problem.targets, problem.target_weights, problem.softcap
     scale = losses if wanted is None else wanted.scale
     # fmt: off
     launch(_row_kernel, (logits.shape[0],), logits, targets[rows], losses if weights is None else weights[rows],
-           scale[rows] if scale.ndim else scale, losses[rows],
-           losses.new_empty(logits.shape[0]) if factors is None else factors, problem.vocab_size, columns,
-           logits.stride(0), targets.shape[1], 0 if weights is None else weights.stride(0),
+           scale[rows] if scale.ndim else scale, losses[rows], losses if factors is None else factors,
+           problem.vocab_size, columns, logits.stride(0), targets.shape[1], 0 if weights is None else weights.stride(0),
            0 if weights is None else weights.stride(1), scale.stride(0) if scale.ndim else 0, *in_ln2(cap),
            problem.ignore_index, WEIGHTED=weights is not None, CAPPED=cap is not None,
            ONE_PASS=takes_one_pass(cap, logits.dtype, gradient=wanted is not None), GRADIENT=wanted is not None,
-           APPROXIMATE=approximate(logits), TARGETS=triton.next_power_of_2(targets.shape[1]), BLOCK=_ROW_BLOCK,
+           APPROXIMATE=_approximate(logits), TARGETS=triton.next_power_of_2(targets.shape[1]), BLOCK=_ROW_BLOCK,
            num_warps=_ROW_WARPS)
     # fmt: on
 
