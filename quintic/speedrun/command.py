@@ -32,7 +32,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
     without_fp8 = model.fp8_head and not multiplies_fp8(hardware.device)
-    model = replace(model, fp8_head=model.fp8_head and not without_fp8)
+    if without_fp8:
+        model = replace(model, fp8_head=False)
     data = ranks.once_per_host(
         lambda: open_data(
             options.data or chosen.data,
