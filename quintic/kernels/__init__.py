@@ -7,7 +7,7 @@ __all__ = ["active"]
 
 
 def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Return which implementation of each operation `"auto"` takes on a device, and why it is not a faster one.
+    """Return the implementation of each operation that `"auto"` takes on a device, and why it is not a faster one.
 
     >>> import quintic
     >>> quintic.kernels.active("cpu")["attention"]
@@ -19,8 +19,8 @@ def active(device: torch.device | str | None = None, dtype: torch.dtype = torch.
             multiplied for `"orthogonalize"`, of activations for the others.
 
     Returns:
-        Operation -> `"triton"`, `"torch"`, or a name of an attention's implementation; in brackets behind it, what
-        stands against the one that would have come first.
+        Operation -> `"triton"`, `"torch"`, or the name of an attention's implementation; in brackets behind it, why
+        the preferred one cannot run.
 
     Raises:
         ValueError: there is no such device.

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: Triton on CUDA devices, plain PyTorch everywhere else.
+"""The choice of an operation's implementation: Triton on CUDA devices, plain PyTorch everywhere else.
 
 `choose_kernels` answers for a parameter and the passes of the optimizer. An operation with conditions of its own says
 them as an obstacle, a sentence or None, and asks `decide`.
@@ -84,8 +84,8 @@ def decide(
     Args:
         option: as for `choose_kernels`.
         device: of the operation's tensors.
-        obstacle: returns what keeps Triton from computing this, as a part of a sentence, or None; called where Triton
-            comes into question. Begin it with `obstacle_to_triton`.
+        obstacle: returns the reason why Triton cannot compute this, as a part of a sentence, or None; called where
+            Triton comes into question. Begin it with `obstacle_to_triton`.
 
     Raises:
         ValueError: `"triton"` cannot be honoured, or the option is unknown.
@@ -103,7 +103,7 @@ def decide(
 
 
 def obstacle_to_triton(device: torch.device, what: str = "the tensor") -> str | None:
-    """Return what keeps Triton from running on a device, or None; `what` is there."""
+    """Return why Triton cannot run on the device of `what`, or None."""
     if device.type != "cuda" and not (device.type == "cpu" and triton_is_interpreted()):
         return f"{what} is on {device.type!r}, Triton needs a CUDA device"
     if not triton_is_installed():
@@ -112,7 +112,7 @@ def obstacle_to_triton(device: torch.device, what: str = "the tensor") -> str | 
 
 
 def obstacle_to_kernels(param: Tensor) -> str | None:
-    """Return what keeps Triton from updating a parameter, or None."""
+    """Return why Triton cannot update a parameter, or None."""
     obstacle = obstacle_to_triton(param.device, "the parameter")
     if obstacle is not None:
         return obstacle

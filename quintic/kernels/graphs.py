@@ -11,7 +11,7 @@ _R = TypeVar("_R")
 
 
 def capture(work: Callable[[], _R], pool: Any = None) -> tuple[Any, _R]:
-    """Return what a function launches on the current CUDA device, as a graph that has not run yet, and what it returns.
+    """Capture a function on the current CUDA device; return the graph, which has not run yet, and its result.
 
     Everything compiled must have run before. Unlike `torch.cuda.graph`, this does not give cached memory back to the
     driver first, which can take seconds.

@@ -2,7 +2,7 @@
 
     from quintic.kernels.jit import jit, tl, triton
 
-Without Triton the kernels are defined, and cannot be called; `dispatch.py` sees to it that nobody does.
+Without Triton the kernels are defined, but cannot be called; `dispatch.py` never chooses them then.
 """
 
 import importlib

@@ -15,7 +15,7 @@ from quintic.kernels.jit import triton
 
 __all__ = ["launch", "variants"]
 
-# What is compiled for a device and arguments like these, and the constants, in the order of the kernel's signature.
+# (kernel, device, variants of the arguments, options) -> compiled kernel, its constants in the order of the signature.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -45,8 +45,8 @@ def _launch_here(
 ) -> None:
     # Kernels are compared by address: they hash their source. Those that are compiled for are never collected.
     key = (id(kernel), device, *variants(args), *options.items())
-    found = _compiled.get(key)
-    if found is None or _is_watched():
+    launchable = _compiled.get(key)
+    if launchable is None or _is_watched():
         _check_descriptors(args)
         compiled = kernel[grid](*args, **options)
         if isinstance(kernel, triton.JITFunction) and torch.version.hip is None:
@@ -55,37 +55,37 @@ def _launch_here(
                 raise TypeError(f"{kernel.arg_names}: give the constants, and nothing else, by name")
             _compiled[key] = compiled, tuple(options[name] for name in names)
         return
-    compiled, constants = found
+    compiled, constants = launchable
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
-    # Without Triton's hooks, of which there are none, and what they would be told.
+    # The three Nones: no hooks of Triton's, and no metadata for them.
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
 
 
 def _is_watched() -> bool:
-    """Return whether somebody, such as a profiler, wants Triton to say what it launches."""
+    """Return whether launches are reported to a hook of Triton's, such as a profiler's."""
     runtime = triton.knobs.runtime
     return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 def variants(args: Iterable[Any]) -> list[Any]:
-    """Return for each argument a key, which differs between two values if Triton compiles them differently."""
-    found: list[Any] = []
+    """Return a key for each argument; keys of two values differ if Triton compiles them differently."""
+    keys: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is int:
             # A one is a constant, multiples of 16 promise alignment, and large numbers need wider types.
-            found.append(1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
+            keys.append(1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
         elif kind is float:
-            found.append(float)
+            keys.append(float)
         elif isinstance(arg, Tensor):
-            found.append((arg.dtype, arg.data_ptr() % 16 == 0))
+            keys.append((arg.dtype, arg.data_ptr() % 16 == 0))
         elif kind is bool or arg is None:
-            found.append((kind, arg))
+            keys.append((kind, arg))
         else:
             base = arg.base
-            found.append((base.dtype, base.data_ptr() % 16 == 0, tuple(arg.block_shape)))
-    return found
+            keys.append((base.dtype, base.data_ptr() % 16 == 0, tuple(arg.block_shape)))
+    return keys
 
 
 def _check_descriptors(args: tuple[Any, ...]) -> None:

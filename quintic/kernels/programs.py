@@ -1,4 +1,4 @@
-"""How the programs of one launch are divided among tensors of different sizes, which they find by address.
+"""Division of a launch's programs among tensors of different sizes, which they find by address.
 
 Import this module only where Triton is installed (see `dispatch.py`).
 """
@@ -21,17 +21,17 @@ _ALONE_PROGRAMS = 2048
 
 @dataclass(frozen=True, slots=True)
 class TilePrograms:
-    """Which tile of which tensor each program works on."""
+    """The tensor and the tile of each program."""
 
     alone: tuple[tuple[int, int], ...]
     """(number, programs) of each large tensor: one launch each."""
     tensor_of_program: Tensor
-    """(p,) int32: which of the small tensors each program works on."""
+    """(p,) int32: number of each program's tensor among the small ones."""
     tile_of_program: Tensor
-    """(p,) int32: which of its tiles."""
+    """(p,) int32: number of its tile in that tensor."""
 
     def launches(self) -> list[tuple[int, int]]:
-        """Return (which tensor, its programs) of each launch; -1 for the one launch of all small tensors."""
+        """Return (number of a tensor, its programs) for each launch; number -1 launches all small tensors together."""
         together = self.tensor_of_program.shape[0]
         return [*self.alone, *([(-1, together)] if together else [])]
 

@@ -21,7 +21,7 @@ _MEAN_BLOCK = 2048
 
 
 def run_programs(numels: list[int]) -> TilePrograms:
-    """Return how the programs of `copy_runs_` are divided among runs of so many entries, on the CPU."""
+    """Divide the programs of `copy_runs_` among runs with these numbers of entries; tables are on the CPU."""
     return divide_tiles(numels, _COPY_BLOCK)
 
 
@@ -57,7 +57,7 @@ def _copy_kernel(
     else:
         inside = element < numel
         if PACKS:
-            # What is missing has address zero, and is zeros.
+            # A missing run has address zero and consists of zeros.
             values = tl.load(outside, mask=element < numel * (address != 0).to(tl.int64), other=0.0)
             tl.store(packed, values.to(buffer.dtype.element_ty), mask=inside)
         else:

@@ -77,7 +77,7 @@ def choose_attention(
 
 
 def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[AttentionName, list[str]]:
-    """Return what `"auto"` takes, and sentences with what stands against each that it would have preferred."""
+    """Return the implementation that `"auto"` takes, and for each preferred one a sentence why it cannot run."""
     reasons: list[str] = []
     for name in _FASTEST_FIRST:
         obstacle = obstacle_to_flash(name, device, dtype)
@@ -88,7 +88,7 @@ def fastest_attention(device: torch.device, dtype: torch.dtype) -> tuple[Attenti
 
 
 def obstacle_to_attention(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an implementation cannot run, as what follows on its name in a sentence, or None."""
+    """Return why an implementation cannot run, as the end of a sentence that begins with its name, or None."""
     if name == "sdpa":
         return None
     if name == "flex":
@@ -103,7 +103,7 @@ def needs_document_starts(name: AttentionName) -> TypeGuard[FlashName]:
 
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
-    """Who may look at whom in one batch, in the form one implementation wants; make it with `document_mask`."""
+    """The attention mask of one batch, in the form of one implementation; make it with `document_mask`."""
 
     implementation: AttentionName
     per_window: dict[int, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def document_mask(
         inputs: (B, T) int64 tokens; a document starts at every `bos_id` and at the start of each row.
         bos_id: token that starts a document.
         windows: window sizes (positions, itself included) that the layers use.
-        implementation: what `choose_attention` returned.
+        implementation: from `choose_attention`.
         dtype: dtype of queries and keys.
         document_starts: (num_documents + 1,) int32 cumulative offsets on the device of `inputs`, for implementations
             that need it (`needs_document_starts`); may be padded at the end with B*T, so that its size stays the same
@@ -218,7 +218,7 @@ def attention_with_max_logits(
 
 
 def choose_max_logits(q_BTHD: Tensor) -> Literal["flex", "chunked"]:
-    """Return what `max_logits` takes for these queries where it may choose."""
+    """Return the implementation of `max_logits` that `"auto"` takes for these queries."""
     return "flex" if returns_maxima(q_BTHD) else "chunked"
 
 

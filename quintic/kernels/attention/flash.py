@@ -26,7 +26,7 @@ FlashName = Literal["varlen", "fa3", "fa4"]
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """Where an implementation comes from, and what it needs."""
+    """The package of an implementation, and its requirements."""
 
     module: str
     function: str
@@ -52,7 +52,7 @@ _PACKAGES: dict[FlashName, _Package] = {
 
 
 def obstacle_to_flash(name: FlashName, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an implementation cannot run, as what follows on its name in a sentence, or None."""
+    """Return why an implementation cannot run, as the end of a sentence that begins with its name, or None."""
     package = _PACKAGES[name]
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         found = f"{device.type} and {str(dtype).removeprefix('torch.')}"

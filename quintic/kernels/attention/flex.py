@@ -1,4 +1,4 @@
-"""What attention.py needs of FlexAttention: the function, compiled once, with its maxima, and block masks.
+"""FlexAttention for attention.py: the function, compiled once, with its maxima, and block masks.
 
 Shape suffixes as there: B rows, T positions, H query heads, G key/value heads, D head dimension.
 """
@@ -89,7 +89,7 @@ def returns_maxima(q_BTHD: Tensor) -> bool:
 
 
 def visibility(document_BT: Tensor | None, window: int | None, causal: bool) -> Callable[..., Tensor]:
-    """Return who sees whom, as FlexAttention asks for it: (row, head, query, key) -> bool, broadcast."""
+    """Return FlexAttention's mask function, (row, head, query, key) -> visible, broadcast."""
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         result = (q >= k) if causal else (q >= 0) | (k >= 0)

@@ -55,7 +55,7 @@ def scaled_product(
 
 
 class Fp8LinearScales(NamedTuple):
-    """The scales of one linear layer, and where to collect the magnitudes that the next ones come from.
+    """The scales of one linear layer, and the tensors that collect magnitudes for the next scales.
 
     Scales are () float32, > 0: the value of one unit of the quantised tensor. Magnitudes are () float32 or None; the
     layer raises them to the largest magnitude it sees, that of the gradient during the backward pass. All are on the
@@ -168,7 +168,7 @@ def _fp8_linear(
     keep_weight: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the product, what its backward needs of x (transposed) and weight, and their largest magnitudes."""
+    """Return the product, x (transposed) and weight quantised for its backward pass, and their largest magnitudes."""
     chosen = choose_fp8_kernels(kernels, x)
     e4m3 = torch.float8_e4m3fn
     x_rows, x_columns, x_amax = quantized_layouts(x, x_scale, e4m3, True, keep_x, True, chosen)
@@ -209,7 +209,7 @@ def _fp8_linear_backward(
     for_weight: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients that are asked for, and the largest magnitude of the one that came."""
+    """Return the gradients of x and weight that are wanted, and the largest magnitude of the incoming one."""
     chosen = choose_fp8_kernels(kernels, grad)
     rows, columns, amax = quantized_layouts(grad, grad_scale, torch.float8_e5m2, for_x, for_weight, True, chosen)
     grad_x, grad_weight = grad.new_empty(0), grad.new_empty(0, dtype=weight_dtype)

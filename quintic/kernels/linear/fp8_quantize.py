@@ -34,7 +34,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
-    """Raise ValueError for what is no () float32 tensor beside `x`."""
+    """Raise ValueError unless `scalar` is a () float32 tensor on the device of `x`."""
     if scalar.shape != () or scalar.dtype != torch.float32 or scalar.device != x.device:
         raise ValueError(
             f"{name} is {scalar.dtype} of shape {tuple(scalar.shape)} on {str(scalar.device)!r}; "
@@ -48,7 +48,7 @@ def choose_fp8_kernels(option: str, x: Tensor) -> Kernels:
 
 
 def obstacle_to_fp8(device: torch.device) -> str | None:
-    """Return what keeps tensor cores from 8-bit products on a device, or None."""
+    """Return why tensor cores cannot multiply in 8 bits on a device, or None."""
     obstacle = obstacle_to_triton(device, "x")
     if obstacle is None and device.type == "cuda" and not _has_fp8(device):
         return f"{device} has no 8-bit floats, which began with compute capability 8.9"
@@ -75,7 +75,7 @@ def quantized_layouts(
     chosen: Kernels,
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a matrix quantised in the orientations that are asked for, and its largest magnitude, in one pass.
+    """Return a matrix quantised in one or both orientations, and its largest magnitude, in one pass.
 
     Inside operators only. What is too large, infinities included, becomes the dtype's largest finite value; NaN stays
     NaN. All implementations give the same bits.
@@ -84,16 +84,16 @@ def quantized_layouts(
         x: (m, n) float32, bfloat16 or float16, any strides.
         scale: () float32 on the device of `x`, > 0: one unit of the result. Value = quantised * scale.
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        rows: whether the matrix is asked for.
-        columns: whether its transpose is.
-        amax: whether its largest magnitude is.
+        rows: return the matrix.
+        columns: return its transpose.
+        amax: return its largest magnitude.
         chosen: the implementation.
         factors: (m,) float32 or None: of the rows, before everything else; without `amax` only.
 
     Returns:
         x * (1 / scale) rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m'
         the next multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0
-        without entries). What is not asked for has size 0.
+        without entries). Results that are not wanted have size 0.
     """
     by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
     if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
@@ -286,7 +286,7 @@ _ROWS_BLOCK = (1, 4096)
 def _launch_quantize(
     x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: Tensor, by_columns: Tensor, peak: Tensor
 ) -> None:
-    """Fill what is asked for; the rest has one dimension of size 0."""
+    """Fill the wanted results; the others have one dimension of size 0."""
     rows, columns, amax = by_rows.ndim == 2, by_columns.ndim == 2, peak.ndim == 0
     if amax:
         peak.zero_()

@@ -32,7 +32,7 @@ def _choose(option: str, x: Tensor) -> Kernels:
 
 
 def obstacle_to_mlp_relu2(x: Tensor) -> str | None:
-    """Return what keeps Triton from computing `mlp_relu2` of these inputs, or None."""
+    """Return why Triton cannot compute `mlp_relu2` of these inputs, or None."""
     if x.dtype not in _DTYPES:
         return f"products of {x.dtype} are left to PyTorch, which has a setting for their precision"
     return obstacle_to_triton(x.device, "x")

@@ -178,7 +178,7 @@ def _launch(out: Tensor, x: Tensor, *, add: bool) -> None:
 
 
 def _largest(out: Tensor, x: Tensor) -> float:
-    """Return what larger values become on the way into a float8 `out`; 0 where none can be larger."""
+    """Return the magnitude to which values are clamped on the way into a float8 `out`; 0 for no clamping."""
     if out.dtype not in _FLOAT8 or out.dtype == x.dtype:
         return 0.0
     return torch.finfo(out.dtype).max
@@ -193,7 +193,7 @@ def _choose(kernels: str, out: Tensor, x: Tensor, *, add: bool) -> str:
 
 
 def obstacle_to_transpose(out: Tensor, x: Tensor, *, add: bool) -> str | None:
-    """Return what keeps Triton from a copy or a sum, or None."""
+    """Return why Triton cannot make a transposed copy or sum, or None."""
     obstacle = obstacle_to_triton(out.device, "out")
     if obstacle is not None:
         return obstacle

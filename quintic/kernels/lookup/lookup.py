@@ -69,7 +69,7 @@ def lookup(
     *,
     kernels: KernelsOption = "auto",
 ) -> Tensor:
-    """Return what each position reads from the rows of its token, weighted by softmax(keys x).
+    """Return for each position the value rows of its token, weighted by softmax(keys x) and summed.
 
     Products have the dtype of `x`, to which rows are rounded when they are read; sums and the softmax are float32
     (float64 for float64). Gradients of the tables are dense, and the same bits every time.
@@ -99,7 +99,7 @@ def lookup(
 
 
 def obstacle_to_lookup(*tensors: Tensor) -> str | None:
-    """Return what keeps Triton from a lookup in these tensors, or None."""
+    """Return why Triton cannot compute a lookup in these tensors, or None."""
     wrong = [tensor.dtype for tensor in tensors if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
     return obstacle_to_triton(tensors[0].device, "x") or (f"{wrong[0]} has no kernel" if wrong else None)
 
@@ -108,7 +108,7 @@ def obstacle_to_lookup(*tensors: Tensor) -> str | None:
 
 
 def _tiles(plan: LookupPlan, offsets: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """Yield positions, the run of rows that holds all of theirs, and which (position, row) belong together."""
+    """Yield positions, the run of rows that holds all of theirs, and a mask of (position, row) with equal tokens."""
     count = len(plan.order)
     size = _TWIN_POSITIONS if count > _FEW_POSITIONS else 1
     starts = range(0, count, size)
@@ -166,7 +166,7 @@ def _takes_triton(kernels: str, x: Tensor, keys: Tensor) -> bool:
     "quintic::lookup", mutates_args=(), schema=f"(Tensor x, {_TABLES}, str kernels) -> (Tensor, Tensor)"
 )
 def _lookup(x: Tensor, keys: Tensor, values: Tensor | None, offsets: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Return what is read, and the logarithms of the softmaxes' sums."""
+    """Return the outputs, and the logarithms of the softmaxes' sums."""
     x, keys = x.contiguous(), keys.contiguous()
     compute = launch_lookup if _takes_triton(others[-1], x, keys) else _lookup_twin
     return compute(x, keys, keys if values is None else values.contiguous(), offsets, LookupPlan(*others[:-1]))

@@ -43,7 +43,7 @@ def _positions_kernel(x, keys, values, grad, out, lse, delta, order, tokens, off
                       BACKWARD: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
                       COLUMNS: tl.constexpr):
     # fmt: on
-    """What a tile of positions reads, and the logarithms of its sums; BACKWARD the gradient of x instead."""
+    """The outputs of a tile of positions and the logarithms of its sums; with BACKWARD the gradient of x instead."""
     LAST: tl.constexpr = 2147483647
     dtype: tl.constexpr = x.dtype.element_ty
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
@@ -170,7 +170,7 @@ def _launch(kernel, count: int, size: int, width: int, *arguments, **constants) 
 
 
 def launch_lookup(x: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, plan) -> tuple[Tensor, Tensor]:
-    """Return what each position reads, and the logarithm of its softmax's sum."""
+    """Return the output of each position, and the logarithm of its softmax's sum."""
     (count, width), (order, tokens, _, _) = x.shape, plan
     out, lse = torch.empty_like(x), x.new_empty(count, dtype=torch.float32)
     arguments = (x, keys, values, x, out, lse, lse, order, tokens, offsets)

@@ -31,7 +31,7 @@ def loss_dtype(x: Tensor) -> torch.dtype:
 
 
 def empty_gradients(x: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """Return tensors for the gradients, of size 0 for what is not asked for."""
+    """Return tensors for the gradients; a gradient that is not wanted has size 0."""
     dtype = loss_dtype(x)
     grad_x = x.new_empty(x.shape if wanted.for_x else (0,), dtype=dtype)
     return grad_x, weight.new_empty(weight.shape if wanted.for_weight else (0,), dtype=dtype)
@@ -120,7 +120,7 @@ _LOSS_BYTES = 256 * 2**20
 # Tokens whose logits a product writes and a kernel turns into gradients at a time, within a chunk.
 _PART_TOKENS = 8192
 
-# Gradients of logits in float16 are at most this: half of what there is.
+# Gradients of logits in float16 are at most this: half of the range.
 _FLOAT16_LARGEST = 2.0**15
 
 # Rows of logits begin at multiples of 128 bytes, columns are padded to 16 where the weight has them: products are slow
@@ -131,7 +131,7 @@ _TOKEN_MULTIPLE = 128
 
 
 def loss_on_device(problem: Problem, wanted: Wanted | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `loss_twin` does, by the kernels."""
+    """Compute the results of `loss_twin` by the kernels."""
     x, vocab = problem.x, problem.vocab_size
     stored = problem.weight.shape[1 if problem.transposed else 0]
     padded = -(-vocab // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
@@ -214,7 +214,7 @@ def _in_chunks(problem: Problem, wanted: Wanted, columns: int, losses: Tensor) -
 
 
 def _largest_gradients(problem: Problem, scale: Tensor) -> Tensor:
-    """Return what bounds the gradients of tokens' logits."""
+    """Return an upper bound for the gradients of each token's logits."""
     weights = problem.target_weights
     if weights is None:
         return scale.abs() * problem.targets.shape[1]

@@ -175,7 +175,7 @@ def _check_options(softcap: float | SigmoidCap | None, vocab_size: int, stored: 
 
 
 def obstacle_to_loss(x: Tensor, *, fp8: bool = False) -> str | None:
-    """Return what keeps Triton from computing the loss of these hidden states, or None."""
+    """Return why Triton cannot compute the loss of these hidden states, or None."""
     obstacle = obstacle_to_fp8(x.device) if fp8 else obstacle_to_triton(x.device, "x")
     if obstacle is None and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype} has no kernel"
@@ -185,7 +185,7 @@ def obstacle_to_loss(x: Tensor, *, fp8: bool = False) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- operators
 
 
-# What both operators begin with; `kernels` is the last of these.
+# Both operators begin with these arguments, the last of which is `kernels`.
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor targets, Tensor? target_weights, Tensor? x_scale, Tensor? weight_scale, "
     "Tensor? grad_scale, float[]? softcap, SymInt ignore_index, SymInt vocab_size, bool transposed, str kernels"
@@ -298,16 +298,16 @@ def _backward_with_gradients(
 ) -> tuple[Tensor | None, ...]:
     if grad_of_grad_x is not None or grad_of_grad_weight is not None:
         raise RuntimeError("softcap_cross_entropy has no second derivatives; do not use create_graph with it")
-    found: list[Tensor | None] = [None] * (_NUM_ARGUMENTS + 3)
+    grads: list[Tensor | None] = [None] * (_NUM_ARGUMENTS + 3)
     if grad is not None:
         for place, saved in enumerate(ctx.saved_tensors):
             if ctx.wanted[place] and ctx.needs_input_grad[place]:
-                found[place] = _times(saved, grad, ctx.dtypes[place])
-    return tuple(found)
+                grads[place] = _times(saved, grad, ctx.dtypes[place])
+    return tuple(grads)
 
 
 def _times(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return saved * factor, rounded: in one pass, and leaving what is saved for another backward pass."""
+    """Return saved * factor, rounded: in one pass that leaves `saved` to other backward passes."""
     if torch.is_grad_enabled():  # create_graph; `out` is not for tensors that are differentiated
         return (saved * factor).to(dtype)
     return torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The inputs of a loss, its caps, and which gradients are wanted."""
+"""The inputs of a loss, its caps, and the gradients wanted of it."""
 
 from typing import NamedTuple
 
@@ -45,14 +45,14 @@ class Problem(NamedTuple):
     """(tokens, K), any strides."""
     fp8: Fp8Scales | None
     softcap: tuple[float, ...] | None
-    """Of one number for tanh, of the three of a `SigmoidCap`; None for no cap."""
+    """One number for tanh, the three of a `SigmoidCap`, or None for no cap."""
     ignore_index: int
     vocab_size: int
     transposed: bool
 
 
 class Wanted(NamedTuple):
-    """Which gradients, and times what."""
+    """The gradients to compute, and their scale."""
 
     scale: Tensor
     """() for all tokens or (tokens,): factor of each token's loss."""

@@ -1,4 +1,4 @@
-"""Which kernels compute the products of an orthogonalisation."""
+"""The choice of kernels for the products of an orthogonalisation."""
 
 import functools
 import importlib

@@ -304,7 +304,7 @@ def hopper_multiply(
         alpha: factor of the product.
         c: (batch, m, n) contiguous of the same dtype, or None.
         beta: factor of `c`.
-        diagonal: what is added to the entries on the diagonal.
+        diagonal: added to the entries on the diagonal.
         dtype: of the result, where it is not symmetric and there is no `c`; None for that of the operands.
 
     Returns:

@@ -29,7 +29,7 @@ def await_count(counter, target):
 
 @gluon.jit
 def count_up(counter):
-    """Add one to a counter, for what the whole group of four warps has done before."""
+    """Add one to a counter, after all earlier work of the group of four warps."""
     gl.inline_asm_elementwise(
         """
         {
@@ -52,7 +52,7 @@ def count_up(counter):
 
 @gluon.jit
 def let_copies_see():
-    """Order what this thread knows to be in memory before the copies that follow."""
+    """Order writes that this thread has seen before the copies that follow."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -322,7 +322,7 @@ class Step(NamedTuple):
 
 
 def steps_table(steps: Sequence[Step], m: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return what the kernel reads of a program: (products, 6) int32 and (products, 3) float32, on the CPU.
+    """Return the kernel's tables of a program: (products, 6) int32 and (products, 3) float32, on the CPU.
 
     Args:
         steps: in order.

@@ -27,7 +27,7 @@ __all__ = [
     "triangle",
 ]
 
-# Rows and columns of a tile, and what a stage holds of k.
+# Rows and columns of a tile, and terms of a sum in one stage.
 TILE = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 # As many as fit into shared memory beside the two results being written.
@@ -80,5 +80,5 @@ def blocks_of(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of these kernels run at the same time."""
+    """Return the number of multiprocessors, each of which runs one program of these kernels at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count

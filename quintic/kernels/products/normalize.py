@@ -55,9 +55,9 @@ def _tile_kernel(x, exponents, sums, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _combined(exponents, sums, first, tiles, norm, BLOCK: tl.constexpr):
-    """Of one matrix: the power that its entries are multiplied with first, and the factor that follows.
+    """Return the power of two by which a matrix is multiplied first, and the factor that follows.
 
-    Two factors: one alone could leave float32's range for tiny or huge matrices.
+    A single factor could leave float32's range for tiny or huge matrices.
     """
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tiles, BLOCK):
@@ -69,7 +69,7 @@ def _combined(exponents, sums, first, tiles, norm, BLOCK: tl.constexpr):
     for start in range(0, tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         own = tl.load(exponents + first + tile, mask=tile < tiles, other=0)
-        # What a tile's power was too large by; both are powers of two within float32's range.
+        # The excess of the tile's power; both are powers of two within float32's range.
         ratio = power / _inverse_power(own)
         total += tl.load(sums + first + tile, mask=tile < tiles, other=0.0) * ratio * ratio
     root = tl.sqrt_rn(tl.sum(total))
@@ -111,7 +111,7 @@ def can_normalize(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def scratch_bytes(m: int, n: int) -> int:
-    """Return what `normalize_matrices` allocates per (m, n) matrix, besides its result."""
+    """Return the bytes that `normalize_matrices` allocates per (m, n) matrix, besides its result."""
     tiles = -(-m * n // _BLOCK)
     return 8 * tiles + (8 if tiles > _MAX_TILES else 0)
 

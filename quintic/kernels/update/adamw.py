@@ -1,6 +1,6 @@
 """AdamW on many tensors at once in Triton, in one read and one write of everything. Twin: optim/rules/update.py adamw_.
 
-For what PyTorch's fused kernel cannot do: low-precision weights with float32 moments, masters, cautious decay,
+PyTorch's fused kernel has none of this: low-precision weights with float32 moments, masters, cautious decay,
 hyperparameters read from device memory, steps that a flag on the device forbids. Tensors are found as in
 `matrix_update.py`.
 
@@ -35,7 +35,7 @@ _NUM_WARPS = 8
 
 
 def adamw_programs(numels: Sequence[int]) -> TilePrograms:
-    """Return how the programs of `adamw_tensors_` are divided among tensors of so many entries, on the CPU."""
+    """Divide the programs of `adamw_tensors_` among tensors with these numbers of entries; tables are on the CPU."""
     return divide_tiles(numels, _BLOCK)
 
 

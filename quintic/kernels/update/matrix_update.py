@@ -38,7 +38,7 @@ _NUM_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """How each matrix of a bucket lies in the memory of its parameter, in elements.
+    """Sizes and strides of each matrix of a bucket in the memory of its parameter, in elements.
 
     The matrix has `groups` groups of `rows` rows of `columns` columns, with these strides. Kernels go through the
     entries in the order of memory: where rows lie closer than columns, the roles of the two are exchanged. Columns may

@@ -135,8 +135,8 @@ def _factor_kernel(
         for first in range(0, segments, TOGETHER):
             number = first + tl.arange(0, TOGETHER)
             pointers = sums + (number.to(tl.int64) * neurons)[:, None] + neuron[None, :]
-            found = tl.load(pointers, mask=(number < segments)[:, None] & known[None, :], other=0.0)
-            total += _sum_of_lanes(found, LOG_SEGMENTS, BLOCK)
+            squares = tl.load(pointers, mask=(number < segments)[:, None] & known[None, :], other=0.0)
+            total += _sum_of_lanes(squares, LOG_SEGMENTS, BLOCK)
         mean_square = tl.div_rn(total, entries)
         places = pointers_at(base, neuron, tl.float32, False)
         moment = _lerp(tl.load(places, mask=known, other=0.0), mean_square, rest)
@@ -147,7 +147,7 @@ def _factor_kernel(
         # The maximum keeps NaN, as the twin does.
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(moment, eps, propagate_nan=tl.PropagateNan.ALL)))
         tl.store(factors + neuron, inverse_root, mask=known)
-        # Of neurons that there are not, the mean square is zero.
+        # Lanes beyond the last neuron have a mean square of zero.
         before += mean_square
         after = tl.fma(mean_square, inverse_root * inverse_root, after)
     norm_before = tl.sqrt_rn(_sum_of_lanes(tl.reshape(before, (BLOCK, 1)), LOG_BLOCK, 1))
@@ -233,13 +233,13 @@ def advance_neuron_factors_(
 
 
 def neuron_bytes(m: int, n: int) -> int:
-    """Return what `advance_neuron_factors_` allocates per (m, n) matrix, its result included."""
+    """Return the bytes that `advance_neuron_factors_` allocates per (m, n) matrix, its result included."""
     neurons, entries = max(m, n), min(m, n)
     return 4 * neurons * (1 + -(-entries // _segment(neurons, entries)))
 
 
 def _segment(neurons: int, entries: int) -> int:
-    """Return the entries of a segment: of one matrix, whatever the batch."""
+    """Return the entries of a segment, which depend on one matrix and not on the batch."""
     segment = _MIN_SEGMENT
     while segment < _MAX_SEGMENT and triton.cdiv(neurons, _SUM_BLOCK) * triton.cdiv(entries, segment) > _PROGRAMS:
         segment *= 2

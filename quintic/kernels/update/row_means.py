@@ -45,7 +45,7 @@ def _rows_kernel(
 
 
 def mean_of_rows_(received: Tensor, places: Tensor, mean: Tensor) -> Tensor:
-    """Write the mean over ranks, summed in order in float32 and rounded once; return it. What is missing is zeros.
+    """Write the mean over ranks, summed in order in float32 and rounded once; return it. Missing rows count as zeros.
 
     Args:
         received: (rows received, row size) contiguous, float32, bfloat16 or float16.

@@ -22,9 +22,9 @@ MASTER = {None: 0, torch.float32: 1, torch.uint16: 2}
 
 
 def flags_of(go: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
-    """Return what a kernel is given for `go`, () or one entry for each tensor, and how far its entries are apart.
+    """Return a kernel's argument for `go`, () or one entry for each tensor, and the stride of its entries.
 
-    For None any tensor that is at hand: the kernel does not read it.
+    None becomes `unread`, any tensor at hand: the kernel does not read it.
     """
     return (unread, 0) if go is None else (go, 0 if go.ndim == 0 else go.stride(0))
 
@@ -40,7 +40,7 @@ def load_full_precision(weight, masters, mask, MASTER: tl.constexpr):
         value = weight.to(tl.float32)
     if MASTER == 1:
         master = tl.load(masters, mask=mask, other=0.0)
-        # A weight that is not its master's was written by somebody else: then the weight counts.
+        # A weight that is not its rounded master was written from outside the optimizer: then the weight counts.
         value = tl.where(_rounded(master, weight.dtype).to(tl.float32) == value, master, value)
     return value
 
