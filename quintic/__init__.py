@@ -92,5 +92,5 @@ if not TYPE_CHECKING:  # type checkers would take any name for one that exists
 
 
 def __dir__() -> list[str]:
-    """Name what there is, imported or not."""
+    """Return the names of the public API, imported or not."""
     return sorted({*globals(), *__all__, *_PARTS})

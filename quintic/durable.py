@@ -139,7 +139,7 @@ def lock(descriptor: int, *, wait: bool) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what killed writers left in a folder that no other process writes to now."""
+    """Delete the leftovers of killed writers in a folder that no other process writes to now."""
     for path in folder.glob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""How this process was started: by torchrun, by make, as a script or as a module.
+"""The way this process was started: by torchrun, by make, as a script or as a module.
 
-What torchrun says is in its environment variables. Hints name commands that exist for whoever started this process.
-Nothing here imports PyTorch, so that it can be asked at once.
+torchrun sets environment variables. Hints name commands that exist for the person who started this process. Nothing
+here imports PyTorch, so that answers come at once.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ _COMMAND_IN_TEXT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What torchrun says about this process; one process that nobody launched by default."""
+    """This process among those of torchrun; by default the only one, started without torchrun."""
 
     rank: int = 0
     size: int = 1
@@ -41,10 +41,10 @@ class Launch:
     local_size: int = 1
     """Processes on this host."""
     restarts: int = 0
-    """How often the processes were started again (`torchrun --max-restarts`)."""
+    """Number of times that the processes were started again (`torchrun --max-restarts`)."""
     may_restart: bool = False
     run_name: str | None = None
-    """What to call a run without a name: the same after every restart, where the processes may be restarted."""
+    """Name for a run without one: the same after every restart, where the processes may be restarted."""
 
 
 def launched() -> Launch:
@@ -80,7 +80,7 @@ def _run_name() -> str | None:
     if not environment_number("TORCHELASTIC_MAX_RESTARTS", 0):
         return None
     launch = re.sub(r"[^A-Za-z0-9]+", "-", os.environ.get("TORCHELASTIC_RUN_ID", "")).strip("-")
-    # What torchrun says where it has neither drawn an id nor been given one.
+    # "none" is torchrun's id where it has neither drawn nor been given one.
     return None if launch in ("", "none") else f"torchrun-{launch[:36]}"
 
 
@@ -98,10 +98,12 @@ def environment_number(name: str, default: int) -> int:
 
 
 def program() -> str:
-    """Return what the person at the keyboard types to run this program: `quintic`, `.venv/bin/quintic`, ..."""
+    """Return the command that runs this program from the shell: `quintic`, `.venv/bin/quintic`, ..."""
     started = Path(sys.argv[0] or "-")
     if started.stem in ("quintic", "quintic-script"):
-        return _shortest("quintic", started)
+        on_path = shutil.which("quintic")
+        is_this = on_path is not None and os.path.realpath(on_path) == os.path.realpath(started)
+        return "quintic" if is_this else _shown(started)
     if started.name == "__main__.py" and started.parent.name == "quintic":
         return f"{_python()} -m quintic"
     return "quintic"
@@ -122,7 +124,7 @@ def with_program(text: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of pyproject.toml asks for into the running Python."""
+    """Return the command that installs an extra of pyproject.toml into the running Python."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         folder = "." if checkout == Path.cwd() else str(checkout)
@@ -135,20 +137,14 @@ def install_command(extra: str) -> str:
 
 
 def _python() -> str:
-    """Return what to type for the running Python."""
+    """Return the command that runs this Python."""
     running = Path(sys.executable)
     for name in ("python", "python3"):
-        found = shutil.which(name)
+        on_path = shutil.which(name)
         # Not resolved: the Python of a virtual environment is a link to another one.
-        if found is not None and os.path.abspath(found) == os.path.abspath(running):
+        if on_path is not None and os.path.abspath(on_path) == os.path.abspath(running):
             return name
     return _shown(running)
-
-
-def _shortest(name: str, path: Path) -> str:
-    """Return a program's name if the shell finds this one by it, else its path."""
-    found = shutil.which(name)
-    return name if found is not None and os.path.realpath(found) == os.path.realpath(path) else _shown(path)
 
 
 def _shown(path: Path) -> str:

@@ -22,7 +22,7 @@ def complete_streams() -> None:
 
 
 def say(text: str = "") -> None:
-    """Print lines for people; on a terminal they are wrapped between words, and what continues is indented."""
+    """Print lines for people; on a terminal they are wrapped between words, and continuation lines are indented."""
     lines = text.split("\n")
     if sys.stdout.isatty():
         width = max(20, shutil.get_terminal_size().columns)
@@ -34,11 +34,11 @@ def say(text: str = "") -> None:
 
 
 def say_waiting(text: str) -> None:
-    """Say on a terminal what is waited for; where nobody waits, the output is the results alone."""
+    """Print on a terminal what the program is busy with; elsewhere the output consists of the results alone."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def drop_output() -> None:
-    """Let what is still in the buffer go nowhere: the interpreter must not complain when it flushes at exit."""
+    """Discard buffered output: the interpreter must not complain when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Where two lines do not make the optimizer: factories for libraries that make it themselves.
+"""Factories for libraries that make the optimizer themselves.
 
 `hugging_face.MuonFactory` for the `Trainer` of transformers and TRL, `titan.MuonContainer` for torchtitan. Nothing here
 is imported by `import quintic`, and no library is needed but the one that an import names.

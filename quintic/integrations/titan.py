@@ -65,6 +65,6 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; parts take what is theirs. All ranks must call it."""
+        """Load a result of `state_dict`; each part takes its own entries. All ranks must call it."""
         for part, optimizer in zip(self.model_parts, self.optimizers, strict=True):
             set_optimizer_state_dict(part, optimizer, dict(state_dict), options=_FLAT)

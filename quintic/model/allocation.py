@@ -1,4 +1,4 @@
-"""How many rows of a lookup layer's tables each token gets: one for each phrase of an LZW dictionary that ends in it.
+"""The rows of a lookup layer's tables that each token gets: one for each phrase of an LZW dictionary that ends in it.
 
 LZW (T. Welch, A Technique for High-Performance Data Compression, 1984) reads text phrase by phrase: it takes the
 longest phrase of its dictionary that comes next, adds that phrase with the token behind it, and goes on at that token.
@@ -56,7 +56,7 @@ def count_phrases(rows: Iterable[npt.ArrayLike], *, bos_id: int | None = None) -
 def allocate_rows(
     rows: Iterable[npt.ArrayLike], *, vocab_size: int, total: int, most: int, bos_id: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """Return how many table rows each token gets: at least one, at most `most`, `total` together.
+    """Return the number of table rows of each token: at least one, at most `most`, `total` together.
 
     After one row for each token, the phrases of `count_phrases` give one row each to the token that they end in, the
     most frequent first and of equal ones the earliest, unless that token has `most`. Where the sample has fewer phrases

@@ -1,4 +1,4 @@
-"""The key/value cache of generation: what each layer has seen of one document per row.
+"""The key/value cache of generation: keys and values of each layer, one document per row.
 
 Rows need not be equally long. Prompts are padded at their end and read in one pass; `KVCache.rewind` then forgets the
 padding, and each row goes on behind its own last token. The cache knows no document boundaries, because generation
@@ -15,7 +15,7 @@ __all__ = ["KVCache", "LayerCache"]
 
 
 class _Places:
-    """Where the tokens of the current forward pass go, the same for all layers."""
+    """The cache positions of the current forward pass's tokens, the same for all layers."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
@@ -36,7 +36,7 @@ class _Places:
         self._visible.clear()
 
     def visible(self, window: int) -> tuple[int, int, Tensor]:
-        """Return the range of positions that matter, and which of them each query sees, (B, 1, T, end - first)."""
+        """Return the range of positions that matter, and their mask for each query, (B, 1, T, end - first)."""
         if window not in self._visible:
             first, end = max(0, min(self.starts) - window + 1), max(self.lengths)
             distance = self.positions.unsqueeze(2) - torch.arange(first, end, device=self.rows.device)
@@ -50,7 +50,7 @@ class LayerCache:
     def __init__(self, places: _Places, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype) -> None:
         self._places = places
         shape = (len(places.rows), num_kv_heads, places.capacity, head_dim)
-        # Zeros: what is masked has no weight, but zero times what was left in memory may not be a number.
+        # Zeros: masked positions have weight zero, but zero times what was left in memory may not be a number.
         self.keys = torch.zeros(shape, dtype=dtype, device=places.rows.device)
         self.values = torch.zeros_like(self.keys)
 
@@ -102,7 +102,7 @@ class KVCache:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions of each row have been seen."""
+        """Number of positions of each row that are filled."""
         return tuple(self._places.lengths)
 
     def advance(self, new: int) -> Tensor:
@@ -120,7 +120,7 @@ class KVCache:
         self.last_embedding = embeddings_BTC[:, -1:]
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first `lengths[b]` positions of row b, which end in what the last forward pass added.
+        """Forget all but the first `lengths[b]` positions of row b, which end among those of the last forward pass.
 
         Raises:
             ValueError: they end before it, or there are not so many.

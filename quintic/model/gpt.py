@@ -282,7 +282,7 @@ class GPT(nn.Module):
         return recorder.take()
 
     def compile_parts(self) -> None:
-        """Compile each block, and what comes before and after them, for one shape of inputs.
+        """Compile each block, and the parts before and after them, for one shape of inputs.
 
         Blocks of a kind share their compiled code, so the first step takes as long as that of a few blocks, whatever
         the depth. Leave it out where shapes change, as in generation: `torch.compiler.set_stance("force_eager")`.
@@ -297,7 +297,7 @@ class GPT(nn.Module):
         self._top = torch.compile(self._top, dynamic=False)  # type: ignore[method-assign]
 
     def num_parameters(self) -> dict[str, int]:
-        """Return how many parameters each part has; the values add up to all of them.
+        """Return the number of parameters of each part; the values add up to all of them.
 
         The matrices of lookup layers count among the blocks; their tables are a part of their own, where there are any.
         """
@@ -377,11 +377,11 @@ class GPT(nn.Module):
         return self._top(x_BTC, halfway_BTC)
 
     def _stem(self, inputs: Tensor, cache: KVCache | None) -> Tensor:
-        """Return what enters the first block, (B, T, C)."""
+        """Return the first block's input, (B, T, C)."""
         return self._smear(rms_norm(self.embedding(inputs).to(self.compute_dtype)), inputs, cache)
 
     def _top(self, x_BTC: Tensor, halfway_BTC: Tensor) -> Tensor:
-        """Return what the head sees, (B, T, C)."""
+        """Return the head's input, (B, T, C)."""
         return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)
 
     def _smear(self, x_BTC: Tensor, inputs: Tensor, cache: KVCache | None) -> Tensor:

@@ -67,7 +67,7 @@ class Linear(nn.Linear):
 
 
 def _fuses(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether products with these weights may be joined with what is around them.
+    """Return whether products with these weights may be fused with the operations around them.
 
     On a CPU it gains nothing, and weights that are divided among ranks (tensor parallelism) stay with their modules.
     """

@@ -224,7 +224,7 @@ class SpeedrunGPT(nn.Module):
         )
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
-        """Return what the layers share about these tokens."""
+        """Return the row of these tokens: documents, rotary angles and masks for all layers."""
         if self.rotary.windows is None:
             raise ValueError("the model has no windows yet; call set_windows(short, long)")
         short, long = (window + 1 for window in self.rotary.windows)
@@ -246,7 +246,7 @@ class SpeedrunGPT(nn.Module):
         return FlatRow(starts.unsqueeze(1), cos, sin, mask, paired_mask, (short, long))
 
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
-        """Return what the head reads, (T, C)."""
+        """Return the head's input, (T, C)."""
         config, length = self.config, len(inputs)
         embedding_TC, bigram_TC, values_KTC = self.inputs.look_up(inputs)
         x_TC, injected, gates = self._enter(inputs, embedding_TC, bigram_TC)
@@ -296,7 +296,7 @@ class SpeedrunGPT(nn.Module):
     def _enter(
         self, inputs: Tensor, embedding_TC: Tensor, bigram_TC: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return what enters the first layer, what later ones add, and the gates of early layers."""
+        """Return the first layer's input, the streams that later layers add, and the gates of early layers."""
         x0_TC, bigram_TC = self.inputs(inputs, embedding_TC, bigram_TC)
         gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
         if bigram_TC is None:
@@ -305,7 +305,7 @@ class SpeedrunGPT(nn.Module):
         return x_TC, {"embedding": x0_TC, "bigram": bigram_TC}, gates
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the last layer's stream, what is added to its values, and its coefficients."""
+        """Return the last layer's stream, the addition to its values, and its coefficients."""
         found: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
         streams, of_values = found.pop("streams"), found.pop("values")
         mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
@@ -317,7 +317,7 @@ class SpeedrunGPT(nn.Module):
         return mixed_TC, value_TC, found
 
     def _top(self, x_TC: Tensor, streams: dict[str, Tensor]) -> Tensor:
-        """Return what the head reads: the stream and, with dense connections, a mixture of earlier ones."""
+        """Return the head's input: the stream and, with dense connections, a mixture of earlier ones."""
         mixed_TC = x_TC
         if self.config.dense_connections:
             for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
@@ -352,7 +352,7 @@ class SpeedrunGPT(nn.Module):
         return found
 
     def compile_parts(self) -> None:
-        """Compile what surrounds attention, for each number of tokens; layers share the code of each part, by kind."""
+        """Compile everything but attention, for each number of tokens; layers share the code of each part, by kind."""
         # Kinds of layers, in training and in validation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         for name in ("_enter", "_connect", "_skip", "_project", "_finish", "_top"):

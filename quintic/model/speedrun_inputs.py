@@ -20,7 +20,7 @@ _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate rea
 
 
 def document_begins(inputs: Tensor, bos_id: int) -> Tensor:
-    """Return where documents start among (T,) tokens: bool, True for the first token and each `bos_id`."""
+    """Mark the tokens that start documents: (T,) bool, True for the first token and each `bos_id`."""
     return (inputs == bos_id) | (torch.arange(len(inputs), device=inputs.device) == 0)
 
 
@@ -67,7 +67,7 @@ class SpeedrunInputs(nn.Module):
         return look_up(inputs, self.embedding), bigram_TC, values_KTC
 
     def forward(self, inputs: Tensor, x_TC: Tensor, bigram_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return normalised embeddings and bigrams with their signs, (T, C), of what `look_up` found."""
+        """Return normalised embeddings and bigrams with their signs, (T, C), from the results of `look_up`."""
         if self.config.smear:
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
             gate_T1 = gate_T1.masked_fill(document_begins(inputs, self.config.bos_id).unsqueeze(1), 0)
@@ -89,7 +89,7 @@ class SpeedrunInputs(nn.Module):
 
 
 def all_targets(inputs: Tensor, targets: Tensor, count: int, *, bos_id: int, prefixes: Tensor | None) -> Tensor:
-    """Return what each token predicts, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
+    """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
 
     Args:
         inputs: (T,) tokens.

@@ -1,4 +1,4 @@
-"""The layers of the speedrun's model: rotary positions, coefficients per token, what surrounds attention, the MLP.
+"""The layers of the speedrun's model: rotary positions, coefficients per token, projections around attention, the MLP.
 
 These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices. Each
 is compiled for the few kinds of layers that differ in it. Attention itself is not, since its windows change.
@@ -165,7 +165,7 @@ class TokenCoefficients(nn.Module):
 
 
 class FlatRow(NamedTuple):
-    """What the layers share about one row of tokens."""
+    """Documents, rotary angles and masks of one row of tokens, shared by all layers."""
 
     starts: Tensor  # (T, 1) bool: where documents start
     cos: Tensor  # (2T, D / 4) of the rotary angles
@@ -176,7 +176,7 @@ class FlatRow(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """One layer's slices of the banks; None for what it does not have."""
+    """One layer's slices of the banks; None for missing ones."""
 
     up: Tensor  # (4C, C)
     down: Tensor  # (4C, C), transposed
@@ -192,7 +192,7 @@ _COMPOSED_WINDOW, _COMPOSED_BLOCK = 112, 128
 
 
 def compose_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, weights_TH: Tensor, documents_T: Tensor) -> Tensor:
-    """Return what each head reads with the attention of all heads, mixed by (T, H) weights of unit RMS: (T, H, D).
+    """Return outputs of heads, (T, H, D), whose attention is that of all heads mixed by (T, H) weights of unit RMS.
 
     Causal, within documents and the last 112 tokens. The speedrun's part of dynamically composable attention (Xiao et
     al., arXiv 2405.08553): attention of the heads is mixed after its softmax, in blocks of queries with two of keys.
@@ -221,7 +221,7 @@ def compose_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, weights_TH: Tenso
 
 
 def add_skip(scale: Tensor, x_TC: Tensor, gate_T1: Tensor, skipped_TC: Tensor) -> Tensor:
-    """Return the stream and what the skip brings, gated, times the sigmoid of a (1,) scale."""
+    """Return the stream plus the skipped stream, gated, times the sigmoid of a (1,) scale."""
     return x_TC + torch.sigmoid(scale).to(x_TC.dtype) * gate_T1 * skipped_TC
 
 
@@ -238,10 +238,10 @@ def query_key_value(
     gate_TH: Tensor | None,
     dense_value_TC: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what attention works on: 2T positions of H/2 heads each with paired heads, otherwise T of H heads.
+    """Return queries, keys and values: 2T positions of H/2 heads each with paired heads, otherwise T of H heads.
 
     Args:
-        plan: what the layer does.
+        plan: of the layer.
         weights: of the layer.
         query_scale: () factor of the products of queries and keys.
         read_TC: the stream that attention reads.
@@ -283,20 +283,20 @@ def query_key_value(
 
 
 class Attended(NamedTuple):
-    """What a layer does with what attention computed."""
+    """Attention's output, and the inputs of the steps that follow it in a layer."""
 
     out: Tensor  # (T, H, D)
-    values: Tensor  # (T, H, D), which it read
+    values: Tensor  # (T, H, D), which attention read
     injected: dict[str, Tensor]  # name -> (T, C) that is added, times the gate of that name
-    composing: dict[str, Tensor]  # where heads are composed, what `compose_heads` takes by name
+    composing: dict[str, Tensor]  # where heads are composed, arguments of `compose_heads` by name
 
 
 def finish_layer(
     plan: LayerPlan, weights: BlockWeights, x_TC: Tensor, gates: dict[str, Tensor], attended: Attended | None
 ) -> Tensor:
-    """Return the stream with what attention, if any, and a squared-ReLU MLP (Primer, arXiv 2109.08668) write, (T, C).
+    """Add to the stream (T, C) the outputs of attention, if any, and of a squared-ReLU MLP (Primer, arXiv 2109.08668).
 
-    Gates are (T, H) or, for what is injected and for scales of the stream, (T, 1), by kind.
+    Gates are (T, H) or, for injected streams and for scales of the stream, (T, 1), by kind.
     """
     if attended is not None:
         x_TC = _after_attention(plan, weights, x_TC, gates, *attended)
@@ -332,7 +332,7 @@ def _after_attention(
 
 
 def _joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-    """Return residual * stream + output * what the sublayer computed, with scales of tokens, of the layer, or none."""
+    """Return residual * stream + output * sublayer, with scales of tokens, of the layer, or none."""
     if f"{name}_residual" in gates:
         return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
     if mix is None:

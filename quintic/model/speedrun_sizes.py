@@ -1,4 +1,4 @@
-"""`SpeedrunConfig`: sizes and features of the speedrun's model, and what follows from them for each layer."""
+"""`SpeedrunConfig`: sizes and features of the speedrun's model, and the plans of its layers that follow from them."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Starts = dict[str, tuple[int, float]]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does."""
+    """The features of one layer."""
 
     index: int
     attends: bool  # or is an MLP alone
@@ -21,9 +21,9 @@ class LayerPlan:
     paired: bool  # the queries of two heads see the keys of both
     key_offset: bool
     value_table: int | None  # number of its value embedding
-    exclusive: bool  # attention may drop what points along the token's own value
+    exclusive: bool  # attention may drop the component along the token's own value
     gated: bool  # attention has gates
-    composed: bool  # what one head attends to, others may read
+    composed: bool  # heads may read with the attention of others
     skips: bool  # the skip ends here
 
 
@@ -97,12 +97,12 @@ class SpeedrunConfig:
 
     @property
     def value_tables(self) -> int:
-        """How many layers have a value embedding."""
+        """Number of layers that have a value embedding."""
         return sum(plan.value_table is not None for plan in self.layers)
 
     @functools.cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """What each layer does."""
+        """The features of each layer."""
         last, middle, source = self.num_layers - 1, self.middle, self.skip_source
         attending = set(range(last + 1)) - ({middle} if self.attention_free_layer else set())
         long = {source, last}
@@ -145,7 +145,7 @@ class SpeedrunConfig:
         return starts
 
     def dense_starts(self) -> tuple[Starts, Starts]:
-        """Return the coefficients of dense connections: of the last layer, and of what the head reads."""
+        """Return the coefficients of dense connections: of the last layer, and of the head's input."""
         last: Starts = {"values": (3, 0.0), "streams": (3, 0.0)}
         top: Starts = {"entry": (1, 0.0), "shared": (1, -0.5), "last": (1, 0.0), "early": (1, 0.0)}
         if self.value_embeddings:

@@ -15,18 +15,18 @@ class RehearsalOptions:
     mesh: str = "8"
     """Ranks along each dimension of the mesh, as in 8x4."""
     layout: str = "fsdp"
-    """What each dimension does: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
+    """Kind of each dimension: dp (DDP), replicate, fsdp, ep, tp; as in fsdp,tp."""
     node_size: int = 8
     """Consecutive ranks that are on one node."""
     replicas: Literal["auto", "divide", "repeat"] = "auto"
     """Whether all ranks divide the work on several copies, or those of each copy do all of it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the parameters."""
+    """The parameters' dtype."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
-    """How matrices are orthogonalised."""
+    """Method of orthogonalisation."""
     normalize: Literal["neuron"] | None = None
     """'neuron' for NorMuon."""
     master: Literal["fp32", "mantissa"] | None = None
-    """What stands behind bfloat16 parameters."""
+    """Extra precision kept for bfloat16 parameters."""
     state_dtype: Literal["bf16"] | None = None
     """'bf16' for momentum and moments in bfloat16."""

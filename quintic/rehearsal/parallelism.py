@@ -30,7 +30,7 @@ PARALLELISMS = {
     "ep": "stacked experts cut by expert; other parameters as by fsdp where there is one, else copies",
     "tp": "tensor parallelism: known layers cut by their output or input features, other parameters copies",
 }
-"""What a mesh dimension can do, in the order in which they stand in a mesh."""
+"""The kinds of mesh dimensions, in the order in which they stand in a mesh."""
 
 # Last parts of module names, or names of stacked parameters, across model libraries. Rows of an embedding are its
 # inputs, and the first dimension of its weight.
@@ -43,7 +43,7 @@ _EMBEDDINGS = re.compile(r"embed_tokens|embed_in|wte|(tok|word)_embeddings")
 
 
 def check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
-    """Reject what is no mesh of named dimensions.
+    """Check that these are sizes and names of a mesh's dimensions.
 
     Args:
         mesh: ranks along each dimension.
@@ -82,13 +82,13 @@ def layouts_by_name(param_groups: Sequence[Group], mesh: Sequence[int], names: S
         ConfigError: see `check_parallelism`; or the model has nothing that "ep" or "tp" cuts.
     """
     check_parallelism(mesh, names)
-    found: list[list[Layout]] = []
+    layouts: list[list[Layout]] = []
     cut_by: set[str] = set()
     for group in param_groups:
-        found.append([])
+        layouts.append([])
         for name, param in zip(group.param_names, group.params, strict=True):
             if "dp" in names:
-                found[-1].append(replicated_layout(param.shape, range(mesh[0])))
+                layouts[-1].append(replicated_layout(param.shape, range(mesh[0])))
                 continue
             dims = {
                 "fsdp": 0 if param.ndim else None,
@@ -96,11 +96,11 @@ def layouts_by_name(param_groups: Sequence[Group], mesh: Sequence[int], names: S
                 "tp": _feature_dim(name, param, group),
             }
             cut_by |= {kind for kind, dim in dims.items() if dim is not None}
-            found[-1].append(_layout(param, dict(zip(names, mesh, strict=True)), dims))
+            layouts[-1].append(_layout(param, dict(zip(names, mesh, strict=True)), dims))
     for name, missing in (("ep", "stacked experts"), ("tp", "layer that is known to be column- or row-wise")):
         if name in names and name not in cut_by:
             raise ConfigError(f"layout={','.join(names)}: {name} cuts nothing, the model has no {missing}")
-    return found
+    return layouts
 
 
 def _layout(param: Tensor, sizes: dict[str, int], dims: Mapping[str, int | None]) -> Layout:

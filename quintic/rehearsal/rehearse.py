@@ -37,14 +37,14 @@ __all__ = ["Load", "Rehearsal", "rehearse"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Load:
-    """What one bucket asks of every rank; tensors are (ranks,) int64, and bool for `present`."""
+    """The cost of one bucket on every rank; tensors are (ranks,) int64, and bool for `present`."""
 
     group: int
     method: str
     shapes: tuple[tuple[int, int], ...]
     """(m, n) of the matrices of one unit; empty for AdamW."""
     num_matrices: int
-    """Of the whole model; 0 for AdamW."""
+    """Matrices in the whole model; 0 for AdamW."""
     dtype: torch.dtype
     present: Tensor
     """Whether the bucket is in a rank's plan."""
@@ -55,27 +55,27 @@ class Load:
     bytes_between: Tensor
     """Sent to ranks of other nodes; zeros where nothing is known of nodes."""
     cargo: Cargo | None = None
-    """What is sent; None where nothing is."""
+    """The bucket's exchange, and the bytes of its messages; None for no traffic."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """What one step on `num_ranks` ranks does."""
+    """The costs of one step on `num_ranks` ranks."""
 
     mesh: tuple[int, ...]
     names: tuple[str, ...]
     loads: tuple[Load, ...]
     """In the order of the plans. A bucket that only some ranks have, because it depends on what they keep, is one."""
     state_bytes: Tensor
-    """Of the optimizer's state on each rank, (ranks,) int64."""
+    """Bytes of the optimizer's state on each rank, (ranks,) int64."""
     workspace_bytes: Tensor
     """The most temporary memory on each rank, as its plan has it, (ranks,) int64."""
     choices: tuple[ReplicaChoice, ...] = ()
-    """Which ranks divide the work on parameters with several copies, where that was to be chosen."""
+    """The ranks that divide the work on parameters with several copies, where `replicas="auto"` chose them."""
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return math.prod(self.mesh)
 
     @property
@@ -107,13 +107,13 @@ class Rehearsal:
 def rehearse(
     optimizer: Muon, mesh: Sequence[int], names: Sequence[str], *, device: str = "cuda", node_size: int | None = None
 ) -> Rehearsal:
-    """Return what one step of an optimizer does on a mesh of ranks.
+    """Return the costs of one step of an optimizer on a mesh of ranks.
 
     Args:
         optimizer: of the whole model's parameters, which may be on the meta device. Its `comms` and `process_group` do
             not count: `names` say how the model is laid out.
         mesh: ranks along each dimension, such as (8, 4).
-        names: for each dimension what it does, see `parallelism.PARALLELISMS`.
+        names: the kind of each dimension, see `parallelism.PARALLELISMS`.
         device: the ranks' type of device; the choice of methods and kernels depends on it. Kernels are those that
             would be chosen here: Triton's need an installed Triton.
         node_size: consecutive ranks that are on one node; None if nothing is known of nodes. Then all ranks divide the
@@ -137,8 +137,8 @@ def rehearse(
     num_ranks = math.prod(mesh)
     everywhere = layouts_by_name(groups, mesh, names)
     layouts: list[list[Layout | None]] = [
-        travelling(group, found) if num_ranks > 1 else [None] * len(found)
-        for group, found in zip(groups, everywhere, strict=True)
+        travelling(group, whole) if num_ranks > 1 else [None] * len(whole)
+        for group, whole in zip(groups, everywhere, strict=True)
     ]
     nodes = [rank // (node_size or num_ranks) for rank in range(num_ranks)]
     choices = choose_ways(groups, layouts, {} if node_size is None else {tuple(range(num_ranks)): nodes})
@@ -146,7 +146,7 @@ def rehearse(
     loads: list[Load] = []
     moving: list[list[_Moving]] = [[] for _ in alike]
     counted: set[tuple[int, ParameterUnit]] = set()
-    for number, (group, found, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
+    for number, (group, sent, whole) in enumerate(zip(groups, layouts, everywhere, strict=True)):
         for (ranks, shared), moves in zip(alike, moving, strict=True):
             for one in shared:
                 if one.key.group != number:
@@ -156,7 +156,7 @@ def rehearse(
                 if not one.exchange.is_local:
                     buckets = gathered_buckets(one, ranks.layouts[number], one.exchange.ranks[0])
                     moves += [_Moving(bucket, stages) for bucket in buckets]
-        still = [index for index, layout in enumerate(found) if layout is None]
+        still = [index for index, layout in enumerate(sent) if layout is None]
         loads += _local_loads(number, group, still, whole, num_ranks, shadows)
     orders = optimizer.current.orders.resolved(groups)
     workspaces = torch.zeros(num_ranks, dtype=torch.int64)
@@ -175,7 +175,7 @@ class _Alike(NamedTuple):
     layouts: list[list[Layout | None]]
     """As one of them sees them."""
     like: dict[int, int]
-    """Each of these ranks -> the rank in these layouts that does what it does."""
+    """Each of these ranks -> its counterpart in these layouts."""
 
 
 def _alike(
@@ -185,7 +185,7 @@ def _alike(
     nodes: Sequence[int],
 ) -> list[_Alike]:
     """Return all ranks, those with equal plans together."""
-    found: dict[Any, tuple[_Alike, list[int]]] = {}
+    by_plan: dict[Any, tuple[_Alike, list[int]]] = {}
     left = dict.fromkeys(range(len(nodes)))
     known = {tuple(left): nodes}
     while left:
@@ -195,11 +195,11 @@ def _alike(
         numbers = {rank: number for number, rank in enumerate(everyone)}
         cuts = tuple((tuple(numbers[rank] for rank in one.ranks), one.boxes, one.copies) for one in distinct)
         key = cuts, tuple(renumbered(nodes[rank] for rank in everyone))
-        alike, like = found.setdefault(key, (_Alike(divided, {}), everyone))
+        alike, like = by_plan.setdefault(key, (_Alike(divided, {}), everyone))
         for rank in [rank for rank in left if all(rank in layout.ranks for layout in distinct)]:
             alike.like[rank] = like[numbers[rank]]
             del left[rank]
-    return [alike for alike, _ in found.values()]
+    return [alike for alike, _ in by_plan.values()]
 
 
 class _Moving(NamedTuple):
@@ -247,7 +247,7 @@ def _travelling_load(
     nodes: Sequence[int],
     counted: set[tuple[int, ParameterUnit]],
 ) -> Load:
-    """Return what a bucket asks of the ranks that have it, or one like it.
+    """Return the cost of a bucket on the ranks that have it, or one like it.
 
     Args:
         shared: the bucket.
@@ -334,7 +334,7 @@ def _local_loads(
     num_ranks: int,
     shadows: _Shadows,
 ) -> Iterator[Load]:
-    """Yield what ranks step by themselves, once for all ranks that keep parts of the same shapes."""
+    """Yield the buckets that ranks step alone, once for all ranks that keep boxes of the same shapes."""
     distinct = list(dict.fromkeys(layouts[index] for index in indices))
     sizes = [[size_of(layout.box_of(rank)) for rank in range(num_ranks)] for layout in distinct]
     alike: dict[Any, list[int]] = {}
@@ -370,11 +370,11 @@ def _local_load(bucket: Local, present: Tensor) -> Load:
 
 
 def _state_bytes(optimizer: Muon, layouts: Sequence[Sequence[Layout]], num_ranks: int) -> Tensor:
-    """Return the bytes of state on each rank: what is like the parameter is cut like it, the rest is whole."""
+    """Return the bytes of state on each rank: tensors of the parameter's shape are cut like it, others are whole."""
     per_entry: dict[Layout, int] = {}
     whole, states = 0, optimizer.state
-    for group, found in zip(optimizer.typed_groups, layouts, strict=True):
-        for param, layout in zip(group.params, found, strict=True):
+    for group, its_layouts in zip(optimizer.typed_groups, layouts, strict=True):
+        for param, layout in zip(group.params, its_layouts, strict=True):
             for value in states[param].values():
                 if value.shape == param.shape:
                     per_entry[layout] = per_entry.get(layout, 0) + value.dtype.itemsize

@@ -1,4 +1,4 @@
-"""`quintic plan --model`: what the optimizer of any model does on any mesh of ranks, as a table, without the ranks."""
+"""`quintic plan --model`: the optimizer's work for any model on any mesh of ranks, as a table, without the ranks."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ __all__ = ["rehearsal_text", "table"]
 
 
 def rehearsal_text(options: RehearsalOptions) -> str:
-    """Return what `quintic plan --model` prints.
+    """Return the output of `quintic plan --model`.
 
     Raises:
         ConfigError: an option does not fit; the message begins with its name.
@@ -87,7 +87,7 @@ def table(rehearsal: Rehearsal) -> str:
 
 
 def _num_buckets(loads: Sequence[Load]) -> int:
-    """Return how many buckets of a kind a rank has at most."""
+    """Return the largest number of buckets of a kind on one rank."""
     return int(torch.stack([load.present for load in loads]).sum(0).max())
 
 
