@@ -7,14 +7,14 @@
         manifest.json           size and SHA-256 of the other files
 
 Several ranks write the same names in the format of `torch.distributed.checkpoint` instead of the first two files, each
-rank what it holds: `.metadata` and `__<rank>_*.distcp`. Any number of ranks reads either, however they divide a model.
+rank its own pieces: `.metadata` and `__<rank>_*.distcp`. Any number of ranks reads either, however they divide a model.
 A run copies everything to host memory and goes on training, while a thread beside it writes (`saving/`).
 
 Everything is written into a folder with a temporary name, flushed to disk, and renamed: a folder named step-* was
 complete when it was written. `newest_checkpoint` verifies the hashes and falls back to the next older one.
 
 A run that fell back comes by the damaged steps again. Until it has written such a step anew, the damaged folder stays
-(somebody may be able to mend it), and it never counts among the checkpoints that are kept: otherwise it would push out
+(it may be possible to mend it), and it never counts among the checkpoints that are kept: otherwise it would push out
 the good ones, which are older.
 """
 
@@ -70,7 +70,7 @@ class Checkpoint:
     step: int
 
     def state(self) -> dict[str, Any]:
-        """Return what was saved as `state`."""
+        """Return the saved `state`."""
         state: dict[str, Any] = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
         return state
 
@@ -129,7 +129,7 @@ def save_checkpoint(
 def _write(
     final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, keep_due: int, ranks: Ranks
 ) -> None:
-    """Write a checkpoint's folder and delete older ones: `save_checkpoint` from when everything is at hand."""
+    """Write a checkpoint's folder and delete older ones: `save_checkpoint` once all tensors are at hand."""
     folder = final.parent
     temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
@@ -143,7 +143,7 @@ def _write(
             temporary.mkdir()
 
     def write() -> dict[str, Any]:
-        """Write what this rank holds; return the fingerprints of its files."""
+        """Write this rank's files; return their fingerprints."""
         with _naming_failures(final, temporary, needed):
             if ranks.size == 1:
                 from safetensors.torch import save_file
@@ -271,7 +271,7 @@ def _saveable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write what this rank holds of tensors; of what several hold, one of them."""
+    """Write this rank's pieces of tensors; a piece that several ranks hold is written once."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -317,7 +317,7 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
 
 @contextlib.contextmanager
 def _naming_failures(final: Path, temporary: Path, needed: int) -> Iterator[None]:
-    """Remove a half-written checkpoint after an error; of a disk that cannot be written, say what to do."""
+    """Remove a half-written checkpoint after an error; where the disk cannot be written, say what to do."""
     try:
         yield
     except Exception as error:
@@ -344,7 +344,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint folder, or an empty string."""
+    """Describe the damage of a checkpoint folder; empty where there is none."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         tensors = {_METADATA} if _METADATA in manifest else {_WEIGHTS, _OPTIMIZER}

@@ -33,12 +33,12 @@ WeightsName = Literal["float32", "mantissa"]
 
 # The 256 bytes and the document start: no trained vocabulary is smaller.
 _MIN_VOCAB = 257
-_SEEDS = 2**63  # what PyTorch's generators take
+_SEEDS = 2**63  # PyTorch's generators take smaller ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how it becomes tokens."""
+    """The text, and its tokenizer."""
 
     data: str = "python"
     """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]."""
@@ -111,7 +111,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """How the weights are updated."""
+    """The optimizer."""
 
     recipe: Literal["quintic", "seed", "nanochat"] = "quintic"
     """Constants: ours, or nanochat's, early ('seed') or newest. Given as an option it sets the defaults of others."""
@@ -196,7 +196,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How long, and with which batches."""
+    """Length of the run, and its batches."""
 
     steps: int | None = 500
     """Optimizer steps; 'None' derives them from --target-flops; else from --tokens-per-param."""
@@ -269,7 +269,7 @@ class BaseRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(BaseRunConfig):
-    """Where to run, what to record."""
+    """Devices, evaluations, checkpoints and records."""
 
     fp8: bool = False
     """Multiply in 8 bits in the linear layers whose sizes suit it (a GPU of compute capability 8.9 or more)."""

@@ -1,7 +1,7 @@
-"""Several processes that train one run: who they are, what they agree on, how they divide model and batch.
+"""Several processes that train one run: their connection, their agreements, and the division of model and batch.
 
-torchrun starts them and says who is who (`quintic.launch`). `connected` joins them; through `Ranks`
-they exchange small things on the host: a name, a stop request, sums of losses. `Parallelism` divides a model.
+torchrun starts and numbers them (`quintic.launch`). `connected` joins them; through `Ranks` they exchange small things
+on the host: a name, a stop request, sums of losses. `Parallelism` divides a model.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     group: Any = field(default=None, compare=False)
-    """Of gloo, for messages between hosts; None for one process."""
+    """Process group of gloo, for messages between hosts; None for one process."""
 
     @property
     def is_first(self) -> bool:
@@ -51,7 +51,7 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns here, if it succeeds on all ranks.
+        """Return this rank's result of `make`, if it succeeds on all ranks.
 
         Raises:
             QuinticError: `make` raised it here, and on no lower rank.
@@ -72,7 +72,7 @@ class Ranks:
         raise self.failed_elsewhere()
 
     def failed_elsewhere(self) -> OtherRankError:
-        """Return the error to raise where another rank says what is wrong, once that rank has ended.
+        """Return the error to raise where another rank reports the failure, once that rank has ended.
 
         Not before: torchrun ends all ranks when the first one is gone, also one that is about to speak.
         """
@@ -81,7 +81,7 @@ class Ranks:
         return OtherRankError("another rank has failed")
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return on all ranks what `make` returns on the first one, which can be pickled.
+        """Return on all ranks the first one's result of `make`, which can be pickled.
 
         Raises:
             QuinticError: as `agree`.
@@ -94,14 +94,14 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def once_per_host(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which runs on one rank of each host before it runs on the others."""
+        """Return this rank's result of `make`, which runs on one rank of each host before it runs on the others."""
         made = self.agree(lambda: make() if self.local_rank == 0 else None)
         rest = self.agree(lambda: make() if self.local_rank else made)
         assert rest is not None
         return rest
 
     def every(self, value: T) -> list[T]:
-        """Return what each rank has given, which can be pickled."""
+        """Return the value of each rank, which can be pickled, in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -188,7 +188,7 @@ def _read(store: Store, key: str) -> str:
 
 
 class Parallelism:
-    """How ranks divide a run: `--parallel`.
+    """The division of a run among ranks: `--parallel`.
 
     Args:
         kind: `sharded`: each rank has the model and its own rows, the optimizer averages gradients and divides its
@@ -210,12 +210,12 @@ class Parallelism:
 
     @property
     def data_rank(self) -> int:
-        """Which share of each batch is this rank's."""
+        """Number of this rank's share of each batch."""
         return self.ranks.rank if self._is_divided else 0
 
     @property
     def data_size(self) -> int:
-        """In how many shares a batch is divided."""
+        """Number of shares of a batch."""
         return self.ranks.size if self._is_divided else 1
 
     @property
@@ -243,7 +243,7 @@ class Parallelism:
             self._divide_layers(model, device)
 
     def wrapped(self, model: GPT) -> nn.Module:
-        """Return what is called for losses that are differentiated, given the initialised model."""
+        """Return the module to call for losses that are differentiated, given the initialised model."""
         if self.ranks.size == 1 or self.kind != "ddp":
             return model
         on_gpu = model.head.weight.is_cuda
@@ -317,7 +317,7 @@ class Parallelism:
             plan: dict[str, Any] = {name: ColwiseParallel() for name in columns if name in there}
             plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
             parallelize_module(block, mesh, plan)
-            attention.num_heads //= size  # of this rank
+            attention.num_heads //= size  # those of this rank
             attention.num_kv_heads //= size
         parallelize_module(
             model, mesh, {f"value_embeddings.{layer}": ColwiseParallel() for layer in model.value_embeddings}
@@ -325,7 +325,7 @@ class Parallelism:
 
 
 def check_gpus(ranks: Ranks, device: torch.device) -> None:
-    """Find whether every rank of this host has a GPU of its own.
+    """Check that every rank of this host has a GPU of its own.
 
     Raises:
         ConfigError: there are fewer.
@@ -339,11 +339,11 @@ def check_gpus(ranks: Ranks, device: torch.device) -> None:
 
 
 def rows_at_once(config: Config, shares: int) -> int:
-    """Return how many rows go through the model at once on each rank: `--rows`, or a rank's whole share if it is less.
+    """Return the rows that go through the model at once on each rank: `--rows`, or a rank's whole share if it is less.
 
     Args:
         config: with the batch of all ranks.
-        shares: in how many shares a batch is divided.
+        shares: number of shares of a batch.
 
     Raises:
         ConfigError: the batch cannot be divided so.

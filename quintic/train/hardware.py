@@ -1,4 +1,4 @@
-"""What the run computes on: device, precision, attention, and the facts of the machine for the record."""
+"""The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
 
 import importlib.metadata
 import os
@@ -34,7 +34,7 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# Sides of the square product that shows what matrices are multiplied at: large enough for full speed, and brief.
+# Sides of the square product by which the matrix rate is measured: large enough for full speed, and brief.
 _PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
 _PRODUCT_SECONDS = 0.1
 
@@ -49,17 +49,17 @@ _FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"tensorwise": (8, 9), "roww
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Where and how a run computes."""
+    """Device, precision and implementations of a run."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of the activations; weights are float32."""
+    """Dtype of the activations; weights are float32."""
     attention: AttentionName
     compile: bool
     fp8: Fp8Recipe | None = None
-    """How linear layers multiply in 8 bits in training."""
+    """Scaling of 8-bit products in linear layers, in training; None for none."""
     without_fp8: str = ""
-    """Why they do not, where it was asked for."""
+    """The reason why `--fp8` has no effect; else empty."""
 
     def __str__(self) -> str:
         """Return one line for people."""
@@ -73,7 +73,7 @@ class Hardware:
         return f"{name}{threads}, {dtype}{fp8}{compiled}, attention by {self.attention}"
 
     def options(self) -> dict[str, Any]:
-        """Return what it comes to as options of `quintic train`, `auto` resolved."""
+        """Return these choices as options of `quintic train`, `auto` resolved."""
         return {
             "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -84,7 +84,7 @@ class Hardware:
 
 
 def choose_hardware(run: RunConfig) -> Hardware:
-    """Return what the options ask for, `auto` resolved.
+    """Return the hardware that the options ask for, `auto` resolved.
 
     Raises:
         ConfigError: the machine does not have what was asked for.
@@ -136,7 +136,7 @@ class Stopwatch:
         self._moments: list[float] = []
 
     def mark(self) -> None:
-        """Mark the moment at which the device has done what it was given so far."""
+        """Mark the moment at which the device has done all work launched so far."""
         if self._events is None:
             self._moments.append(time.perf_counter())
             return

@@ -14,13 +14,13 @@ from quintic.train.config import ModelConfig
 __all__ = ["allocate_lookups", "with_lookups"]
 
 # Rows of training text from which the allocation is made, and parameters of the model for each row of its tables where
-# no number of rows is asked for (both as in jhspaybar's fork of nanochat, pull request 559).
+# no number of rows is given (both as in jhspaybar's fork of nanochat, pull request 559).
 _SAMPLE_ROWS = 100
 _PARAMETERS_PER_EMBEDDING = 1000
 
 
 def with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
-    """Return the sizes with the lookup layers that are asked for.
+    """Return the sizes with the lookup layers of the options.
 
     Raises:
         ValueError: they do not fit the model.

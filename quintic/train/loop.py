@@ -1,8 +1,8 @@
 """The training loop: when to step, evaluate, sample, save, stop and finish.
 
-`train` is the whole job; what each of these does is in `trainer.py`, what is recorded in `metrics.py`, how a run is
-saved in `checkpoint.py`. A run that is killed and resumed ends with the same weights as one that was not: everything
-the next step depends on (weights, optimizer, data position, step) is in the checkpoint, and nothing else is random.
+`train` is the whole job; `trainer.py` does the work of each of these, `metrics.py` records it, and `checkpoint.py`
+saves a run. A run that is killed and resumed ends with the same weights as one that was not: everything the next step
+depends on (weights, optimizer, data position, step) is in the checkpoint, and nothing else is random.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ from quintic.train.trainer import Trainer
 __all__ = ["Interrupted", "Result", "check_trackers", "train"]
 
 
-# Seldom enough to cost nothing, often enough that what evaluations and checkpoints leave behind does not pile up.
+# Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
 _STEPS_PER_COLLECTION = 100
 
-# Of one run: a loss that goes on spiking is no accident of the text.
+# Rollbacks of one run: a loss that goes on spiking is no accident of the text.
 _MOST_ROLLBACKS = 10
 
 
@@ -53,7 +53,7 @@ class Interrupted(QuinticError):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a finished run has to show."""
+    """The results of a finished run."""
 
     run_dir: Path
     report: Path
@@ -61,7 +61,7 @@ class Result:
     samples: list[dict[str, str]]
     baselines: dict[str, float]
     seconds: float
-    """Of training, evaluations left out."""
+    """Training time, without evaluations."""
 
 
 def train(
@@ -144,7 +144,7 @@ def _train(
             progress.message("Compiling, until the first step is made")
         try:
             if run.step == 0 and config.run.eval_every:
-                _evaluate(run, log, progress)  # what training starts from
+                _evaluate(run, log, progress)  # the untrained model
             while run.step < run.total:
                 record = run.train_step()
                 collect_rarely()
@@ -173,14 +173,14 @@ def _train(
                     raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
             return _finish(run, log, progress)
         except Exception:
-            with contextlib.suppress(QuinticError, OSError):  # what went wrong first is what must be told
+            with contextlib.suppress(QuinticError, OSError):  # the first error is the one to report
                 if ranks.is_first:
                     write_report(run_dir)
             raise
 
 
 def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
-    """Go back to the last checkpoint that was due, to go on with the text that follows; return whether there is one.
+    """Go back to the last checkpoint that was due, and on with the text that follows; False where there is none.
 
     Checkpoints that were saved because the run was stopped do not count: an uninterrupted run would not have them.
     """
@@ -206,7 +206,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
 
 
 def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
-    """Do what comes after the last step, so ordered that a failure leaves all that came before it on disk."""
+    """Evaluate, save, report and sample after the last step; a failure leaves all earlier results on disk."""
     if run.score is None:
         try:
             _evaluate(run, log, progress)
@@ -295,7 +295,7 @@ def _diverged(what: str, run: Trainer) -> DivergedError:
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Find out whether the asked-for trackers are installed, before anything is written.
+    """Check that the requested trackers are installed, before anything is written.
 
     Raises:
         ConfigError: the package of one is not.
@@ -332,10 +332,10 @@ def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tr
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[Callable[[], None]]:
-    """Run Python's garbage collector between steps only, after every so many; yield what is to be called after each.
+    """Run Python's garbage collector only between steps, and seldom; yield a function to call after each step.
 
-    By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. What is there after
-    the first step stays for the whole run and is not looked through again.
+    By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. Objects that exist
+    after the first step stay for the whole run and are not looked through again.
     """
     was_enabled, steps = gc.isenabled(), 0
 
@@ -392,7 +392,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
 
 
 def _silence_closed(terminals: list[int]) -> None:
-    """Discard what is printed to terminals that are gone: each print would be an error, before the run is saved."""
+    """Discard output to terminals that are gone: each print would be an error, before the run is saved."""
     for descriptor in terminals:
         if not os.isatty(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,7 +1,7 @@
-"""What a run writes down while it trains: `MetricsLog` and its mirrors.
+"""The log of a run: `MetricsLog` and its mirrors.
 
-The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same. How it is
-read back is `quintic.report.history`; losses and times are measured by the trainer and in `watch.py`.
+The file `metrics.jsonl` has one JSON object per line; TensorBoard and Weights & Biases may show the same.
+`quintic.report.history` reads it back; losses and times are measured by the trainer and in `watch.py`.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Tracker(Protocol):
         """Take one record as it stands in the log; kinds the tracker cannot show are ignored."""
 
     def close(self) -> None:
-        """Send what is still buffered and release the tracker."""
+        """Send buffered records and release the tracker."""
 
 
 class MetricsLog:
@@ -68,7 +68,7 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
 
     def _mend(self, resume_step: int | None) -> None:
-        """Rewrite the file without what must not stay, if there is anything of the kind."""
+        """Rewrite the file without half-written lines and records of later steps, if there are any."""
         records = read_metrics(self.path)
         kept = records
         if resume_step is not None:
@@ -180,7 +180,7 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is buffered and close the event file."""
+        """Write buffered points and close the event file."""
         self._writer.close()
 
 

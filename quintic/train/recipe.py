@@ -1,4 +1,4 @@
-"""The recipe: from a configuration to a model, its optimizer, and what each step sets.
+"""The recipe: from a configuration to a model, its optimizer, and the settings of each step.
 
 The matrices of the blocks go to Muon (or to AdamW, for comparison); embeddings, head, gates and scalars each have an
 AdamW learning rate of their own, because their gradients differ by orders of magnitude.
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Constants:
-    """What a recipe sets besides the options: how the groups differ."""
+    """Constants of a recipe besides the options: the differences between the groups."""
 
     lr_width: int
     """Width at which the AdamW learning rates of embeddings and head are given; they scale with width^-0.5."""
@@ -54,7 +54,7 @@ class _Constants:
     smear_lr: float | None = None
     """Learning rate of smear and backout; None treats them, and the scales of x0, as the other scalars."""
     gates_to_muon: bool = False
-    """Whether the gates of the value embeddings are matrices for Muon."""
+    """Muon steps the gates of the value embeddings."""
     neuron_beta: float = 0.95
     """NorMuon's average over steps."""
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -91,11 +91,11 @@ _CONSTANTS = {
     ),
 }
 
-# Learning rate of a lookup layer's tables as a share of the token embedding's, in relation to what entries are at
-# first: 1 there, width^-0.5 in a table.
+# Learning rate of a lookup layer's tables as a share of the token embedding's, both relative to initial entries: 1 in
+# the embedding, width^-0.5 in a table.
 _LOOKUP_FRAC = 0.5
 
-# Of a run: at a thousand in a second it takes eleven days.
+# At a thousand steps in a second a run of so many takes eleven days.
 _MOST_STEPS = 10**9
 
 
@@ -178,7 +178,7 @@ def build_optimizer(
     scale = scale_of(config, model)
     lr_factor, decay_factor = (scale.lr_factor, scale.decay_factor) if optim.scale_rates else (1.0, 1.0)
     by_width = (model.config.width / constants.lr_width) ** -0.5
-    # What was tuned for each of the two optimizers; everything else is common to both.
+    # Tuned for each of the two optimizers; everything else is common to both.
     uses_adamw = optim.optimizer == "adamw"
     decay = optim.adamw_weight_decay if uses_adamw else optim.weight_decay
     head_lr = optim.adamw_head_lr if uses_adamw else optim.head_lr
@@ -292,18 +292,18 @@ def with_batch(config: Config, scale: Scale) -> Config:
     """Return the configuration with its batch as a number.
 
     Raises:
-        ConfigError: the automatic batch is not a whole number of passes through the model.
+        ConfigError: the automatic batch is not a multiple of rows x sequence length.
     """
     return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, batch_tokens=scale.batch_tokens))
 
 
 def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str]:
-    """Return what a run will be, in lines for people, without allocating anything.
+    """Describe a run's model, length, batch and rates in lines for people, without allocating anything.
 
     Args:
         config: of the run.
         vocab_size: tokens.
-        shares: in how many shares ranks divide a batch.
+        shares: number of shares in which ranks divide a batch.
 
     Raises:
         ConfigError: sizes, or batch and rows, do not fit each other.

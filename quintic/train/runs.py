@@ -1,4 +1,4 @@
-"""Run folders: where a run lives and which one is meant.
+"""Run folders: making, naming, finding and locking them.
 
 <runs-dir>/<run>/config.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at a time holds
 """
@@ -25,12 +25,12 @@ __all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "f
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def check_new_run(config: Config) -> None:
-    """Find out whether a run of this name can be made, before the work that comes before it.
+    """Check that a run of this name can be made, before the work that comes before it.
 
     Raises:
         ConfigError: it exists, or there can be no folder of runs.
@@ -145,7 +145,7 @@ def find_run(runs_dir: Path, name: str | None) -> Path:
 
 
 def _is_taken(folder: Path) -> bool:
-    # An empty folder is nobody's run; the new one may take its place.
+    # An empty folder is no run; the new one may take its place.
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -28,14 +28,14 @@ REFERENCE_BATCH = 2**19
 """Tokens of a step there."""
 
 SetBy = Literal["--steps", "--target-flops", "--tokens-per-param"]
-"""What can decide the length of a run."""
+"""The options that can decide the length of a run."""
 
 _BATCH_EXPONENT = 0.383
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What a model's size and the schedule's options come to."""
+    """Batch, length and scaling of a run, from the model's size and the schedule's options."""
 
     tokens: int
     """D: --tokens-per-param times the parameters of blocks and head, whatever sets the length of the run."""

@@ -1,6 +1,6 @@
-"""`Trainer`: one run's model, optimizer and data, and what can be done with them: step, evaluate, sample, save.
+"""`Trainer`: one run's model, optimizer and data, with methods to step, evaluate, sample and save.
 
-When these things happen is decided in `loop.py`; what a step sets is in `recipe.py`.
+`loop.py` decides when these happen; the settings of a step come from `recipe.py`.
 """
 
 import time
@@ -84,7 +84,7 @@ class Trainer:
         self.config = config = with_batch(config, self.scale)
         shares = self.parallelism.data_size
         self.rows = rows_at_once(config, shares)
-        """That go through the model at once on each rank."""
+        """Rows that go through the model at once on each rank."""
         self.loader = Loader(
             dataset,
             "train",
@@ -112,7 +112,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
-        """Of the weights as they are; None where they were not evaluated."""
+        """Score of the current weights; None until they are evaluated."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back to where the checkpoint was written.
@@ -150,7 +150,7 @@ class Trainer:
         self.watch.load_state_dict(state.get("watch", {}))
 
     def save(self) -> None:
-        """Copy what a checkpoint holds and begin to write it in the background, once the one before is written.
+        """Copy a checkpoint's content and begin to write it in the background, once the one before is written.
 
         Raises:
             CheckpointError: the one before could not be written.
@@ -304,12 +304,12 @@ class Trainer:
                 self.dataset.tokenizer,
                 prompts,
                 max_tokens=self.config.run.sample_tokens,
-                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # what it knows, or what it makes up
+                temperature=0.0 if prompts == GENERAL_PROMPTS else 0.8,  # facts, or free text
                 seed=self.config.run.seed,
             )
 
     def finish(self) -> dict[str, Any]:
-        """Return the final record: score, reference scores of the same text, where the time went."""
+        """Return the final record: score, reference scores of the same text, shares of the time."""
         if self.score is None:
             self.evaluate()
         total = sum(self.spent.values()) or 1.0
@@ -328,11 +328,11 @@ class Trainer:
         }
 
     def _mfu(self, tokens_per_second: float) -> float:
-        """Return the share of what all devices could multiply."""
+        """Return the model FLOPs utilisation: the share of all devices' measured matrix rate."""
         return self.flops_per_token * tokens_per_second / (self.matrix_rate * self.ranks.size)
 
     def _steady(self) -> dict[str, float | None]:
-        """Return the speed without the first ten steps of this process, and what the first one took more."""
+        """Return the speed without the first ten steps of this process, and the extra seconds of the first one."""
         typical = self.times.typical
         if typical is None:
             return {}
@@ -345,7 +345,7 @@ class Trainer:
         }
 
     def describe(self) -> list[str]:
-        """Return what will happen, in lines for people."""
+        """Describe text and plan in lines for people."""
         summary = self.dataset.summary()
         optimizer = {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
         return [
@@ -356,7 +356,7 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what the log says once about the run."""
+        """Return the facts of the log's `run` record."""
         parameters = self.model.num_parameters()
         return {
             "config": to_dict(self.config),
@@ -387,7 +387,7 @@ class Trainer:
         return own
 
     def _starts(self, batch: Batch) -> Tensor:
-        """Return where documents start, on the device if the attention reads it there."""
+        """Return the starts of documents, on the device if the attention reads them there."""
         starts = batch.document_starts
         if needs_document_starts(self.hardware.attention):
             starts = starts.to(self.hardware.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is watched while a run trains: sizes of gradients and updates, the loss and its spikes, times without the start.
+"""Measurements while a run trains: sizes of gradients and updates, the loss and its spikes, times without the start.
 
 Sizes by kind of layer are the two numbers that show a wrong learning rate first.
 """
@@ -28,7 +28,7 @@ _SMOOTHING = 0.9
 _DEVIATIONS = 0.99
 _FEWEST_DEVIATIONS = 20
 _UNSTEADY_STEPS = 10
-_LEAST_STD = 1e-12  # so that what is logged is a number
+_LEAST_STD = 1e-12  # so that the log gets a number
 
 
 def layer_kind(name: str) -> str:
@@ -104,7 +104,7 @@ class LossWatch:
     least: float = math.inf
     """Least smoothed loss."""
     rollbacks: int = 0
-    """How often the run went back to its last checkpoint."""
+    """Number of times that the run went back to its last checkpoint."""
 
     @property
     def smoothed(self) -> float:
@@ -136,7 +136,7 @@ class LossWatch:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Restore a result of `state_dict`."""
         for name, value in state.items():
             setattr(self, name, math.inf if value is None else value)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of model and optimizer, as tensors by name, and copies of these in host memory."""
+"""The tensors of a checkpoint, those of model and optimizer by name, and copies of them in host memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ __all__ = ["copies_on_host", "optimizer_tensors"]
 
 @torch.no_grad()
 def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, contiguous and complete, of tensors by name; `DTensor`s stay what they are.
+    """Return copies in host memory, contiguous and complete, of tensors by name; `DTensor`s stay `DTensor`s.
 
     Copies of CUDA tensors are in page-locked memory: a device copies at full speed to that, and PyTorch keeps it for
     the next time. Nothing is communicated.
 
     Args:
-        tensors: is emptied on the way, so that what nobody else holds is not in memory twice.
+        tensors: is emptied on the way, so that tensors without another reference are not in memory twice.
     """
     copies = {}
     on_gpu = False
@@ -40,7 +40,7 @@ def copies_on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return optimizer state as "<parameter name>/<state name>" -> tensor, and the groups. All ranks must call it.
 
-    The tensors are the optimizer's own, except for what ranks have divided: it is put together.
+    The tensors are the optimizer's own, except for state that ranks divide: it is put together.
     """
     with _divided_state_on_host(optimizer):
         saved = optimizer.state_dict()
