@@ -59,7 +59,7 @@ def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -
     from that of the configuration on, the report compares medians and shows ranges.
 
     Returns:
-        What the comparison found and where the report is, as text.
+        The comparison's sentence and the path of the report, as text.
 
     Raises:
         QuinticError: as `train`.
@@ -76,8 +76,8 @@ def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -
             discard_unstarted(folder)
             raise
     report = config.run.runs_dir / f"{name}.html"
-    found = write_comparison(runs, report, title="Muon and AdamW on the same model")
-    return f"\n{found['candidates']['Muon']['sentence']}\nreport: {report}"
+    figures = write_comparison(runs, report, title="Muon and AdamW on the same model")
+    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {report}"
 
 
 def run(arguments: list[str]) -> int:

@@ -27,9 +27,9 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
     folders = {label: [_folder(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
-    found = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
-    for figures in found["candidates"].values():
-        print(figures["sentence"])
+    figures = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
+    for candidate in figures["candidates"].values():
+        print(candidate["sentence"])
     print(out)
     return 0
 

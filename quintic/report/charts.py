@@ -23,7 +23,7 @@ from quintic.report.words import finite, format_si
 __all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "line_chart", "upper_edge"]
 
 MAX_POINTS = 200
-"""Of a curve with more points, neighbours are averaged."""
+"""In a curve with more points, neighbours are averaged."""
 
 # The drawing's own units; text of 13 units stays legible when a phone shrinks the drawing to some 340 pixels.
 _WIDTH, _HEIGHT = 400, 264
@@ -97,7 +97,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What is drawn of a curve: NaN for gaps, and the edges of its band or of its error bars, NaN where it has none."""
+    """A curve to draw: NaN for gaps, and the edges of its band or of its error bars, NaN where it has none."""
 
     x: list[float] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
@@ -120,8 +120,8 @@ def line_chart(
     Args:
         curves: the lines; those without a drawable value are left out.
         title: stands above the drawing and names it for screen readers.
-        y_label: what y is, with its unit.
-        x_label: what x is, with its unit.
+        y_label: name of y, with its unit.
+        x_label: name of x, with its unit.
         references: dotted horizontal lines by their names, always inside the drawn range.
         log_y: logarithmic y axis; values that are not positive leave gaps.
         y_limits: lowest and highest y that must be seen, None for what the data need; lines are clipped there.
@@ -170,7 +170,7 @@ def line_chart(
 
 
 def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:
-    """Where to cut a learning curve, given as (step, value): the first steps would squeeze the rest into a flat line.
+    """The y at which to cut a learning curve of (step, value): the first steps would squeeze the rest into a flat line.
 
     Returns:
         The highest value after the first twentieth; None where the values before it are not much higher.
@@ -224,7 +224,7 @@ def _load_matplotlib() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what matplotlib says about its list of fonts, where it keeps it, and characters that a font lacks."""
+    """Hide matplotlib's messages about its list of fonts, its cache folder, and characters that a font lacks."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -57,7 +57,7 @@ class _Arm:
         return [points[-1][field] for points in self.curves]
 
     def shared(self) -> list[list[_Point]]:
-        """For each step at which all runs were evaluated, their points."""
+        """The points of all runs, for each step at which all were evaluated."""
         by_step = [{point["step"]: point for point in points} for points in self.curves]
         steps = set(by_step[0]).intersection(*by_step[1:])
         return [[points[step] for points in by_step] for step in sorted(steps)]
@@ -232,7 +232,7 @@ def _bar(arm: _Arm, *, errors: bool) -> tuple[str, str, float, float, float] | N
 
 
 def _results(arms: Sequence[_Arm]) -> list[list[str]]:
-    """The last finite evaluation of each run and what was measured, as rows of a table."""
+    """The last finite evaluation of each run and its measurements, as rows of a table."""
 
     def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
         known = [value for value in values if value is not None]
@@ -265,12 +265,12 @@ def _learning(arms: Sequence[_Arm], *, errors: bool) -> dict[str, list[Chart]]:
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
-            found = [(at, row) for row in rows if (at := _median(point[x] for point in row)) is not None]
-            spread = [_spread(row, field, errors=errors) for _, row in found]
+            placed = [(at, row) for row in rows if (at := _median(point[x] for point in row)) is not None]
+            spread = [_spread(row, field, errors=errors) for _, row in placed]
             curve = Curve(
                 label=arm.name + (f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""),
-                x=[at / divisor for at, _ in found],
-                y=[_median(point[field] for point in row) for _, row in found],
+                x=[at / divisor for at, _ in placed],
+                y=[_median(point[field] for point in row) for _, row in placed],
                 spread=spread if any(spread) else (),
                 style="points",
                 look=look,

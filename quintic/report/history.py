@@ -138,7 +138,7 @@ class RunHistory:
 
     @property
     def ranks(self) -> int:
-        """How many processes trained the run."""
+        """Number of processes that trained the run."""
         return self.run.get("ranks") or 1
 
     @property

@@ -1,7 +1,7 @@
 """Pages from templates: one HTML file each, which needs nothing else, styles included.
 
 Here: the templates of ``templates/`` filled in by Jinja2, which escapes whatever comes from outside. Not here: drawings
-(`charts`), and what a page says (`report`, `comparison`).
+(`charts`), and the content of a page (`report`, `comparison`).
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["learning_axes", "write_page"]
 
 @functools.cache
 def _environment() -> Any:
-    """Return what fills in templates, each read once: that takes longer than a small page."""
+    """Return Jinja2's environment, which reads each template once: that takes longer than a small page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -59,7 +59,7 @@ def write_page(path: Path, template: str, **context: Any) -> None:
 
 
 def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str, int]]:
-    """The x axes of learning curves: name -> (field of the records, label with its unit, what values are divided by).
+    """The x axes of learning curves: name -> (field of the records, label with its unit, divisor of values).
 
     Args:
         records: all that are drawn; they decide the unit of time.
@@ -74,5 +74,5 @@ def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, 
 
 
 def _or_dash(form: Any) -> Any:
-    """Let a format show a dash for what is missing or not finite."""
+    """Return a format that shows a dash for a missing value and one that is not finite."""
     return lambda value: "–" if finite(value) is None else form(value)

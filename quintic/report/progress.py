@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run trains.
+"""The progress of a run in the terminal.
 
 Here: a live display (a bar and one line of figures) on a terminal, plain lines everywhere else, so that a log file of a
 batch job stays readable. Not here: any measurement; every figure comes from the records of `metrics`, except the
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
-# Plain output says again what is waited for if it took longer the last time.
+# Plain output names an activity again if it took longer the last time.
 _LONG_SECONDS = 2.0
 
 _SEPARATOR = " · "
@@ -92,7 +92,7 @@ class Progress:
             self._write(lambda: console.print(text, markup=False, highlight=False))
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write; what a terminal that is gone does not take is lost: SIGHUP tells the run, which is to be saved."""
+        """Write; a terminal that is gone takes nothing, which is no error: SIGHUP tells the run, which is saved."""
         try:
             write()
         except OSError as error:
@@ -101,7 +101,7 @@ class Progress:
 
     @contextlib.contextmanager
     def busy(self, activity: str) -> Iterator[None]:
-        """Say what is waited for, before the block runs: on a terminal in the display, while it runs.
+        """Name the activity before the block runs: on a terminal in the display, while it runs.
 
         Plain output gets a line the first time, and where the activity took longer than a moment the last time.
         """
@@ -163,7 +163,7 @@ class Progress:
         self.close()
 
     def _is_line_due(self, step: int, now: float, first: bool) -> bool:
-        """Whether a plain line is due: the first and the last step always, the others at their turn."""
+        """True if a plain line is due: at the first and the last step always, at the others in their turn."""
         if first or step >= self.total_steps:
             return True
         rested = self._last_line is None or now - self._last_line >= self.min_interval_seconds
@@ -205,7 +205,7 @@ class Progress:
         return f"{100 * self.step / max(1, self.total_steps):.1f} %"
 
     def _times(self) -> str:
-        """Time since the start of this process, and the estimate of what is left."""
+        """Time since the start of this process, and the estimated time left."""
         now = self._clock()
         elapsed = f"{_clock_time(now - self._start)} elapsed"
         if self.step >= self.total_steps:
@@ -234,7 +234,7 @@ def _losses(record: Mapping[str, Any]) -> list[str]:
 
 
 def _machine(record: Mapping[str, Any]) -> list[str]:
-    """How well the machine is used: MFU, memory, and how often the text was seen."""
+    """MFU, memory and the epoch of the text."""
     figures = []
     if (mfu := record.get("mfu")) is not None:
         figures.append(f"MFU {100 * mfu:.1f} %")

@@ -1,4 +1,4 @@
-"""What a record of the metrics log may hold, checked when it is read: the table is in `metrics`."""
+"""Validation of records of the metrics log, when they are read: the table is in `metrics`."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,15 +24,15 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def wrong_in(record: Mapping[str, Any], line: bytes) -> str | None:
-    """Say what in a record is not of its kind, such as `"loss" is not a number`; None if nothing is.
+    """Describe the first field of the wrong kind, such as `"loss" is not a number`; None if there is none.
 
     Fields that are not in the table may hold anything. None stands for a missing value, but not for a step.
 
     Args:
         record: the record.
-        line: what it was read from.
+        line: the line of the file that it was read from.
     """
-    # The brackets and escapes of a line bound what is in it: hardly a record has to be walked through.
+    # A line's brackets bound the depth, and without escapes there are no surrogates: few records are walked through.
     if line.count(b"{") + line.count(b"[") > _DEEPEST and _depth(record) > _DEEPEST:
         return f"it is nested more than {_DEEPEST} levels deep"
     if b"\\u" in line and any(_HALF_CHARACTER.search(text) for text in _texts(record)):

@@ -1,8 +1,8 @@
 """A training run as one HTML page that a person without background can read.
 
-Here: what the page of one run shows, from the records of its log (`history`); its words are in ``templates/run.html``.
-Not here: several runs side by side (`comparison`, whose `write_comparison` is at hand here too), drawings (`charts`). A
-page is one file without scripts: it can be mailed, printed and opened offline.
+Here: the content of the page of one run, from the records of its log (`history`); its words are in
+``templates/run.html``. Not here: several runs side by side (`comparison`), drawings (`charts`). A page is one file
+without scripts: it can be mailed, printed and opened offline.
 """
 
 import dataclasses
@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from quintic.report.charts import MAX_POINTS, Chart, Curve, line_chart, upper_edge
-from quintic.report.comparison import write_comparison
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
 from quintic.report.tasks import about_tasks
 from quintic.report.words import date, duration, finite, flatten, in_words, large_number
 
-__all__ = ["REPORT_FILE", "write_comparison", "write_report"]
+__all__ = ["write_report"]
 
-REPORT_FILE = "report.html"
-"""The name of the page in a run's folder."""
-
+_REPORT_FILE = "report.html"
 _MAX_TABLE_ROWS = 40
 _MAX_SPIKES = 10
 _SETUP_TABLES = (
@@ -57,7 +54,7 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
     """
     folder = Path(run_dir)
     history = RunHistory.load(folder)
-    run, path = history.run, out or folder / REPORT_FILE
+    run, path = history.run, out or folder / _REPORT_FILE
     name = str(run.get("name") or folder.resolve().name)
     tables = [(title, run[key]) for title, key in _SETUP_TABLES if isinstance(run.get(key), Mapping) and run[key]]
     git = run.get("git") or {}
@@ -143,7 +140,7 @@ def _learning(history: RunHistory) -> dict[str, Any]:
     """Loss and bits per byte over steps, tokens and time."""
     baselines = history.final.get("baselines") or {}
     named = (("xz -9", baselines.get("xz_bpb")), ("byte bigram", baselines.get("bigram_bpb")))
-    references = {f"{label}: {value:.2f}": value for label, found in named if (value := finite(found)) is not None}
+    references = {f"{label}: {value:.2f}": value for label, bpb in named if (value := finite(bpb)) is not None}
     records = [*history.train, *history.evals]
     cuts = {field: upper_edge(_points(records, field)) for field in ("loss", "bpb")}
 
@@ -216,7 +213,7 @@ def _rates(history: RunHistory) -> list[Chart]:
 
 
 def _is_close(first: Sequence[float | None], second: Sequence[float | None]) -> bool:
-    """Whether two curves in percent differ by less than the width of a line."""
+    """Compare two curves in percent: true if they differ by less than the width of a line."""
     pairs = zip(first, second, strict=True)
     return all(a == b or (a is not None and b is not None and abs(a - b) < 0.1) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""What the page of a run says about its speed: tokens per second, and where the time of a step goes."""
+"""The speed of a run for its page: tokens per second, and the shares of a step's time."""
 
 import statistics
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _PHASES = (
 
 
 def about_speed(history: RunHistory) -> dict[str, Any]:
-    """What there is of ``chart``, ``median`` (tokens per second), ``shares``, ``step`` (milliseconds), ``steady``."""
+    """Return ``chart``, ``median`` (tokens per second), ``shares``, ``step`` (milliseconds) and ``steady``."""
     speeds = [finite(record.get("tokens_per_second")) for record in history.train]
     known = [speed for speed in speeds if speed is not None]
     steps = [float(record["step"]) for record in history.train]
@@ -35,7 +35,7 @@ def about_speed(history: RunHistory) -> dict[str, Any]:
 
 
 def _steady(history: RunHistory) -> dict[str, float | None] | None:
-    """The speed after the first ten steps, against that of plain matrix products, and what the start took."""
+    """The speed after the first ten steps, that of plain matrix products, and the time of the start."""
     final = history.final
     speed, mfu = finite(final.get("tokens_per_second")), finite(final.get("mfu"))
     rate = finite((history.run.get("machine") or {}).get("matrix_flops_per_second"))
@@ -56,9 +56,9 @@ def _time_shares(history: RunHistory) -> list[tuple[str, float]]:
         if total <= 0:
             return []
         shares = {name: value / total for name, value in sums.items()}
-    found = [(label, share) for name, label in _PHASES if (share := shares[name]) is not None]
-    rest = 1.0 - sum(share for _, share in found)
-    return [*found, ("everything else", rest)] if rest > 0.002 else found
+    known = [(label, share) for name, label in _PHASES if (share := shares[name]) is not None]
+    rest = 1.0 - sum(share for _, share in known)
+    return [*known, ("everything else", rest)] if rest > 0.002 else known
 
 
 def _is_timed(record: Mapping[str, Any]) -> bool:

@@ -17,12 +17,12 @@ MARKS = "marks"
 
 
 def inline(svg: str, name: str, titles: Iterable[str]) -> str:
-    """The drawing with the page's font and colours, without what only a file needs.
+    """The drawing with the page's font and colours, without the parts that only a file needs.
 
     Args:
         svg: the file.
-        name: what the drawing is called by a screen reader.
-        titles: what each mark says when a pointer is on it, in the order of drawing.
+        name: of the drawing, for screen readers.
+        titles: of the marks, shown when a pointer is on them; in the order of drawing.
     """
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
     head, body = re.findall(r'(<svg[^>]* viewBox="[^"]*")[^>]*>(.*)', svg, flags=re.DOTALL)[0]

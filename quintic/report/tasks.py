@@ -1,4 +1,4 @@
-"""What the page of a run says about in-context tasks, for runs that answered those of CORE."""
+"""The in-context tasks on the page of a run that answered those of CORE."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Numbers, times and names as a person writes them, and what a log's values are read as."""
+"""Numbers, times and names as a person writes them, and values of a log as numbers."""
 
 import json
 from collections.abc import Iterator, Mapping

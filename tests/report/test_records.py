@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tiny_runs import error_of
 
 from quintic.errors import QuinticError
+from quintic.report.comparison import write_comparison
 from quintic.report.history import METRICS_FILE
 from quintic.report.records import wrong_in
-from quintic.report.report import write_comparison, write_report
+from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
 
 GOOD: list[dict[str, Any]] = [

@@ -14,7 +14,8 @@ from report_pages import EVIL, read, write_run
 from quintic.errors import ConfigError, DataError
 from quintic.launch import hint, install_command
 from quintic.report import charts
-from quintic.report.report import write_comparison, write_report
+from quintic.report.comparison import write_comparison
+from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
 
 
