@@ -1,4 +1,4 @@
-"""What `quintic train --preset speedrun` does."""
+"""`quintic train --preset speedrun`."""
 
 from dataclasses import asdict, fields, replace
 
@@ -17,11 +17,11 @@ __all__ = ["speedrun"]
 
 
 def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
-    """Run the race on all ranks, and print how it went.
+    """Run the race on all ranks, and print its result.
 
     Args:
         name: of the preset.
-        options: what differs from it.
+        options: changes to it.
         command: the command line, for the log.
         ranks: the processes that train.
     """

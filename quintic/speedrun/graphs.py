@@ -16,7 +16,7 @@ __all__ = ["CapturedPasses"]
 class _RecordedPass(NamedTuple):
     graph: Any
     inputs: tuple[Tensor, ...]
-    """What the graph reads: the batch and the weights of the losses."""
+    """The tensors that the graph reads: the batch and the weights of the losses."""
     loss: Tensor
 
 

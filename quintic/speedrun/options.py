@@ -10,7 +10,7 @@ __all__ = ["SpeedrunOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedrunOptions(BaseRunConfig):
-    """What may differ from the race."""
+    """Options of a speedrun."""
 
     data: str | None = None
     """Folder with *train*.bin and *val*.bin token shards, hf:owner/name with the race's, or 'python': the text of your
@@ -20,14 +20,14 @@ class SpeedrunOptions(BaseRunConfig):
     shards: int | None = None
     """Training shards to take at most; by default the preset's number."""
     tokenizer: str | None = "gpt2"
-    """What tokens stand for, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
+    """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
     'gpt2', which is downloaded. 'None' for neither."""
     steps: int | None = None
     """Optimizer steps; every stage shrinks or grows alike. By default the preset's."""
     without: tuple[str, ...] = ()
     """Features of the model to leave out, such as 'smear skip'."""
     warm_up: bool = True
-    """Compile what every stage needs before the clock starts."""
+    """Compile the code of every stage before the clock starts."""
     pass_tokens: int | None = None
     """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory. By default
     the preset's."""

@@ -20,7 +20,7 @@ class Preset:
     track: Track
     model: SpeedrunConfig
     data: str
-    """Where the shards are, see `quintic.speedrun.shards.open_data`."""
+    """Source of the shards, see `quintic.speedrun.shards.open_data`."""
     num_shards: int
     """Training shards to take at most."""
 

@@ -1,7 +1,7 @@
 """A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace.
 
-What has to be compiled is compiled in the warm-up. It goes through the beginning of every stage, with a stream of its
-own, and then puts weights, optimizer and random state back to what they were.
+Everything is compiled in the warm-up. It goes through the beginning of every stage, with a stream of its own, and then
+restores weights, optimizer and random state.
 """
 
 import copy
@@ -181,7 +181,7 @@ class Race:
         return nats / tokens, nats / math.log(2) / num_bytes if num_bytes else None
 
     def warm_up(self) -> None:
-        """Compile what every stage needs, and put everything back to what it was.
+        """Compile the code of every stage, and restore the state from before.
 
         The optimizer's steps are captured, too, in the third stage: graphs launch kernels of their own.
         """
@@ -202,7 +202,7 @@ class Race:
         self.optimizer.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop the stream and free what was captured."""
+        """Stop the stream and free the captured graphs."""
         self.stream.close()
         if self.captured is not None:
             self.captured.close()

@@ -1,9 +1,9 @@
 """A speedrun from its first step to its last validation: the loop, the clock and the log.
 
-The clock is the race's: it runs while the model trains, and stands still in the warm-up and in validations. What the
-log says about each step is measured on the device and read when the clock stands still.
+The clock is the race's: it runs while the model trains, and stands still in the warm-up and in validations. The log's
+times and losses of steps are measured on the device and read when the clock stands still.
 
-Source: what is timed follows the modded-nanogpt speedrun.
+Source: the rules of the clock follow the modded-nanogpt speedrun.
 """
 
 import gc
@@ -35,10 +35,10 @@ __all__ = ["RaceResult", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class RaceResult:
-    """What a finished run has to show."""
+    """The results of a finished run."""
 
     loss: float
-    """Of the validation text, in nats per token."""
+    """Loss of the validation text, in nats per token."""
     bpb: float | None
     """In bits per byte; None where the vocabulary is not at hand."""
     seconds: float
@@ -92,7 +92,7 @@ def train(
         race: as constructed.
         hardware: where it computes, for the log.
         run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
-        facts: what else the log says about the run: command and configuration.
+        facts: command and configuration, for the log.
         warm_up: compile before the clock starts rather than in the steps.
         say: takes lines for people.
 
@@ -175,7 +175,7 @@ def _write_steps(race: Race, log: MetricsLog, steps: list[_Step], times: list[tu
 
 
 def _facts(race: Race, hardware: Hardware) -> dict[str, Any]:
-    """Return what the log says once about a run."""
+    """Return the facts of the log's `run` record."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine_facts(hardware),

@@ -1,4 +1,4 @@
-"""The race's token files: `.bin` shards read and written, and where a run finds its own.
+"""The race's token files: `.bin` shards, read, written, found and downloaded.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and the tokens as
 uint16. Files whose names have `val` in them are for validation, those with `train` for training; there is no text.
@@ -33,7 +33,7 @@ _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
 _HUB_NAMES = {"val": "fineweb_val_{:06d}.bin", "train": "fineweb_train_{:06d}.bin"}
 
-# Of the text that comes with Python: what the smallest preset trains on.
+# Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
 _BYTES_OF_TEXT = 2_000_000
 _VALIDATION_SHARE = 20
 
@@ -43,7 +43,7 @@ class RaceData:
     """The shards of a run.
 
     Attributes:
-        source: what was asked for.
+        source: the name that the run was given.
         train: at least one file, in order.
         validation: the file to score.
         vocab_size: tokens must be smaller.
@@ -112,7 +112,7 @@ def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> 
 
     Args:
         path: the file; its folder must exist.
-        tokens: each from 0 to 65535; documents begin with the token that says so.
+        tokens: each from 0 to 65535; documents begin with the token for that.
 
     Raises:
         DataError: a token does not fit, or the file cannot be written.
@@ -137,10 +137,10 @@ def open_data(
         source: a folder of `.bin` files, `hf:owner/name` with the names of the race's FineWeb shards, or `python`: the
             text that comes with Python, as bytes.
         data_dir: where downloads and made shards are kept.
-        num_shards: how many training shards to take at most.
+        num_shards: training shards to take at most.
         vocab_size: the model's.
         bos_id: the token that begins a document.
-        tokenizer: what the tokens stand for (see `Tokenizer.load`), for prefixes and bits per byte; None for neither.
+        tokenizer: vocabulary of the shards (see `Tokenizer.load`), for prefixes and bits per byte; None for neither.
 
     Raises:
         DataError: there are no such shards, or they cannot be downloaded.
@@ -193,13 +193,13 @@ def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None)
     special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
     try:
         vocabulary: dict[str, int] = fields["model"]["vocab"]
-        found = {
+        by_number = {
             number: b"" if number in special else bytes(value[symbol] for symbol in token)
             for token, number in vocabulary.items()
         }
     except (KeyError, TypeError, AttributeError):
         raise DataError(f"{tokenizer}: not a byte-level BPE; give GPT-2's tokenizer.json, or 'gpt2'") from None
-    return tuple(found.get(number, b"") for number in range(max(*found, bos_id) + 1))
+    return tuple(by_number.get(number, b"") for number in range(max(*by_number, bos_id) + 1))
 
 
 def _downloaded(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:

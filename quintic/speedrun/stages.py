@@ -1,4 +1,4 @@
-"""The schedule of a speedrun as data: what every step sets, from a few frozen tables.
+"""The schedule of a speedrun as data: the settings of every step, from a few frozen tables.
 
 A track is a number of stages of equal length and an extension at the end. Batches, windows and documents change from
 stage to stage; rates, momentum and the weights of the predictions from step to step. Steps count from 0; the settings
@@ -20,7 +20,7 @@ _FEWEST_STEPS_OF_A_STAGE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What stays the same for a third of the run, and which weights the predictions begin and end with."""
+    """Settings that stay the same for a third of the run, and the first and last weights of the predictions."""
 
     batch_tokens: int
     document_tokens: int
@@ -30,15 +30,15 @@ class Stage:
     rate: float
     """Factor on all learning rates, until they fall."""
     first_weights: tuple[float, ...] = (1.0,)
-    """Of the losses for the next token, the one after it, ...; one entry per predicted token."""
+    """Weights of the losses for the next token, the one after it, ...; one entry per predicted token."""
     last_weights: tuple[float, ...] = (1.0,)
     prefix_weights: tuple[float, float] = (0.0, 0.0)
-    """Of the loss for the longest token that the next one begins with, first and last."""
+    """First and last weight of the loss for the longest token that the next one begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What one step sets."""
+    """The settings of one step."""
 
     stage: int
     batch_tokens: int
@@ -49,7 +49,7 @@ class StepSettings:
     prediction_weights: tuple[float, ...]
     prefix_weight: float
     unties: bool
-    """Whether head and embedding part after this step."""
+    """Head and embedding part after this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Track:
         )
 
     def passes(self, settings: StepSettings, ranks: int) -> int:
-        """Return in how many passes each of the ranks takes its chunks of a step through the model."""
+        """Return the number of passes in which each rank takes its chunks of a step through the model."""
         own, tokens = self.chunks // ranks, settings.batch_tokens // ranks
         return next(n for n in range(1, own + 1) if n == own or (own % n == 0 and tokens // n <= self.pass_tokens))
 

@@ -48,7 +48,7 @@ class _Shard:
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def chunk(self, document: int, tokens: int, cut: int) -> npt.NDArray[np.int64] | None:
-        """Return how many tokens each document of a chunk gives, targets included; None where the shard ends first.
+        """Return the tokens that each document gives to a chunk, targets included; None where the shard ends first.
 
         Args:
             document: the first one.
@@ -127,7 +127,7 @@ class ChunkStream(Iterator[FlatBatch]):
         self.close()
 
 
-# What runs in the threads holds no stream, so that one that nobody closed ends with its last reference.
+# The functions in the threads hold no stream, so that one that was not closed ends with its last reference.
 
 
 def _batches(
@@ -171,7 +171,7 @@ def _chunks(
 
 
 def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks: Ranks = ALONE) -> list[FlatBatch]:
-    """Return a rank's chunks of the validation text: of as many as there are ranks, rank r has the r-th. On the CPU.
+    """Return a rank's chunks of the validation text, on the CPU: of each `ranks.size` chunks, rank r has the r-th.
 
     Raises:
         DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
