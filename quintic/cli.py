@@ -16,7 +16,7 @@ from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
 
-# What the system refuses for reasons that lie with the disk and its permissions, not with this program.
+# Refusals of the system for reasons that lie with the disk and its permissions, not with this program.
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 
 _USAGE = """\
@@ -53,7 +53,7 @@ _COMMANDS = {
 # torchrun reads its own options first, and takes --run for the beginning of one.
 OPTION_ALIASES = {"--name": "--run"}
 
-# What torchrun may start several processes of.
+# Commands of which torchrun may start several processes.
 _COMMANDS_OF_RANKS = frozenset({"train"})
 
 _COMMANDS_THAT_TRAIN = frozenset({"train", "compare"})

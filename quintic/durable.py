@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["discard", "flush", "lock", "new_folder", "remove_unfinished", "replace", "write_atomically"]
 
-# What file systems answer that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
+# Errors of file systems that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 

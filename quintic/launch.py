@@ -22,7 +22,7 @@ __all__ = ["Launch", "environment_number", "hint", "install_command", "launched"
 _STARTED_BY = "QUINTIC_STARTED_BY"
 _MADE = frozenset({"train", "compare"})
 
-# What neither a shell nor make reads in a way of its own.
+# Characters without a special meaning to shells and make.
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 # `quintic train` in a message, but not the end of a path or of `-m quintic train`.

@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _batches_of(data: str, tokenizer: Tokenizer, config: Config, max_tokens: int | None) -> list[Batch]:
-    """Read text that is scored as it is: nothing is held back, and nothing is kept on disk."""
+    """Read text to score, all of it; nothing is kept on disk."""
     source = open_source(data, cache_dir=config.data.data_dir / "cache")
 
     def documents() -> Iterator[list[int]]:

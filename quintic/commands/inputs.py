@@ -27,7 +27,7 @@ __all__ = ["check_options", "check_text", "text_to_resume", "trained_model"]
 
 
 def check_options(config: Config) -> None:
-    """Find what would stop a run whatever its text is, before any text is prepared."""
+    """Check everything about a run that does not depend on its text, before any text is prepared."""
     hardware = choose_hardware(config.run)
     check_trackers(config.run)
     if config.run.core is not None:
@@ -37,14 +37,14 @@ def check_options(config: Config) -> None:
 
 
 def check_text(config: Config, dataset: Dataset) -> None:
-    """Find whether there is text for a batch before the run's folder is made."""
+    """Check that there is text for a batch, before the run's folder is made."""
     rows, seq_len = config.schedule.rows, config.model.seq_len
     Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
     validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
 
 
 def text_to_resume(run_dir: Path, config: Config) -> Dataset:
-    """Return the text that a run goes on with: as it was prepared, whatever has become of its source since.
+    """Return the text of a run to resume: as it was prepared, even if its source has changed since.
 
     Raises:
         DataError: it is damaged; or it is gone, and its source is, too.

@@ -40,7 +40,7 @@ __all__ = [
     "training_options",
 ]
 
-# How a run is watched and stored may change when it is resumed; what it computes may not.
+# Options of watching and storing a run may change when it is resumed; those of its computation may not.
 _FREE_WHEN_RESUMED = frozenset(
     {
         "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
@@ -79,7 +79,7 @@ class StartOptions(FileOptions):
     """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
 
 
-# What `--help` lists besides the configuration; these options are read before the others.
+# `--help` lists these besides the configuration; they are read before the other options.
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(Config):
     start: StartOptions = dataclasses.field(default_factory=StartOptions)
@@ -133,7 +133,7 @@ class EvalOptions:
     tokens: int | None = None
     """Tokens to score, at most, but one batch at least; by default all there are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; 'auto' takes a GPU if there is one."""
+    """Device to compute on; 'auto' takes a GPU if there is one."""
     core: Path | None = None
     """Folder with tasks of CORE to answer as well: JSONL files, or nanochat's eval_bundle."""
     core_items: int = 500
@@ -253,10 +253,10 @@ def export_options(arguments: list[str]) -> ExportOptions:
 
 
 def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
-    """Read the options of `quintic plan --model`; None where they speak of the harness' own model.
+    """Read the options of `quintic plan --model`; None for the harness' own model.
 
     Raises:
-        ConfigError: they speak of another model, but do not say which, or they cannot be read.
+        ConfigError: options of `--model` are given without it, or they cannot be read.
     """
     own = {name for name, _ in options_of(RehearsalOptions)} - {name for name, _ in options_of(Config)}
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]

@@ -1,7 +1,7 @@
-"""Options of the command line: made from dataclasses, with one-line messages for what cannot be read.
+"""Options of the command line: made from dataclasses, with one-line messages for mistakes.
 
-tyro turns the fields of a dataclass and their docstrings into options and `--help`. What a user typed is looked over
-here first, because tyro's own messages are boxes of many lines that speak of Python types.
+tyro turns the fields of a dataclass and their docstrings into options and `--help`. Arguments are checked here first,
+because tyro's own messages are boxes of many lines that speak of Python types.
 """
 
 import contextlib
@@ -62,27 +62,27 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str, d
 
 
 class _Answer(io.StringIO):
-    """What tyro prints, coloured and framed as it is for the stream that it will be written to."""
+    """Collects tyro's output, coloured and framed as for the stream that it will be written to."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
 
     def isatty(self) -> bool:
-        """Whether colours make sense."""
+        """True if colours make sense."""
         return self._stream.isatty()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # of a stream in memory it is None
-        """In which frames can be drawn or not."""
+        """Decides if frames can be drawn."""
         return self._stream.encoding
 
 
 def _fitted(text: str) -> str:
     """Wrap the lines above the options of a help text, which tyro leaves as they are."""
     # They are in boxes; where frames cannot be drawn, below a heading.
-    found = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
-    above, options = (text[: found.start()], text[found.start() :]) if found else (text, "")
+    match = re.search(r"^(?:╭| *options *$)", text, re.MULTILINE)
+    above, options = (text[: match.start()], text[match.start() :]) if match else (text, "")
     width = shutil.get_terminal_size().columns
     return "\n\n".join(textwrap.fill(lines, width) for lines in above.split("\n\n")) + options
 
@@ -99,7 +99,7 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
-    """Raise what is wrong with the first wrong argument, in one line."""
+    """Raise ConfigError for the first wrong argument, in one line."""
     position, texts = 0, ""
     while position < len(arguments):
         typed, has_value, value = arguments[position].partition("=")

@@ -1,4 +1,4 @@
-"""`quintic plan`: what a training run would be: sizes, length, rates, memory, and what the optimizer does."""
+"""`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
         unit = "parameter " if parameters == 1 else "parameters"
         more = f" (+{len(group['params']) - 1})" if len(group["params"]) > 1 else ""
         line = f"{group['name']:16} {group['algorithm']:6} lr {group['lr']:<8.5g} {parameters:>12,} {unit}  "
-        # What is left of the line, but enough to tell one parameter from another.
+        # The rest of the line, but enough to tell one parameter from another.
         room = max(12, shutil.get_terminal_size((160, 24)).columns - len(line) - len(more))
         print(f"{line}{shortened(group['param_names'][0], room)}{more}")
     print(f"\n{optimizer.plan()}")
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
 
 
 def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
-    """Return the size of the vocabulary that a run on this text would have, and in words where it is from.
+    """Return the size of the vocabulary that a run on this text would have, and its origin in words.
 
     Nothing is downloaded or prepared: without a tokenizer file or prepared text the size is an assumption, and said
     to be one.
@@ -99,13 +99,13 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
 
 
 def training_memory(model: GPT, optimizer: Muon, *, rows: int, on_gpu: bool, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes that training takes on one device, by what for.
+    """Return the bytes that training takes on one device, by purpose.
 
     Args:
         model: on any device, the meta device too.
         optimizer: of its parameters.
         rows: rows of `seq_len` tokens that go through the model at once.
-        on_gpu: whether to count what only a GPU keeps.
+        on_gpu: count the chunks of logits that only a GPU keeps.
         compiled: whether the model will be compiled, and keep less.
 
     Returns:

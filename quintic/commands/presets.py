@@ -63,7 +63,7 @@ def preset_of_machine(device: str | None, *, guess: bool) -> str:
 
     Args:
         device: value of `--device`, if given.
-        guess: do without PyTorch, which takes seconds to import: what a help text shows as defaults may be wrong.
+        guess: do without PyTorch, which takes seconds to import: defaults in a help text may be wrong.
     """
     if device == "cpu":
         return "cpu"
@@ -78,7 +78,7 @@ def preset_of_machine(device: str | None, *, guess: bool) -> str:
 
 
 def _is_torch_for_gpus() -> bool:
-    """Whether the PyTorch that would be imported was built with CUDA or ROCm; True where that cannot be told."""
+    """Return whether PyTorch's files, read without importing it, are for CUDA or ROCm; True where they do not say."""
     try:
         spec = importlib.util.find_spec("torch")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Text for several commands: prepared, with its checksums compared, and people told what takes long."""
+"""Text for several commands: prepared, with its checksums compared, and with messages about long work."""
 
 from quintic.data.dataset import Dataset
 from quintic.data.shards import prepare
