@@ -166,9 +166,9 @@ class Dataset:
         except OSError as error:
             raise DataError(f"{manifest_path}: cannot be read ({error.strerror or error})") from error
         if not isinstance(manifest, dict) or manifest.get("version") != FORMAT_VERSION:
-            found = manifest.get("version") if isinstance(manifest, dict) else None
+            version = manifest.get("version") if isinstance(manifest, dict) else None
             raise DataError(
-                f"{manifest_path}: format version {found}, this program reads {FORMAT_VERSION}; prepare again"
+                f"{manifest_path}: format version {version}, this program reads {FORMAT_VERSION}; prepare again"
             )
         return cls(folder, manifest)
 
@@ -244,7 +244,7 @@ class Dataset:
             for name, split in self._splits.items()
             for number, fields in enumerate(self.manifest["splits"][name]["shards"])
         ]
-        # Taken before reading: what changes meanwhile is read again the next time.
+        # Taken before reading: files that change meanwhile are read again the next time.
         states = {fields["file"]: self._state(fields) for _, _, fields in shards}
         due = [shard for shard in shards if not once or known.get(shard[2]["file"]) != states[shard[2]["file"]]]
         unread = {fields["file"] for _, _, fields in due}
@@ -280,7 +280,7 @@ class Dataset:
             raise DataError(f"{path.with_suffix('.idx')}: damaged, not the starts of documents; {mend}")
 
     def _state(self, fields: dict[str, Any]) -> list[Any]:
-        """Return sizes and times of a shard's files, and what they are compared with: remembered while unchanged."""
+        """Return sizes and times of a shard's files, and its checksum and bounds: remembered while unchanged."""
         path = self.path / fields["file"]
         try:
             stats = [path.stat(), path.with_suffix(".idx").stat()]
@@ -324,8 +324,8 @@ def checksum(path: Path) -> str:
 
 def _check_size(path: Path, expected: int, repair: str) -> None:
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: missing; run again: {repair}") from error
-    if found != expected:
-        raise DataError(f"{path}: damaged, {found} bytes instead of {expected}; run again: {repair}")
+    if size != expected:
+        raise DataError(f"{path}: damaged, {size} bytes instead of {expected}; run again: {repair}")

@@ -2,8 +2,8 @@
 
 A text file (`.txt`, `.md`, `.rst`) is one document, or one per 64 MiB where it is larger, so that a file of any size
 can be read; JSON lines give one document per line (field `text`), Parquet one per row (column `text`).
-`split_document` cuts what is too long for one document. Which files make up a source, and in which order, is decided
-in `quintic.data.sources`.
+`split_document` cuts text that is too long for one document. `quintic.data.sources` decides which files make up a
+source, and in which order.
 """
 
 import io
@@ -37,14 +37,14 @@ MAX_DOCUMENT_BYTES = 64 * 1024
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_LINE_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
-# What is decompressed at once: a small file can hold gigabytes of one character. Four bytes of Zstandard can stand for
+# Bytes decompressed at once: a small file can hold gigabytes of one character. Four bytes of Zstandard can stand for
 # 128 KiB, one of gzip for about 1 KiB, so either way a piece becomes 64 MiB at most.
 _ZSTD_PIECE_BYTES = 2 << 10
 _GZIP_PIECE_BYTES = 64 << 10
 
 
 class _Decompressor(Protocol):
-    """What `zlib` and `zstandard` decompression objects have in common."""
+    """The methods that decompression objects of `zlib` and `zstandard` share."""
 
     @property
     def eof(self) -> bool: ...
@@ -56,12 +56,12 @@ class _Decompressor(Protocol):
 
 
 def is_supported(name: str) -> bool:
-    """Whether a file of this name can be read, judged by its ending (upper or lower case)."""
+    """Return whether a file of this name can be read, judged by its ending (upper or lower case)."""
     return name.lower().endswith(SUPPORTED_ENDINGS)
 
 
 def stored_as_text(name: str) -> bool:
-    """Whether a file's size on disk is the size of its text, as it is for uncompressed plain text."""
+    """Return whether a file's size on disk is the size of its text, as it is for uncompressed plain text."""
     return name.lower().endswith(TEXT_ENDINGS)
 
 
@@ -125,7 +125,7 @@ def split_document(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[str]:
 
 
 def _cut(data: bytes | bytearray, start: int, max_bytes: int) -> int:
-    """Return where to end a piece of UTF-8 that begins at `start`; there are more than `max_bytes` after it."""
+    """Return the end of a piece of UTF-8 that begins at `start`; more than `max_bytes` bytes follow there."""
     end = data.rfind(b"\n", start, start + max_bytes) + 1
     if end > start:
         return end
@@ -164,8 +164,8 @@ def _jsonl_text(line: str, place: str) -> str:
         raise DataError(f"{place}: not a JSON object ({error}); expected one object per line") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        found = f"keys {', '.join(map(str, record)) or 'none'}" if isinstance(record, dict) else "no object"
-        raise DataError(f"{place}: no string field 'text' ({found}); rename the field that holds the text")
+        given = f"keys {', '.join(map(str, record)) or 'none'}" if isinstance(record, dict) else "no object"
+        raise DataError(f"{place}: no string field 'text' ({given}); rename the field that holds the text")
     return _without_surrogates(text)
 
 
@@ -211,7 +211,7 @@ def _without_surrogates(text: str) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, line ends included, without holding more than one line and one block."""
-    parts: list[bytes] = []  # of a line: a list, so that one of many blocks is joined once
+    parts: list[bytes] = []  # the line so far; a list, so that a line of many blocks is joined once
     held = 0  # bytes in them
     for block in _blocks(path):
         for part in io.BytesIO(block):  # unlike `splitlines` only at b"\n"

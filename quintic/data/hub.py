@@ -100,7 +100,7 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
-        found = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True)
+        info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True)
     # Without an answer, the exceptions come from the client's HTTP library, which differs between its versions.
     except Exception as error:
         if _is_refusal(error):
@@ -109,11 +109,11 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
         if listing is None:
             raise DataError(f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}") from error
         return listing
-    card: dict[str, Any] = found.card_data.to_dict() if found.card_data is not None else {}
+    card: dict[str, Any] = info.card_data.to_dict() if info.card_data is not None else {}
     listing = {
         "repo": repo,
-        "revision": found.sha,
-        "files": {file.rfilename: file.size or 0 for file in found.siblings or []},
+        "revision": info.sha,
+        "files": {file.rfilename: file.size or 0 for file in info.siblings or []},
         "configs": [entry for entry in card.get("configs") or [] if isinstance(entry, dict)],
     }
     try:
@@ -182,7 +182,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the Hub answered that it will not, rather than failing to answer."""
+    """Return whether the Hub refused, rather than failing to answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):

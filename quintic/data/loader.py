@@ -75,9 +75,9 @@ class Batch:
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """Return a device, the current one for "cuda": which one is current is a property of the thread."""
-    found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+    """Return a device with its number, for "cuda" that of the current one, which depends on the thread."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 class Loader(Iterator[Batch]):
@@ -179,7 +179,7 @@ class Loader(Iterator[Batch]):
         return self._position.cropped / max(1, self._position.served + self._position.cropped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, fit for JSON, what comes after the last batch that was returned; batches made ahead do not count."""
+        """Return the place behind the last batch returned, fit for JSON; batches made ahead do not count."""
         return {**self._identity, "position": self._position.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

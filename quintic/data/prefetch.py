@@ -10,12 +10,12 @@ __all__ = ["Prefetcher"]
 
 T = TypeVar("T")
 
-# How long a waiting thread takes at most to notice that it is no longer wanted.
+# Longest time in which a waiting thread notices that it is no longer wanted.
 _POLL_SECONDS = 0.05
 
 
 class Prefetcher(Generic[T]):
-    """Calls a function ahead of time; `get` returns the results one by one, or raises what the function raised."""
+    """Calls a function ahead of time; `get` returns the results one by one, or raises the function's exception."""
 
     def __init__(self, produce: Callable[[], T], depth: int) -> None:
         """Start the thread.

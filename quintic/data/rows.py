@@ -109,7 +109,7 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPosition:
-    """What comes after a row, and the counts so far.
+    """The place behind a row, and the counts so far.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -199,7 +199,7 @@ class RowStream:
         self._served, self._cropped = position.served, position.cropped
 
     def position(self) -> RowPosition:
-        """Describe what comes next."""
+        """Return the place of the next row."""
         return RowPosition(
             epoch=self._epoch,
             next_place=self._next_place,

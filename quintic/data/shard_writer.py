@@ -93,7 +93,7 @@ class ShardWriter:
         self._offsets, self._num_bytes, self._crc = [0], 0, 0
 
     def abandon(self) -> None:
-        """Close the file without finishing its shard; what is on disk stays as the last checkpoint says."""
+        """Close the file without finishing its shard; the disk keeps the state of the last checkpoint."""
         if self._file is not None:
             # A full disk can make the flush inside close fail; the file is given up anyway.
             with suppress(OSError):
@@ -112,7 +112,7 @@ class ShardWriter:
         return {"closed": list(self._closed), "open": self._counts() if self._file is not None else None}
 
     def resume(self, description: dict[str, Any]) -> bool:
-        """Go on from a checkpoint: finished shards stay, the open one is cut back to what was durable.
+        """Go on from a checkpoint: finished shards stay, the open one is cut back to its durable length.
 
         Returns:
             Whether the files still are what the checkpoint describes; if not, nothing may be kept.

@@ -205,7 +205,7 @@ def _prepare(plan: _Plan) -> None:
 
 
 def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
-    """Estimate the dataset's size from what the text so far took; as much as the text before there is any."""
+    """Estimate the dataset's size from the share of the text done so far; at first the size of the text."""
     return max(used, used * text_total // text_done) if text_done else text_total
 
 
@@ -248,7 +248,7 @@ class _Tokenization:
         self._checkpoint()
 
     def resume(self, state: dict[str, Any]) -> bool:
-        """Take up a stopped preparation; False when what is on disk does not allow it."""
+        """Take up a stopped preparation; False when the files on disk do not allow it."""
         try:
             tokenizer = Tokenizer.load(self._plan.folder / TOKENIZER_NAME)
             if tokenizer.fingerprint() != state["tokenizer"]:

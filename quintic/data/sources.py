@@ -109,8 +109,8 @@ def _python_source(root: Path) -> Source:
     """
     files: list[str] = []
     if root.is_dir():
-        found = _visible_files(root, _LEFT_OUT_FOLDERS)
-        files = [path.relative_to(root).as_posix() for path in found if path.suffix == ".py"]
+        visible = _visible_files(root, _LEFT_OUT_FOLDERS)
+        files = [path.relative_to(root).as_posix() for path in visible if path.suffix == ".py"]
     # A zipped or stripped installation keeps a few build files in the folder but not the modules themselves.
     if not {"os.py", "functools.py"} <= set(files):
         raise DataError(
@@ -160,7 +160,7 @@ def _source_text(path: Path) -> str | None:
 
 
 def _is_table(text: str) -> bool:
-    """Whether nearly every line begins with a number or a string: character maps, entity lists, build settings."""
+    """Return whether nearly every line begins with a number or a string: character maps, entity lists, settings."""
     lines = [line for line in text.splitlines() if line.strip()]
     literal = sum(1 for line in lines if _LITERAL_LINE.match(line))
     return literal > _TABLE_FRACTION * len(lines)

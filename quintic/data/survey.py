@@ -1,4 +1,4 @@
-"""Which side a document is on, and a first look at a source: where the bound lies, and text for the tokenizer.
+"""The split into training and validation text, and a first look at a source: threshold, and text for the tokenizer.
 
 The rules are stated in `quintic.data.shards`, which uses them.
 """
@@ -18,7 +18,7 @@ _HASH_RANGE = 1 << 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What a first look found.
+    """The result of a first look at a source.
 
     Attributes:
         texts: training text for the tokenizer.
@@ -61,7 +61,7 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
             break
         cut = [(text_hash(piece.encode()), piece) for piece in split_document(text)]
         size = len(text.encode())
-        # Of a document that is too much for the sample, pieces at even distances.
+        # Pieces at even distances, if the document is too much for the sample.
         chosen = cut[:: -(-size // (sample_bytes - sampled))]
         hashes += [value for value, _ in cut]
         pieces += chosen

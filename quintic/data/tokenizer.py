@@ -208,7 +208,7 @@ class Tokenizer:
         return b"".join(pieces)
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Return how many UTF-8 bytes each token stands for: (vocab_size,) int32, 0 for special tokens."""
+        """Return the number of UTF-8 bytes of each token: (vocab_size,) int32, 0 for special tokens."""
         return np.array([len(token) for token in self._bytes], dtype=np.int32)
 
     def fingerprint(self) -> str:
@@ -218,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def definition(self) -> str:
-        """The content of a `tokenizer.json`: what `save` writes and the constructor takes."""
+        """The content of a `tokenizer.json`, as `save` writes and the constructor takes it."""
         return str(self._backend.to_str())
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Two reference figures for bits per byte, from methods that everybody can check.
+"""Two reference figures for bits per byte, from methods that are easy to check.
 
-Here: what a general-purpose compressor (``xz -9``) and a byte-bigram model need for each byte of the validation text.
-They give a reader who has no feeling for bits per byte a ruler: a language model that needs fewer bits than ``xz`` has
+Here: the bits per byte of a general-purpose compressor (``xz -9``) and a byte-bigram model on the validation text. They
+give a reader who has no feeling for bits per byte a ruler: a language model that needs fewer bits than ``xz`` has
 learnt something that a compressor cannot see. Not here: the bits per byte of a trained model.
 """
 
@@ -17,7 +17,7 @@ from quintic.errors import DataError
 __all__ = ["BIGRAM_PRIOR_BYTES", "compression_baselines"]
 
 BIGRAM_PRIOR_BYTES = 64.0
-"""How many bytes of evidence the unigram counts for in each context of the bigram model (see below)."""
+"""Weight of the unigram in each context of the bigram model, in bytes of evidence (see below)."""
 
 # Bytes counted at once: bincount widens its input to 8 bytes per element, so this bounds the workspace to some 16 MB.
 _CHUNK_BYTES = 1 << 20
@@ -26,8 +26,8 @@ _CHUNK_BYTES = 1 << 20
 def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> dict[str, float]:
     """Measure ``xz -9`` and a byte-bigram model on the validation text.
 
-    ``xz`` compresses the validation text alone (it has no training phase); what it needs for a byte therefore falls a
-    little as the text gets longer. The bigram model is trained on ``train_text`` alone and predicts each validation
+    ``xz`` compresses the validation text alone (it has no training phase); its bits per byte therefore fall a little as
+    the text gets longer. The bigram model is trained on ``train_text`` alone and predicts each validation
     byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram as prior:
 
         p(b)     = (c(b) + 1) / (c + 256)

@@ -1,4 +1,4 @@
-"""CORE: how well a model answers in-context tasks, as accuracy centred on that of chance (DCLM, arXiv 2406.11794).
+"""CORE: a model's accuracy in in-context tasks, centred on that of chance (DCLM, arXiv 2406.11794).
 
 Multiple choice and schema: the answer with the lowest mean loss per token is the model's. Language modelling: every
 token of the answer must be the likeliest. A task's accuracy a becomes (a - b) / (1 - b) with the accuracy b of chance;
@@ -85,7 +85,7 @@ class CoreScore:
 
     @property
     def name(self) -> str:
-        """Title of the mean: CORE if no task is missing, else how many tasks it is over."""
+        """Title of the mean: CORE if no task is missing, else with the number of tasks."""
         return "CORE" if not self.missing else f"mean over {len(self.tasks)} of the {len(CORE_TASKS)} tasks of CORE"
 
 
@@ -163,7 +163,7 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
 
 
 def core_lines(result: CoreScore) -> list[str]:
-    """Return a result as lines for people: a row per task, what is missing, and CORE last."""
+    """Return a result as lines for people: a row per task, the missing tasks, and CORE last."""
     lines = [f"{'task':<34}{'items':>6}{'accuracy':>10}{'centred':>9}"]
     lines += [
         f"{task.label:<34}{task.num_items:>6,}{task.accuracy:>10.4f}{task.centred:>9.4f}" for task in result.tasks
@@ -238,7 +238,7 @@ def _ask(
     targets = torch.cat([torch.tensor(one.tokens[one.start :]) for one in asked]).to(device)
     spans = [(row * length + one.start - 1, len(one.tokens) - one.start) for row, one in enumerate(asked)]
     positions = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(device)
-    # One document per row: what fills it up comes last, where nothing that counts sees it.
+    # One document per row: padding comes last, where no token of a candidate sees it.
     starts = torch.arange(0, inputs.numel() + 1, length, dtype=torch.int32, device=device)
     inputs = inputs.to(device)
     logits_NV = model(inputs, document_starts=starts, positions=positions)

@@ -1,4 +1,4 @@
-"""How an item of a CORE task becomes tokens, and which of them are its answer: the rules of nanochat's `core_eval`."""
+"""An item of a CORE task as tokens, with the place of its answer: the rules of nanochat's `core_eval`."""
 
 import random
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from quintic.eval.core_tasks import CoreTask, Item
 
 __all__ = ["Candidate", "candidates", "num_candidates", "prompts"]
 
-# With the number of the item: which others are its examples.
+# Plus the number of an item: the seed that draws its examples.
 _SHOT_SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A possible answer behind what was asked.
+    """A question with a possible answer behind it.
 
     Attributes:
         tokens: all of it, `bos_id` first.
@@ -29,7 +29,7 @@ class Candidate:
 
 
 def num_candidates(item: Item) -> int:
-    """Return how many candidates an item has, without making them."""
+    """Return the number of an item's candidates, without making them."""
     return len(item.get("choices") or item.get("context_options") or [""])
 
 
@@ -56,9 +56,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates of item `index`, one for language modelling.
 
-    The answer is what differs: for multiple choice everything behind the tokens with which all choices begin, for a
-    schema everything with which all of them end, for language modelling what follows on the question's tokens. It has
-    at least one token. A candidate with more than `max_tokens` tokens loses the oldest, but keeps `bos_id`.
+    The answer is, for multiple choice, everything behind the tokens with which all choices begin; for a schema,
+    everything with which all of them end; for language modelling, the tokens behind the question's. It has at least one
+    token. A candidate with more than `max_tokens` tokens loses the oldest, but keeps `bos_id`.
     """
     rows = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(prompts(task, items, index))]
     if task.kind == "schema":

@@ -1,4 +1,4 @@
-"""The in-context tasks of the CORE metric of DCLM (arXiv 2406.11794): what they are, and reading them from a folder.
+"""The in-context tasks of the CORE metric of DCLM (arXiv 2406.11794): their table, and reading them from a folder.
 
 Two layouts of a folder are read:
 
@@ -34,18 +34,18 @@ _KINDS: dict[str, TaskKind] = {
     "schema": "schema",
     "language_modeling": "language_modeling",
 }
-# Which items are taken where there are more than wanted: those of nanochat.
+# Where there are more items than wanted, it chooses those of nanochat.
 _SHUFFLE_SEED = 1337
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreTask:
-    """What is asked, and how.
+    """A task, and the form of its questions.
 
     Attributes:
         label: its name.
         file: its file, as a path below the folder of the data.
-        kind: what an item is, see the module.
+        kind: the form of its items, see the module.
         num_shots: solved items before the one that is asked.
         baseline: the accuracy of chance, at least 0 and below 1; accuracies are centred on it.
         delimiter: text between a question and its answer.
@@ -116,7 +116,7 @@ class CoreSuite:
     missing: tuple[str, ...]
 
     def chosen(self, number: int, max_items: int | None) -> tuple[list[Item], int]:
-        """Return a task's items in the order in which they are asked, and how many of them are.
+        """Return a task's items in the order in which they are asked, and the number of those asked.
 
         Where there are more than `max_items`, a fixed random choice is asked; the others serve as examples only if
         those asked are too few for that.
@@ -131,7 +131,7 @@ def load_core(folder: str | Path) -> CoreSuite:
     """Read the tasks that are in a folder, in either layout.
 
     Raises:
-        DataError: the folder holds no task, or a file has something else than items of its task; the message names it.
+        DataError: the folder holds no task, or a file has a line that is no item of its task; the message names it.
     """
     folder = Path(folder)
     if (folder / "core.yaml").is_file():
@@ -205,7 +205,7 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def _wrong(item: Any, kind: TaskKind) -> str | None:
-    """Say what an item lacks."""
+    """Describe the first mistake in an item; None for a good one."""
     if not isinstance(item, dict):
         return "not a JSON object"
     texts, choices = {

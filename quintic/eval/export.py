@@ -21,7 +21,7 @@ __all__ = ["export_hf"]
 
 _CODE = Path(__file__).with_name("modeling_quintic.py")
 
-# What the exported code knows of a configuration; what it does not know must have its default.
+# The fields of a configuration that the exported code knows; all others must have their defaults.
 _KNOWN = frozenset(
     {
         "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",

@@ -20,16 +20,16 @@ GENERAL_PROMPTS = (
     "My favorite color is",
     "If 5*x + 3 = 13, then x is",
 )
-"""Beginnings, those of nanochat, whose likeliest continuations show what a model of general text knows."""
+"""Prompts, those of nanochat, whose likeliest continuations show the knowledge of a model of general text."""
 
-_SEEDS = 2**63  # what PyTorch's generators take
+_SEEDS = 2**63  # PyTorch's generators take smaller ones
 _ROWS = 32  # prompts that are continued together
 
 
 def default_prompts(data: str) -> tuple[str, ...]:
     """Return prompts that suit a data source, `--data` of a run.
 
-    The empty one starts a document: what a small model writes of its own accord looks like the texts that it has read.
+    The empty one starts a document: the free text of a small model looks like the texts that it has read.
     None ends in a space: the tokenizer attaches a space to the word after it, so the model has hardly seen one alone.
     """
     if data.startswith("hf:"):
@@ -192,6 +192,6 @@ def _draw(
     probabilities = (logits / temperature).softmax(dim=-1)
     if top_p is not None:
         sorted_, order = probabilities.sort(descending=True)
-        likelier = sorted_.double().cumsum(dim=-1) - sorted_  # of all before each
+        likelier = sorted_.double().cumsum(dim=-1) - sorted_  # total probability of all tokens before each
         probabilities[order[likelier >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""Reference scores: what simple methods need for exactly the text that a model is scored on."""
+"""Reference scores: bits per byte of simple methods on exactly the text that a model is scored on."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, fl
     """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
 
     Args:
-        dataset: what the model was trained on; the bigram model is trained on the same.
+        dataset: the model's training text; the bigram model is trained on the same.
         batches: made with the tokenizer of `dataset`.
 
     Returns:

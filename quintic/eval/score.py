@@ -1,4 +1,4 @@
-"""What a model scores: bits per byte of text, with its standard error over documents.
+"""The score of a model: bits per byte of text, with its standard error over documents.
 
 A loss in nats per token depends on the tokenizer; divided by the bytes those tokens stand for it does not, so models
 with different vocabularies can be compared with each other and with a file compressor.
@@ -49,10 +49,10 @@ def document_sums(
     *,
     num_documents: int = 0,
 ) -> Tensor:
-    """Return what each document adds to a score: (D, 3) float64, its nats, bytes and tokens.
+    """Return the nats, bytes and tokens of each document: (D, 3) float64.
 
-    Without communication of its own. Ranks that score different batches of one text add up what they get here and
-    give the sum to `score_from_sums`; for that all of them pass the same `num_documents`.
+    Without communication of its own. Ranks that score different batches of one text add up their sums and give the
+    total to `score_from_sums`; for that all of them pass the same `num_documents`.
 
     Args:
         model: called as `model(inputs, targets, document_starts=..., reduction="none")` for (B, T) losses in nats.
@@ -72,7 +72,7 @@ def document_sums(
         losses = model(inputs, targets, document_starts=batch.document_starts.to(device), reduction="none")
         target_bytes = lengths[targets]
         counted = target_bytes > 0
-        # Double precision: the sum does not depend on how many batches there are.
+        # Double precision: the sum does not depend on the number of batches.
         added = torch.stack([losses.double().where(counted, 0.0), target_bytes.double(), counted.double()], dim=-1)
         sums.index_add_(0, documents.to(device).flatten(), added.flatten(0, 1))
     return sums

@@ -23,8 +23,8 @@ def text_batches(
 ) -> Iterator[Batch]:
     """Yield batches in which each token of each document is a target exactly once.
 
-    A document longer than a row continues in other rows, each behind a `bos_id` of its own, as in training. What is
-    left of a row is filled with `bos_id`, which stands for no bytes and so does not count.
+    A document longer than a row continues in other rows, each behind a `bos_id` of its own, as in training. The rest of
+    a row is filled with `bos_id`, which stands for no bytes and so does not count.
 
     Args:
         documents: the tokens of each, without `bos_id`.
