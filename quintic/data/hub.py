@@ -21,7 +21,7 @@ __all__ = ["download", "open_hub"]
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
-def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_files: int | None = None) -> Source:
+def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None) -> Source:
     """Open a data set of the Hub; asks for its list of files, downloads none.
 
     Args:
@@ -30,7 +30,6 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_fil
             used, else every file. Where files say which split they are of, only training files are taken.
         cache_dir: where the list and the files are kept.
         endpoint: address of the Hub; the client's own when None.
-        max_files: use only the first so many files; all when None.
 
     Raises:
         DataError: the spec is malformed, the data set does not exist or may not be read, it has no usable file, or
@@ -43,7 +42,7 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None, max_fil
     listing = _listing(repo, cache_dir=cache_dir, endpoint=endpoint)
     revision = str(listing["revision"])
     sizes: dict[str, int] = listing["files"]
-    names = _select(sorted(sizes), config, listing["configs"], spec)[:max_files]
+    names = _select(sorted(sizes), config, listing["configs"], spec)
 
     def part(name: str) -> SourceFile:
         def read() -> Iterator[str]:

@@ -236,48 +236,33 @@ def validation_rows(
     rows: int,
     seq_len: int,
     max_tokens: int | None = None,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> list[Batch]:
     """Return one pass over the validation split in stored order, packed as for training.
 
-    Every rank gets the same number of batches (rank r the batches r, r + world_size, ...), because a sharded model
-    runs collectives per batch; the last few that do not go round, and an incomplete batch, are left out. The set
-    is the same for any `world_size` that divides the number of batches.
+    An incomplete batch at the end is left out.
 
     Args:
         dataset: the prepared text.
         rows: B, rows per batch.
         seq_len: T, inputs per row.
-        max_tokens: at most so many inputs over all ranks, rounded down to batches, but one batch per rank; all text
-            when None.
-        rank: this process among those that share the work.
-        world_size: number of those processes.
+        max_tokens: at most so many inputs, rounded down to batches, but one batch at least; all text when None.
 
     Returns:
         At least one batch, on the CPU.
 
     Raises:
-        DataError: a number is out of range, or there is too little text for one batch on every rank.
+        DataError: a number is out of range, or there is too little text for one batch.
     """
-    _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
+    _check_sizes(rows=rows, seq_len=seq_len, rank=0, world_size=1)
     table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1, split_long=True)
-    wanted = None if max_tokens is None else max(world_size, max_tokens // (rows * seq_len))
-    stream = RowStream(
-        table,
-        seed=0,
-        shuffle=False,
-        buffer_documents=_VALIDATION_BUFFER,
-        max_epochs=1,
-    )
+    wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
+    stream = RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
     blocks: list[PackedRows] = []
     while (wanted is None or len(blocks) < wanted) and (block := stream.next_rows(rows)) is not None:
         blocks.append(block)
-    count = len(blocks) // world_size * world_size
-    if count == 0:
-        needed = rows * (seq_len + 1) * world_size
-        raise _too_little_text("val", table.num_tokens, rows, seq_len, world_size, needed)
-    return [_to_batch(block, dataset, numbered=True) for block in blocks[rank:count:world_size]]
+    if not blocks:
+        raise _too_little_text("val", table.num_tokens, rows, seq_len, 1, rows * (seq_len + 1))
+    return [_to_batch(block, dataset, numbered=True) for block in blocks]
 
 
 def _next_batch(

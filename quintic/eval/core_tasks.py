@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from quintic.errors import DataError
 
@@ -29,11 +29,7 @@ __all__ = ["CORE_TASKS", "CoreSuite", "CoreTask", "load_core"]
 TaskKind = Literal["multiple_choice", "schema", "language_modeling"]
 Item = Mapping[str, Any]
 
-_KINDS: dict[str, TaskKind] = {
-    "multiple_choice": "multiple_choice",
-    "schema": "schema",
-    "language_modeling": "language_modeling",
-}
+_KINDS: dict[str, TaskKind] = {kind: kind for kind in get_args(TaskKind)}
 # Where there are more items than wanted, it chooses those of nanochat.
 _SHUFFLE_SEED = 1337
 

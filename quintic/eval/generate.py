@@ -1,7 +1,7 @@
 """Sampling: text from a trained model, one token at a time for several prompts at once, with a key/value cache."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
 
-__all__ = ["GENERAL_PROMPTS", "default_prompts", "generate", "generate_batch", "sample_text"]
+__all__ = ["GENERAL_PROMPTS", "default_prompts", "generate_batch", "sample_text"]
 
 GENERAL_PROMPTS = (
     "The capital of France is",
@@ -46,7 +46,6 @@ def generate_batch(
     temperature: float = 0.8,
     top_k: int | None = 50,
     top_p: float | None = None,
-    stop: Collection[int] = (),
     seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return up to `max_tokens` tokens that continue each prompt; a row ends early where the model starts a document.
@@ -61,7 +60,6 @@ def generate_batch(
         top_k: draw only from this many likeliest tokens; None for no limit.
         top_p: draw only from the smallest set of likeliest tokens with at least this total probability, after
             `top_k` (nucleus sampling); None for no limit.
-        stop: tokens that end a row besides `bos_id`; they are not returned.
         seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
 
     Raises:
@@ -93,43 +91,14 @@ def generate_batch(
             tokens = logits_BV.argmax(dim=-1).tolist()
         else:
             for row in running:
-                tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, generators[row], top_p)
-        running = {row for row in running if tokens[row] != bos_id and tokens[row] not in stop}
+                tokens[row] = _draw(logits_BV[row].float().cpu(), temperature, top_k, top_p, generators[row])
+        running = {row for row in running if tokens[row] != bos_id}
         for row in running:
             made[row].append(tokens[row])
         running = {row for row in running if len(made[row]) < max_tokens}
         if not running:
             return made
         logits_BV = model(torch.tensor(tokens, device=device).unsqueeze(1), cache=cache)[:, -1]
-
-
-def generate(
-    model: GPT,
-    prompt: list[int],
-    *,
-    max_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
-    stop: Collection[int] = (),
-    seed: int = 0,
-) -> list[int]:
-    """Return up to `max_tokens` tokens that continue a prompt: `generate_batch` for one row.
-
-    Raises:
-        ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
-    """
-    (made,) = generate_batch(
-        model,
-        [prompt],
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        seeds=[seed],
-    )
-    return made
 
 
 def sample_text(
@@ -184,7 +153,7 @@ def _check_seed(seed: int) -> None:
 
 
 def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float | None = None
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
     if top_k is not None and top_k < logits.numel():
         floor = logits.topk(top_k).values[-1]

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
@@ -193,20 +193,19 @@ class WandbTracker:
         project: the project that the run appears under.
         name: the name of the run.
         folder: where the package keeps its own files.
-        run_id: identifies the run; give the same one again to continue it after a resume.
+        run_id: identifies the run; the same one again continues it after a resume.
 
     Raises:
         ConfigError: if the package ``wandb`` is not installed, or cannot start the run.
     """
 
-    def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str | None = None) -> None:
+    def __init__(self, project: str, *, name: str, folder: str | Path, run_id: str) -> None:
         try:
             import wandb
         except ImportError as error:
             raise missing_package("wandb") from error
-        resume: Literal["allow"] | None = None if run_id is None else "allow"
         try:
-            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume=resume)
+            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=run_id, resume="allow")
         except Exception as error:  # an account, the network or the project's name: the package says which
             raise ConfigError(
                 f"--wandb {project}: {error}; log in, set WANDB_MODE=offline, or leave --wandb out"

@@ -62,12 +62,6 @@ def test_reading_on_from_a_cursor_skips_the_files_before(hub: Hub, tmp_path: Pat
     assert hub.downloads == ["1.jsonl", "2.jsonl"]
 
 
-def test_a_limit_takes_the_first_files(hub: Hub, tmp_path: Path) -> None:
-    hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([str(index)]) for index in range(3)}
-    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint, max_files=2)
-    assert list(source.documents()) == ["0", "1"]
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

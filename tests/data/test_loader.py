@@ -370,17 +370,10 @@ print("end")
     assert (run.stdout, run.stderr) == ("end\n", "")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation_batches_are_fixed_and_divided(dataset: Dataset, world_size: int) -> None:
-    whole = validation_rows(dataset, rows=2, seq_len=32)
-    count = len(whole) // world_size * world_size
+def test_validation_batches_are_fixed(dataset: Dataset) -> None:
+    whole, again = (validation_rows(dataset, rows=2, seq_len=32) for _ in range(2))
     assert sum(batch.inputs.numel() for batch in whole) > 0.9 * dataset.split("val").num_tokens
-    ranks = [
-        validation_rows(dataset, rows=2, seq_len=32, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
-    assert [len(batches) for batches in ranks] == [count // world_size] * world_size
-    for index in range(count):
-        assert equal(ranks[index % world_size][index // world_size], whole[index])
+    assert all(equal(*pair) for pair in zip(whole, again, strict=True))
 
 
 def test_validation_batches_name_the_document_of_each_input(dataset: Dataset) -> None:
@@ -407,7 +400,6 @@ def test_validation_is_limited(dataset: Dataset) -> None:
         batches = validation_rows(dataset, rows=2, seq_len=32, max_tokens=max_tokens)
         assert len(batches) == expected
         assert all(equal(*pair) for pair in zip(batches, whole, strict=False))
-    assert len(validation_rows(dataset, rows=2, seq_len=32, max_tokens=1, rank=1, world_size=2)) == 1
 
 
 def test_too_little_validation_text(dataset: Dataset) -> None:
@@ -416,8 +408,6 @@ def test_too_little_validation_text(dataset: Dataset) -> None:
         match=r"too little text for one batch: the val split has .* or raise --val-frac",
     ):
         validation_rows(dataset, rows=1000, seq_len=1000)
-    with pytest.raises(DataError, match="rank is 2"):
-        validation_rows(dataset, rows=1, seq_len=8, rank=2, world_size=2)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import model_of
+from test_generate import generate, model_of
 
 from quintic.data.dataset import Dataset
 from quintic.eval.export import export_hf
-from quintic.eval.generate import generate
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports

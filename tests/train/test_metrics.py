@@ -284,7 +284,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
     with pytest.raises(ConfigError, match=r"--tensorboard .* -m pip install .*tensorboard"):
         TensorBoardTracker(tmp_path)
     with pytest.raises(ConfigError, match=r"--wandb .* -m pip install .*wandb"):
-        WandbTracker("project", name="x", folder=tmp_path)
+        WandbTracker("project", name="x", folder=tmp_path, run_id="abc")
 
 
 def test_a_service_that_refuses_is_an_error_that_names_the_option(
@@ -295,7 +295,7 @@ def test_a_service_that_refuses_is_an_error_that_names_the_option(
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     with pytest.raises(ConfigError, match=r"--wandb project: no API key; log in, set WANDB_MODE=offline"):
-        WandbTracker("project", name="x", folder=tmp_path)
+        WandbTracker("project", name="x", folder=tmp_path, run_id="abc")
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(2, 0), (3, 1)])
