@@ -1,11 +1,14 @@
 """`comms="replicated"`: several dtypes in one group, missing gradients, and what a step that fails leaves behind."""
 
+from unittest import mock
+
 import pytest
 import torch
 from harness import DEVICE, run
 from torch import nn
 
 import quintic
+from quintic.optim.layout.packing import Packing
 
 DTYPES = {"first": torch.float32, "second": torch.bfloat16, "third": torch.float32, "fourth": torch.bfloat16}
 
@@ -119,3 +122,34 @@ def step_little(rank, world_size, comms):
 @pytest.mark.parametrize("comms", ["sharded", "replicated"])
 def test_ranks_that_own_nothing(comms):
     assert run(step_little, 3, comms, timeout=60) == [{"bias": True, "matrix": True}] * 3
+
+
+def count_copies(rank, world_size, numel):
+    """Return (entries packed, entries unpacked) in a step, and the parameter's gradient after it."""
+    param = nn.Parameter(torch.zeros(numel, device=DEVICE))
+    optimizer = optimizer_of({"vector": param}, comms="replicated")
+    param.grad = (torch.arange(numel) + 2.0 * rank).to(DEVICE)
+    counts = {"pack": 0, "unpack": 0}
+    pack, unpack = Packing.pack, Packing.unpack
+
+    def counting(name, original):
+        def copy(packing, *args):
+            counts[name] += sum(packing._sizes)
+            return original(packing, *args)
+
+        return copy
+
+    with (
+        mock.patch.object(Packing, "pack", counting("pack", pack)),
+        mock.patch.object(Packing, "unpack", counting("unpack", unpack)),
+    ):
+        optimizer.step()
+    return counts, param.grad.tolist()
+
+
+@pytest.mark.parametrize("numel", [256, 200, 50])
+def test_entries_are_packed_once_for_their_owner_and_put_back_once(numel):
+    """Whether ranks own equally many entries, the last one fewer than the first, or none."""
+    for counts, gradient in run(count_copies, 2, numel):
+        assert counts == {"pack": numel, "unpack": numel}
+        assert gradient == [place + 1.0 for place in range(numel)]

@@ -93,10 +93,13 @@ class Averaging:
 
         return lambda: mean_of_ranks(pending.wait().view(len(counts), own), self._kernels, out)
 
-    def start_giving(self, tensors: Sequence[Tensor], group: ProcessGroup) -> Callable[[], None]:
-        """Send what this rank owns to everybody; the function returned waits until the others' entries are there.
+    def start_giving(
+        self, tensors: Sequence[Tensor], group: ProcessGroup, own: Tensor | None = None
+    ) -> Callable[[], None]:
+        """Send this rank's entries to all ranks; the function returned waits until the others' entries are there.
 
-        All ranks must call it. What this rank owns is in the tensors.
+        All ranks must call it. `own`, (entries,), is put into the tensors and sent; without it, and where one tensor
+        travels from where it is, what the tensors have is sent.
         """
         num_ranks = len(self.counts)
         if self._is_direct:
@@ -106,9 +109,14 @@ class Averaging:
             else:
                 pending = start_broadcasts(whole, self.counts, group)
         else:
-            values = torch.empty(self.most, dtype=self._dtype, device=self._device)
-            self._of_own.pack(tensors, values)
-            pending = start_all_gather(values, num_ranks, group)
+            if own is None:
+                own = torch.empty(self.most, dtype=self._dtype, device=self._device)
+                self._of_own.pack(tensors, own)
+            else:
+                self._of_own.unpack(own, tensors)
+                if len(own) < self.most:
+                    own = torch.nn.functional.pad(own, (0, self.most - len(own)))
+            pending = start_all_gather(own, num_ranks, group)
 
         def finish() -> None:
             received = pending.wait()
@@ -123,10 +131,9 @@ class Averaging:
         wait_for_mean = self.start_mean(tensors, group, own)
         yield
         mean = wait_for_mean()
-        if own is None:
-            self._of_own.unpack(mean, tensors)
-        del wait_for_mean, mean  # and what was sent
-        wait_for_others = self.start_giving(tensors, group)
+        del wait_for_mean  # and what was sent
+        wait_for_others = self.start_giving(tensors, group, mean)
+        del mean
         yield
         wait_for_others()
 
