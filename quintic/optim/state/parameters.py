@@ -161,9 +161,10 @@ def share_parts(wholes: Sequence[tuple[Tensor, DividedState]], group: ProcessGro
     ranks = group_ranks(group)
     sizes = [sum(run.numel() for owner, run in runs if owner == position) for position in range(len(ranks))]
     start_broadcasts(rows, sizes, group).wait()
-    for (owner, run), received in zip(runs, rows.split([run.numel() for _, run in runs]), strict=True):
-        if ranks[owner] != this_rank():
-            run.copy_(received)
+    received = rows.split([run.numel() for _, run in runs])
+    of_others = [number for number, (owner, _) in enumerate(runs) if ranks[owner] != this_rank()]
+    if of_others:
+        torch._foreach_copy_([runs[number][1] for number in of_others], [received[number] for number in of_others])
 
 
 def all_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
