@@ -15,10 +15,13 @@ from test_qk_layouts import CASES, Layout, disagreements, optimizer_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import quintic
 from quintic import QKClip
 from quintic.optim.comms import collectives as collectives
+from quintic.optim.qk_clip.step import QKStep
 
 HIGH, LOW = 4 * THRESHOLD, THRESHOLD / 2
 
@@ -464,3 +467,59 @@ def send_again(rank, world_size, dtype, master, limit):
 )
 def test_scaled_weights_are_sent_once(dtype, master, limit):
     run(send_again, 2, dtype, master, limit)
+
+
+class Wide(nn.Module):
+    """A layer whose queries and keys are owned in parts: heads of a matrix, and rows of AdamW's."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({name: nn.Linear(256, 64, bias=False) for name in ("q_proj", "k_proj")})
+        self.to(DEVICE, torch.bfloat16)
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation allocates."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:
+                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+def measure_scaling(rank, world_size, master):
+    """Return the most bytes of a temporary tensor while weights are scaled."""
+    model = Wide()
+    groups = [
+        {"params": [("attn.q_proj.weight", model.attn["q_proj"].weight)], "view": quintic.Heads(8)},
+        {"params": [("attn.k_proj.weight", model.attn["k_proj"].weight)], "algorithm": "adamw"},
+    ]
+    clip = QKClip(threshold=THRESHOLD)
+    optimizer = quintic.Muon(groups, lr=0.0, adamw_lr=0.0, comms="sharded", master=master, qk_clip=clip)
+    expected = {name: param.detach().float() for name, param in model.named_parameters()}
+    largest, scale = Largest(), QKStep._scale
+
+    def measured(*args):
+        with largest:
+            scale(*args)
+
+    with mock.patch.object(QKStep, "_scale", measured):
+        optimizer.step(qk_logits=maxima(*[HIGH] * 4, *[LOW] * 4))
+    factors = torch.tensor([0.5, 1.0], device=DEVICE).repeat_interleave(32).unsqueeze(1)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.float(), expected[name] * factors), name
+    return largest.nbytes
+
+
+@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+def test_scaling_takes_no_more_than_a_part_of_a_weight(master):
+    """Of the keys each of two ranks owns a half, in float32 while it is scaled; of the queries single heads."""
+    for nbytes in run(measure_scaling, 2, master):
+        assert nbytes == 64 * 256 * 4 // 2

@@ -1,5 +1,6 @@
 """QK-clip's arithmetic against attention written out: after the clip, every head's largest logit is min(S, t)."""
 
+import itertools
 import math
 
 import pytest
@@ -279,6 +280,32 @@ def test_factors_multiply_to_what_the_logits_need(data, num_kv_heads, group, thr
         if not ((of_group > threshold) & of_group.isfinite()).any():
             assert (key[head] == 1).all()
             assert (query[head * group : (head + 1) * group] == 1).all()
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))), st.integers(0, len(shape) - 1))
+    ),
+    st.tuples(st.integers(0, 125), st.integers(0, 125)),
+)
+def test_factors_of_a_run_are_those_of_its_entries(layout, places):
+    shape, order, dim = layout
+    sizes = [shape[place] for place in order]
+    param = torch.empty(sizes).permute([order.index(place) for place in range(len(shape))])
+    assert list(param.shape) == shape
+    start, stop = sorted(min(place, param.numel()) for place in places)
+    numbers = torch.arange(param.numel()).view(sizes).permute([order.index(place) for place in range(len(shape))])
+    expected = torch.empty(param.numel())
+    for index in itertools.product(*map(range, shape)):
+        expected[numbers[index]] = 10.0 + index[dim]
+    found = RowFactors(10.0 + torch.arange(shape[dim]), dim).of_run(start, stop, param)
+    assert torch.equal(found, expected[start:stop])
+
+
+@pytest.mark.parametrize("stride", [0, 1, 4, 2**40])
+def test_the_stride_of_a_single_row_means_nothing(stride):
+    param = torch.empty(6).as_strided((1, 6), (stride, 1))
+    assert torch.equal(RowFactors(torch.tensor([3.0]), 0).of_run(2, 5, param), torch.full((3,), 3.0))
 
 
 class NoSync(TorchDispatchMode):

@@ -53,6 +53,19 @@ class RowFactors(NamedTuple):
         start, stop = box[self.dim]
         return RowFactors(self.factor[start:stop], self.dim)
 
+    def of_run(self, start: int, stop: int, param: Tensor) -> Tensor:
+        """Return the factors of some entries of the parameter, which has no gaps: (entries,), in the order of memory.
+
+        Temporary memory: that of the result, and less than two strides and two sizes of the dimension.
+        """
+        size, stride = param.shape[self.dim], max(1, param.stride(self.dim))
+        first, last = start // stride, -(-stop // stride)
+        begin = first // size * size
+        # Dimensions before this one repeat the factors, those after it repeat each of them.
+        repeated = self.factor.to(param.device).repeat(-(-last // size) - first // size)[first - begin : last - begin]
+        spread = repeated.unsqueeze(1).expand(-1, stride).reshape(-1)
+        return spread[start - first * stride : stop - first * stride]
+
     def over(self, tensor: Tensor) -> Tensor:
         """Return the factor on the device of what it is for, in a shape that spreads over it."""
         shape = [1] * tensor.ndim

@@ -23,6 +23,7 @@ from quintic.optim.qk_clip.layers import is_projection
 from quintic.optim.qk_clip.maxima import Layer, Maxima, Seen, Slot
 from quintic.optim.rules.precision import full_precision, store_
 from quintic.optim.state.parameters import Parameter, all_parameters, share_parts
+from quintic.optim.state.parts import shaped
 from quintic.optim.state.state import master_of
 
 __all__ = ["QKStep"]
@@ -162,11 +163,14 @@ class QKStep:
                 factors = factors.within(held.layout.box_of(this_rank()))
             _multiply(weight, None if master is None else local_tensor(master), factors.over(weight))
             return
-        factor = torch.empty_like(weight, dtype=torch.float32).copy_(factors.over(weight))
         for part in held.divided.own:
-            entries = slice(part.start, part.stop)
-            run_of_master = master[part.offset : part.offset + part.numel]
-            _multiply(in_memory_order(weight)[entries], run_of_master, in_memory_order(factor)[entries])
+            runs = in_memory_order(weight)[part.start : part.stop], master[part.offset : part.offset + part.numel]
+            weight_part, master_part = (shaped(run, part, weight) for run in runs)
+            if part.unit is None:
+                factor = factors.of_run(part.start, part.stop, weight)
+            else:
+                factor = factors.within(part.unit.box).over(weight_part)
+            _multiply(weight_part, master_part, factor)
 
     def _send_again(self, names: Iterable[str]) -> None:
         """Give all ranks the weights that their owners alone could scale. All ranks must call it, with equal names."""
