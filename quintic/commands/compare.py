@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -18,17 +19,22 @@ from quintic.train.config import Config
 from quintic.train.loop import Interrupted, train
 from quintic.train.runs import check_new_run, create_run, discard_unstarted
 
-__all__ = ["compare", "run"]
+__all__ = ["compare", "run", "variants"]
 
 # Steps between the evaluations of a comparison, at most.
 _EVAL_EVERY = 25
 
-
 _OPTIMIZERS: tuple[tuple[Literal["adamw", "muon"], str], ...] = (("adamw", "AdamW"), ("muon", "Muon"))
 
 
-def _variants(config: Config, seeds: int) -> tuple[str, list[tuple[str, Config]]]:
-    """Return the comparison's name, and label and configuration of each run, in their order.
+def variants(config: Config, seeds: int = 1) -> tuple[Path, list[tuple[str, Config]]]:
+    """Return the path of the comparison's page, and label and configuration of each run, in their order.
+
+    The runs have the same initial weights, the same batches in the same order and the same schedules; each has the
+    learning rates of matrices and head, and the weight decay, that were tuned for its optimizer (`--muon-lr`,
+    `--head-lr`, `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
+    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss. With several ``seeds``,
+    from that of the configuration on, there is a pair of runs for each.
 
     Raises:
         ConfigError: a run cannot be made.
@@ -46,28 +52,24 @@ def _variants(config: Config, seeds: int) -> tuple[str, list[tuple[str, Config]]
             optim = dataclasses.replace(config.optim, optimizer=optimizer)
             configs.append((label, dataclasses.replace(config, optim=optim, run=settings)))
             check_new_run(configs[-1][1])
-    return name, configs
+    return config.run.runs_dir / f"{name}.html", configs
 
 
-def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -> str:
-    """Train with AdamW, then with Muon, and write `compare.html` beside the two runs.
+def compare(page: Path, configs: Sequence[tuple[str, Config]], dataset: Dataset, *, command: str) -> str:
+    """Train the runs of `variants`, one after the other, and write the page that compares them.
 
-    Both runs have the same initial weights, the same batches in the same order and the same schedules; each has the
-    learning rates of matrices and head, and the weight decay, that were tuned for it (`--muon-lr`, `--head-lr`,
-    `--weight-decay`; `--adamw-lr`, `--adamw-head-lr`, `--adamw-weight-decay`). Evaluations are at most
-    `_EVAL_EVERY` steps apart, so that it can be told when one run reaches the other's loss. With several ``seeds``,
-    from that of the configuration on, the report compares medians and shows ranges.
+    Where there are several seeds it compares medians and shows ranges.
 
     Returns:
-        The comparison's sentence and the path of the report, as text.
+        The comparison's sentence and the path of the page, as text.
 
     Raises:
         QuinticError: as `train`.
     """
-    name, variants = _variants(config, seeds)
     runs: dict[str, list[Path]] = {label: [] for _, label in _OPTIMIZERS}
-    for label, variant in variants:
-        print(f"\n=== {label}{f', seed {variant.run.seed}' if seeds > 1 else ''} ===", flush=True)
+    for label, variant in configs:
+        seed = f", seed {variant.run.seed}" if len(configs) > len(_OPTIMIZERS) else ""
+        print(f"\n=== {label}{seed} ===", flush=True)
         folder = create_run(variant)
         runs[label].append(folder)
         try:
@@ -75,9 +77,8 @@ def compare(config: Config, dataset: Dataset, *, command: str, seeds: int = 1) -
         except BaseException:
             discard_unstarted(folder)
             raise
-    report = config.run.runs_dir / f"{name}.html"
-    figures = write_comparison(runs, report, title="Muon and AdamW on the same model")
-    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {report}"
+    figures = write_comparison(runs, page, title="Muon and AdamW on the same model")
+    return f"\n{figures['candidates']['Muon']['sentence']}\nreport: {page}"
 
 
 def run(arguments: list[str]) -> int:
@@ -90,12 +91,12 @@ def run(arguments: list[str]) -> int:
         say(note)
     if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")
-    _variants(start.config, start.seeds)  # before the text is prepared
+    page, configs = variants(start.config, start.seeds)
     dataset = prepared(start.config.data)
     check_text(start.config, dataset)
     command = shlex.join(["quintic", "compare", *arguments])
     try:
-        say(compare(start.config, dataset, command=command, seeds=start.seeds))
+        say(compare(page, configs, dataset, command=command))
     except Interrupted as stop:
         print(f"\n{stop}; a comparison cannot be continued: start it again")
         return 130

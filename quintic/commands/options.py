@@ -162,7 +162,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Write report.html of a run again, or a page that compares several."""
+    """Write report.html of a run again, or a page that compares several (--runs)."""
 
     run: str | None = None
     """Name of the run; by default the one started last."""
@@ -231,25 +231,24 @@ def prepare_options(arguments: list[str]) -> DataConfig:
 
 def sample_options(arguments: list[str]) -> SampleOptions:
     """Read the options of `quintic sample`."""
-    return parse(SampleOptions, arguments, "sample", "Let a trained model write.")
+    return parse(SampleOptions, arguments, "sample")
 
 
 def eval_options(arguments: list[str]) -> EvalOptions:
     """Read the options of `quintic eval`."""
-    return parse(EvalOptions, arguments, "eval", "Score a trained model in bits per byte, and on the tasks of CORE.")
+    return parse(EvalOptions, arguments, "eval")
 
 
 def report_options(arguments: list[str]) -> ReportOptions:
     """Read the options of `quintic report`."""
-    description = "Write report.html of a run again, or a page that compares several (--runs)."
-    return parse(ReportOptions, arguments, "report", description)
+    return parse(ReportOptions, arguments, "report")
 
 
 def export_options(arguments: list[str]) -> ExportOptions:
     """Read the options of `quintic export`; the name of the run may come first."""
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--run", *arguments]
-    return parse(ExportOptions, arguments, "export", "Write a trained model as a folder for other libraries.")
+    return parse(ExportOptions, arguments, "export")
 
 
 def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
@@ -262,8 +261,7 @@ def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
     if given and "--model" not in given:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    description = "Show what the optimizer of any model does on any number of GPUs, without them."
-    return parse(RehearsalOptions, arguments, "plan", description) if given else None
+    return parse(RehearsalOptions, arguments, "plan") if given else None
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:
@@ -309,10 +307,9 @@ def training_options(arguments: list[str], command: str) -> Start:
     if path is not None and name is not None:
         raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
     if resume and not asks_help:
-        if path is not None:
-            raise ConfigError("--config: a resumed run keeps its own configuration; leave it out")
-        if name is not None:
-            raise ConfigError("--preset: a resumed run keeps its own configuration; leave it out")
+        if path is not None or name is not None:
+            option = "--preset" if path is None else "--config"
+            raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave it out")
         name, _ = taken(rest, "--run")
         runs_dir, _ = taken(rest, "--runs-dir")
         run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)

@@ -25,8 +25,12 @@ __all__ = ["options_of", "parse", "taken"]
 T = TypeVar("T")
 
 
-def parse(kind: type[T], arguments: list[str], command: str, description: str, default: T | None = None) -> T:
+def parse(
+    kind: type[T], arguments: list[str], command: str, description: str | None = None, default: T | None = None
+) -> T:
     """Return the options, `default` where they are not given; `--help` prints and leaves with `SystemExit`.
+
+    By default the description in the help is the docstring of `kind`.
 
     Raises:
         ConfigError: an option is unknown, or its value is of the wrong kind or out of range.
@@ -43,7 +47,7 @@ def parse(kind: type[T], arguments: list[str], command: str, description: str, d
             parsed: T = tyro.cli(
                 kind,
                 prog=f"quintic {command}",
-                description=description,
+                description=kind.__doc__ if description is None else description,
                 args=arguments,
                 config=(tyro.conf.OmitArgPrefixes,),
                 **given,

@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import tiny_config
 
 from quintic.commands import compare as module
-from quintic.commands.compare import compare
+from quintic.commands.compare import compare, variants
 from quintic.commands.options import training_options
 from quintic.data.dataset import Dataset
 from quintic.errors import ConfigError
@@ -20,7 +20,7 @@ from quintic.train.saved_config import changed_fields, load_config
 def test_both_runs_start_alike_and_see_the_same_text(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
-    found = compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="quintic compare")
+    found = compare(*variants(tiny_config(tiny_dataset, tmp_path, run="c")), tiny_dataset, command="quintic compare")
     adamw, muon = (load_config(tmp_path / f"c-{kind}" / "config.json") for kind in ("adamw", "muon"))
     assert changed_fields(adamw, muon).keys() == {"optim.optimizer", "run.run"}
     histories = [RunHistory.load(tmp_path / f"c-{kind}") for kind in ("adamw", "muon")]
@@ -46,7 +46,7 @@ def test_several_seeds_are_compared_by_their_medians(
     tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(tiny_dataset, tmp_path, run="c", steps=2)
-    compare(config, tiny_dataset, command="quintic compare", seeds=2)
+    compare(*variants(config, seeds=2), tiny_dataset, command="quintic compare")
     first = config.run.seed
     losses = {}
     for kind in ("adamw", "muon"):
@@ -79,7 +79,7 @@ def test_both_names_are_checked_before_the_first_run(kind: str, tiny_dataset: Da
     (tmp_path / f"c-{kind}").mkdir()
     (tmp_path / f"c-{kind}" / "config.json").touch()
     with pytest.raises(ConfigError, match=f"c-{kind} exists: choose another --run"):
-        compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="")
+        variants(tiny_config(tiny_dataset, tmp_path, run="c"))
     assert [path.name for path in tmp_path.iterdir()] == [f"c-{kind}"]
 
 
@@ -94,5 +94,5 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
 
     monkeypatch.setattr(module, "train", fail)
     with pytest.raises(ConfigError, match="no"):
-        compare(tiny_config(tiny_dataset, tmp_path, run="c"), tiny_dataset, command="")
+        compare(*variants(tiny_config(tiny_dataset, tmp_path, run="c")), tiny_dataset, command="")
     assert [path.name for path in tmp_path.iterdir()] == ["c-adamw"]
