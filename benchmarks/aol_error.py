@@ -78,7 +78,7 @@ def spectral(x: Tensor) -> Tensor:
 
 
 class Variant(NamedTuple):
-    """How matrices are scaled, and the polynomials that orthogonalise them then."""
+    """A scaling of matrices, and the polynomials that orthogonalise them then."""
 
     label: str
     scale: Callable[[Tensor], Tensor]
@@ -86,7 +86,7 @@ class Variant(NamedTuple):
     safety: float = SAFETY
 
     def form(self, m: int, n: int, device_type: str, dtype: torch.dtype | None = None) -> Form:
-        """Return what "auto" chooses for these polynomials."""
+        """Return the form that "auto" chooses for these polynomials."""
         return resolve("auto", m, n, coefficients=self.coefficients, compute_dtype=dtype, device_type=device_type)
 
     def orthogonalize(self, x: Tensor, form: Form | None = None) -> Tensor:
@@ -121,7 +121,7 @@ TRAINED = ("five", "four", "aol-last-four", "aol-four", "schatten-four")
 
 
 class Errors(NamedTuple):
-    """How far results are from the exact polar factor U V^T of an (m, n) matrix with short side s."""
+    """Distances of results from the exact polar factor U V^T of an (m, n) matrix with short side s."""
 
     distance: float  # |result - U V^T|_F / sqrt(s), in float64
     fp16: float  # the same for the form and dtype that "auto" takes on GPUs

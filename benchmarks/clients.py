@@ -57,9 +57,9 @@ class Row:
     calls: tuple[dict[str, Any], ...] = ({},)
     """Arguments of `main`; {folder} is a new folder. Calls after the first resume from what one before them saved."""
     is_plain: bool = False
-    """Whether it is the plain loop in other hands."""
+    """The plain loop, run by a library."""
     alone: bool = False
-    """Whether it is one process, whatever there is."""
+    """One process, however many devices there are."""
     also_needs: tuple[str, ...] = ()
     """Modules besides the library's."""
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def timed(row: Row, ranks: int) -> dict[str, Any]:
-    """Return what `run` does, and how long it took."""
+    """Return the result of `run`, and its seconds."""
     begun = time.monotonic()
     result = run(row, 1 if row.alone else ranks)
     return {**result, "seconds": time.monotonic() - begun}

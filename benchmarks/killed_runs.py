@@ -146,7 +146,7 @@ def ending(run: Path) -> tuple[dict[int, float], str]:
 
 
 def first_difference(expected: Any, found: Any) -> str | None:
-    """Return where a run differs from another first, or None."""
+    """Return the first difference between two runs, or None."""
     for step, loss in expected[0].items():
         if found[0].get(step) != loss:
             return f"step {step}: loss {found[0].get(step)} instead of {loss}"

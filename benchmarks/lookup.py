@@ -1,4 +1,4 @@
-"""How long the lookup of one L3 layer takes, and how many rows of its tables a step touches.
+"""The time of one L3 layer's lookup, and the number of its tables' rows that a step touches.
 
     python -m benchmarks.lookup --out FOLDER
 

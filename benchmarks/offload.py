@@ -163,13 +163,13 @@ def state_on_device(optimizer: quintic.Muon, cuda: bool) -> int:
 
 def values_of(weights: Weights, optimizer: quintic.Muon) -> dict[str, torch.Tensor]:
     """Return copies of weights and state in host memory."""
-    found = {}
+    copies = {}
     for number, param in enumerate(weights.all):
         tensors = {"weight": param.detach(), **optimizer.state[param]}
         for key, value in tensors.items():
             if key == "weight" or key in CUT_KEYS:
-                found[f"{number} {key}"] = value.to("cpu", copy=True)
-    return found
+                copies[f"{number} {key}"] = value.to("cpu", copy=True)
+    return copies
 
 
 def time_in_a_row(step: Callable[[], None], before: Callable[[int], None], repetitions: int, cuda: bool) -> list[float]:
@@ -242,7 +242,7 @@ def bus_rates(num_bytes: int = 2**28, repetitions: int = 10) -> dict[str, float]
 
 
 def short_line(row: dict[str, Any]) -> str:
-    """Return what is printed of a row."""
+    """Return a row as a line to print."""
     what = f"{row['set']:10} {row['variant']:10} {'host' if row['offload'] else 'device':7}"
     if "error" in row:
         return f"{what} {row['error']}"

@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, team: Team) -> dict[str, Any]:
-    """Return what is written. All ranks must call it."""
+    """Return the benchmark's result. All ranks must call it."""
     device, cuda = team.device, team.device.type == "cuda"
     contestants = [contestant(way, options, device) for way in WAYS]
     backward, backward_ms = busy(options, device)
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, team: Team) -> dict[str, Any]:
                 elapsed = timed(one, gradient, tokens, backward, team)
                 if number >= WARMUP_STEPS:
                     times[one.way].append(elapsed)
-        spreads = {way: spread(team.slowest(found)) for way, found in times.items()}
+        spreads = {way: spread(team.slowest(own)) for way, own in times.items()}
         rows.append({"touched": touched, **spreads, **volume(contestants[1], tokens, team)})
         rows[-1]["differing"] = max(team.from_all(differing(contestants)))
     return {
@@ -150,7 +150,7 @@ def contestant(way: str, options: argparse.Namespace, device: torch.device) -> C
 
 
 def busy(options: argparse.Namespace, device: torch.device) -> tuple[Callable[[], None], float]:
-    """Return what stands for a backward pass, and how many milliseconds it takes."""
+    """Return a stand-in for a backward pass, and its milliseconds."""
     if device.type != "cuda":
         return (lambda: None), 0.0
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) / 64
@@ -192,7 +192,7 @@ def timed(one: Contestant, gradient: Tensor, tokens: Tensor, backward: Callable[
 
 
 def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:
-    """Return how much the busiest rank sends or receives, and what the rule says of it. All ranks must call it."""
+    """Return the busiest rank's share of the rows to send or receive, and the rule's choice. All ranks must call it."""
     [bucket] = one.optimizer.plan()
     if not isinstance(bucket, DividedTable):
         return {"share": None, "rule": "whole"}
@@ -204,7 +204,7 @@ def volume(one: Contestant, tokens: Tensor, team: Team) -> dict[str, Any]:
 
 
 def differing(contestants: Sequence[Contestant]) -> int:
-    """Return how many entries differ from those of the first."""
+    """Return the number of entries that differ from those of the first."""
     first, *others = (one.param.detach() for one in contestants)
     kind = INTEGERS[first.element_size()]
     return max(int((first.view(kind) != other.view(kind)).sum()) for other in others)

@@ -105,7 +105,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def names(options: argparse.Namespace) -> dict[str, str]:
-    """Return what stands for this machine's folders in the recorded command."""
+    """Return this machine's folders and their stand-ins in the recorded command."""
     return {str(options.out): "FOLDER", str(options.peers): "PEERS", str(options.data_dir): "DATA"}
 
 
@@ -149,7 +149,7 @@ def run_quintic(options: argparse.Namespace, folder: Path, name: str) -> Iterato
 
 
 def run_nanochat(options: argparse.Namespace, folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield what nanochat's loop prints, after the text is prepared."""
+    """Yield the records of nanochat's loop, after preparing the text."""
     prepare = [sys.executable, "-m", "quintic", "prepare", *text_words(options)]
     prepared = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout
     dataset = prepared.strip().splitlines()[-1].removeprefix("ready: ")
@@ -160,13 +160,13 @@ def run_nanochat(options: argparse.Namespace, folder: Path, name: str) -> Iterat
 
 
 def summary(records: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a contestant's records say together."""
+    """Return the summary of a contestant's records."""
     steps = [record for record in records if record["kind"] == "train"]
     counted = steps[options.skip :]
     known: dict[str, Any] = {key: value for record in records for key, value in record.items()}
     speed = percentiles([options.batch_tokens / step["seconds"] for step in counted])
     peak = known.get("peak_bytes", known.get("peak_memory_bytes"))
-    found = {
+    row = {
         "tokens_per_second": speed,
         "step_ms": percentiles([1000 * step["seconds"] for step in counted]),
         "optimizer_ms": percentiles([step["optimizer_ms"] for step in counted]),
@@ -180,8 +180,8 @@ def summary(records: list[dict[str, Any]], options: argparse.Namespace) -> dict[
         "measured_at": time.strftime("%Y-%m-%d"),
     }
     if "data_ms" in steps[0]:
-        found["data_ms"] = percentiles([step["data_ms"] for step in counted])
-    return found
+        row["data_ms"] = percentiles([step["data_ms"] for step in counted])
+    return row
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -192,8 +192,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     def spread(name: str, digits: int) -> str:
         if name not in row:
             return "-"
-        found = row[name]
-        return "{0:,.{3}f} ({1:,.{3}f} to {2:,.{3}f})".format(*(found[end] for end in ("median", "p10", "p90")), digits)
+        values = (row[name][end] for end in ("median", "p10", "p90"))
+        return "{0:,.{3}f} ({1:,.{3}f} to {2:,.{3}f})".format(*values, digits)
 
     scores = [f"{bpb:.4f} ({step} steps)" for step, bpb in row["evaluations"][-1:]]
     return [

@@ -51,7 +51,7 @@ def main(steps: int = 30, *, until: int | None = None, save: str = "", resume: s
 def current_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds; all ranks must call it."""
+    """Return the state for a checkpoint; all ranks must call it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
 

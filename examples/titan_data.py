@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Host:
-    """What torchtitan asks of an accelerator's module."""
+    """The functions of an accelerator's module that torchtitan calls."""
 
     set_device = synchronize = empty_cache = reset_peak_memory_stats = staticmethod(lambda *_: None)
     get_device_name = staticmethod(lambda *_: "cpu")

@@ -63,7 +63,7 @@ def metrics() -> str:
 
 
 def help_of(command: str) -> str:
-    """Return what `quintic COMMAND --help` prints."""
+    """Return the output of `quintic COMMAND --help`."""
     from quintic.cli import main
 
     output, columns = io.StringIO(), os.environ.get("COLUMNS")

@@ -1,4 +1,4 @@
-"""What `make docs` adds to MkDocs: links that leave `docs/`, and pages generated from the source.
+"""Hooks of `make docs` for MkDocs: links that leave `docs/`, and pages generated from the source.
 
 Pages link to each other, to examples, to measurements and to the changelog by their places in the repository, as a
 code host shows them. In the site everything keeps its place relative to the others: `docs/x.md` is `x.md`, any other
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def place_in_site(path: Path) -> str:
-    """Return where a file of the repository is in the site, relative to its root."""
+    """Return the path of a repository's file in the site, relative to its root."""
     place = path.relative_to(ROOT).as_posix()
     return ELSEWHERE.get(place, place).removeprefix("docs/")
 

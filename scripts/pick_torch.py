@@ -1,4 +1,4 @@
-"""Which PyTorch goes into `.venv`: look at the machine, then decide.
+"""The choice of the PyTorch for `.venv`, by the machine.
 
 The ordinary package brings gigabytes of CUDA libraries, which nobody wants on a laptop, and a machine that
 already holds a PyTorch should not get a second one. `look` collects the facts, `decide` is a pure function of
@@ -32,7 +32,7 @@ class Pip(Protocol):
     def __call__(
         self, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Return what pip said and its exit status."""
+        """Return pip's output and its exit status."""
         ...
 
 
@@ -141,7 +141,7 @@ def ask_pip(
 
 
 def find_offers(pip: Pip, floor: str, empty: str) -> Iterator[Offer]:
-    """Yield what pip's configuration offers without the network: find-links, then indexes on disk."""
+    """Yield the sources in pip's configuration that need no network: find-links, then indexes on disk."""
     if offer := ask_pip(pip, floor, "pip's find-links", ("--no-index", "--no-deps"), {}):
         yield offer
     indexes = local_indexes(pip("config", "list").stdout)

@@ -77,7 +77,7 @@ UNREACHABLE = re.compile("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyErr
 
 
 def hint(output: str) -> str:
-    """Return what the user can do about a failure of pip, from its output."""
+    """Return advice on a failure of pip, from its output."""
     if "No space left on device" in output:
         return "The disk is full: free some space (pip's downloads: `pip cache purge`), then run make again."
     if UNREACHABLE.search(output):
@@ -127,7 +127,7 @@ def install_torch(steps: Sequence[Step], floor: str, empty: str) -> str:
 
 
 def package_folders() -> list[str]:
-    """Return where the running Python finds its installed packages, in its own order."""
+    """Return the folders of the running Python's installed packages, in its own order."""
     pythons_own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     pythons_own.add(sysconfig.get_config_var("DESTSHARED"))
     pythons_own.add(str(Path(__file__).resolve().parent))  # Python puts a script's own folder in front
@@ -135,7 +135,7 @@ def package_folders() -> list[str]:
 
 
 def in_venv(code: str) -> str:
-    """Return what `code` prints under `.venv`'s Python, which keeps the bytecode of what it reads."""
+    """Return the output of `code` under `.venv`'s Python, which keeps the bytecode of the modules it imports."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     answer = subprocess.run([VENV_PYTHON, "-P", "-c", code], capture_output=True, text=True, env=environment)
     if answer.returncode:
@@ -262,7 +262,7 @@ def fingerprint() -> str:
 
 
 def read_record() -> dict[str, str]:
-    """Return what `.venv` was made from; empty if it is not there or not readable."""
+    """Return the recorded inputs of `.venv`; empty if the record is missing or not readable."""
     try:
         record = json.loads(RECORD.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Functions that several benchmarks share."""

@@ -28,10 +28,10 @@ class Team:
         return self.device.type == "cuda"
 
     def from_all(self, value: Any) -> list[Any]:
-        """Return what each rank gives. All ranks must call it."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        """Return the values of all ranks, in order. All ranks must call it."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def slowest(self, times: list[float]) -> list[float]:
         """Return the largest of all ranks' values, one by one. All ranks must call it."""

@@ -135,7 +135,7 @@ def write_result(path: Path, result: Any, page: str) -> None:
 
 
 def made_by(command: str, commit: str, found: Mapping[str, str]) -> str:
-    """Return how a result was made, in a line: the command, the commit and the versions."""
+    """Return a line with the command, the commit and the versions of a result."""
     return f"`{command}` at commit {commit}; {', '.join(f'{name} {version}' for name, version in found.items())}"
 
 

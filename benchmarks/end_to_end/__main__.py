@@ -138,7 +138,7 @@ def start_ranks(words: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def describe(words: Sequence[str], options: argparse.Namespace, team: Team) -> dict[str, Any]:
-    """Return what is known before anything is measured, with no rows. All ranks must call it."""
+    """Return the result before anything is measured, with no rows. All ranks must call it."""
     names = {str(options.out): "FOLDER", **dict.fromkeys(options.peers, "PEERS")}
     return {
         "command": recorded_command(MODULE, words, names),
@@ -157,7 +157,7 @@ def describe(words: Sequence[str], options: argparse.Namespace, team: Team) -> d
 
 
 def measured(name: str, options: argparse.Namespace, team: Team) -> dict[str, Any]:
-    """Return what was found about one contestant, or its error. All ranks must call it."""
+    """Return the measurements of one contestant, or its error. All ranks must call it."""
     training, error = None, None
     gc.collect()
     memory = Memory(team.cuda)

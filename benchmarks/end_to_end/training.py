@@ -36,7 +36,7 @@ class Size:
     head_dim: int
     vocabulary: int
     tokens: int
-    """Of a step, over all ranks."""
+    """Tokens of a step, over all ranks."""
     length: int
 
     def __str__(self) -> str:

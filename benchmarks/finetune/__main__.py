@@ -121,7 +121,7 @@ class Study:
 
 
 def text_sizes(text: Dataset) -> dict[str, Any]:
-    """Return what is known of a text but where it lies."""
+    """Return the summary of a text without its place."""
     return {name: value for name, value in text.summary().items() if name not in ("path", "source")}
 
 

@@ -15,7 +15,7 @@ PACKAGES = ("transformers", "peft")
 
 
 def cases() -> Iterator[dict[str, str]]:
-    """Return what is compared: pretrained by, mode and optimizer."""
+    """Yield the cases to compare: pretraining, mode and optimizer."""
     for pretrained in OPTIMIZERS:
         for mode in MODES:
             for name in OPTIMIZERS:
@@ -121,7 +121,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _counts(result: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many of the runs that the options ask for were made, and how many these are."""
+    """Return the numbers of runs that were made, and that the options ask for."""
     sizes, rows = result["sizes"], result["rows"]
     made, wanted = 0, 0
     for name in OPTIMIZERS:

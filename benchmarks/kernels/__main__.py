@@ -109,7 +109,7 @@ def cases_of(subject: str, where: Where, rows: list[dict[str, Any]]) -> Iterator
 
 
 def measured(case: Case, where: Where, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was found about one case."""
+    """Return the measurements of one case."""
     row: dict[str, Any] = {"subject": case.subject, "name": case.name, "moved": case.moved, "flops": case.flops}
     try:
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What is measured: inputs, calls, exact results, and the bytes and operations that each one needs."""
+"""The cases to measure: inputs, calls, exact results, and the bytes and operations that each one needs."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What a case is, and those of the optimizer's passes over memory."""
+"""`Case`, and the cases of the optimizer's passes over memory."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Case:
     make: Callable[[], tuple[Any, ...]]
     """Returns one set of inputs, random ones."""
     run: Callable[..., Sequence[Tensor] | None]
-    """What is timed; returns what is compared with `exact`, if there is that."""
+    """The timed function; returns the tensors to compare with those of `exact`, if there is one."""
     exact: Callable[..., Sequence[Tensor]] | None = None
     moved: int = 0
     """Bytes that must be read and written."""

@@ -157,7 +157,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def graph_key(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return what contestants have in common of which none is captured once one could not be."""
+    """Return a key; once a contestant could not be captured, no other with its key is."""
     return (row["family"], row.get("layout", "")) if row["family"] == "quintic" else (row["family"],)
 
 
@@ -170,7 +170,7 @@ def names_contestant(part: str, name: str) -> bool:
 def job_of(
     name: str, dtype: str, contestant: Contestant | LayoutContestant, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return what a process is told to measure."""
+    """Return the job of a process."""
     return {
         "set": name,
         "dtype": dtype,
@@ -185,7 +185,7 @@ def job_of(
 
 
 def plan_layout_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what is to be measured on several ranks, one family after the other; what one device does comes first."""
+    """Yield the jobs on several ranks, one family after the other; those of one device come first."""
     layouts = [layout for layout in LAYOUTS if layout in options.layouts]
     for family in dict.fromkeys(contestant.family for contestant in LAYOUT_CONTESTANTS):
         jobs = [
@@ -203,7 +203,7 @@ def plan_layout_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def plan_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what is to be measured, in order."""
+    """Yield the jobs in order."""
     for name in options.sets:
         for dtype in options.dtype or SETS[name].dtypes:
             for contestant in CONTESTANTS:

@@ -1,4 +1,4 @@
-"""What is compared: sets of weights, and the optimizers that update them.
+"""The sets of weights, and the optimizers that update them.
 
 A library that is not installed, or refuses its options, raises when its optimizer is built: the row tells its error.
 """

@@ -23,7 +23,7 @@ LEAST_STEPS = 10
 
 @dataclass
 class Row:
-    """What is known of a contestant so far; written to a file after each part, so that a killed process leaves it."""
+    """A contestant's results so far; written to a file after each part, so that a killed process leaves them."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Row:
         self.values.update(values)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.values), encoding="utf-8")
-        part.replace(self.path)  # whoever reads it meanwhile finds all of the old or of the new one
+        part.replace(self.path)  # a reader sees all of the old or of the new one
 
 
 def measure(job: dict[str, Any], row: Row) -> None:
@@ -150,7 +150,7 @@ def memory_values(memory: Memory, first_peak: int, optimizers: list[Any]) -> dic
 
 
 def local(tensor: Any) -> Any:
-    """Return what this rank has of a tensor."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

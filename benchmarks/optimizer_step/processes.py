@@ -35,7 +35,7 @@ IMPORT_LIMIT = 120.0
 
 
 def team_key(job: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what jobs must have in common to be measured by the same processes."""
+    """Return a key; jobs with the same one are measured by the same processes."""
     return (job["family"], job["ranks"]) if "layout" in job else key(job)
 
 
@@ -153,7 +153,7 @@ class Team:
         return Path(self.folder.name, f"row-{self.jobs_begun}-{rank}.json")
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return what each rank has told so far."""
+        """Return the rows of the ranks so far."""
         paths = [self._result(rank) for rank in range(len(self.processes))]
         return [json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} for path in paths]
 
@@ -179,7 +179,7 @@ def _is_over(row: dict[str, Any]) -> bool:
 
 
 def _told_ending(row: dict[str, Any], ending: str) -> dict[str, Any]:
-    """Return what a rank told, with how it ended if it did not say so itself."""
+    """Return a rank's row; the ending of its process becomes the error if it reported none."""
     if row.get("part") == "done" or "error" in row:
         return row
     return {**row, "error": f"{ending}, in the part: {row.get('part', 'imports')}"}

@@ -1,4 +1,4 @@
-"""What was measured, as rows of JSON: what makes a row one of its kind, and making one of many ranks'."""
+"""Measurements as rows of JSON: the key of a row, and merging the rows of many ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from benchmarks.common.results import spread
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what makes a row one of its kind."""
+    """Return the key that identifies a row."""
     names = ("set", "dtype", "contestant", *(("layout", "ranks") if "layout" in row else ()))
     return tuple(row[name] for name in names)
 
 
 def merge_ranks(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for what all ranks told.
+    """Return one row for those of all ranks.
 
     Args:
         rows: of the ranks in order. Of `times`, lists of milliseconds, each step counts with the slowest rank's; of
@@ -39,7 +39,7 @@ def merge_ranks(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _one_message(told: Sequence[tuple[float, int, str]], num_ranks: int) -> str:
-    """Return what the ranks say, the first to fail first; once if they agree."""
+    """Join the messages of the ranks, the first to fail first; one message if they agree."""
     messages = {text for _, _, text in told}
     if len(told) == num_ranks and len(messages) == 1:
         return messages.pop()

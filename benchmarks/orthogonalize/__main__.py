@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def plan_jobs(options: argparse.Namespace) -> list[Row]:
-    """Return what is to be measured, in order: contestants of a family one after the other, each over all shapes."""
+    """Return the measurements to make, in order: contestants family by family, each over all shapes."""
     jobs = []
     for contestant in CONTESTANTS:
         named = any(part in contestant.name for part in options.contestants or ())
@@ -100,7 +100,7 @@ def plan_jobs(options: argparse.Namespace) -> list[Row]:
 
 
 def key(row: Row) -> tuple[str, str, str]:
-    """Return what makes a row one of its kind."""
+    """Return the key that identifies a row."""
     return row["contestant"], row["shape"], row["device"]
 
 
@@ -181,7 +181,7 @@ class Worker:
             self.process.stdin.close()
 
     def rows(self, limit: float, deadline: float) -> Iterator[Row]:
-        """Yield what it finds; where it dies or takes too long, a row with the error, as the last one."""
+        """Yield its results; where it dies or takes too long, a row with the error, as the last one."""
         done, started = 0, time.monotonic()
         warm = set()  # contestants that need not compile everything any more
         while True:

@@ -1,4 +1,4 @@
-"""Who orthogonalises, and which polynomials each of them means to compute.
+"""Implementations of orthogonalisation, and the polynomials that each of them means to compute.
 
 A library that is not installed, or refuses a shape, raises when its function is made or called: the row tells that.
 """

@@ -128,7 +128,7 @@ def measure_ceiling() -> float:
 
 
 class References:
-    """What polynomials of the first and last matrices of a shape's first input are, in float64."""
+    """Polynomials of the first and last matrices of a shape's first input, in float64."""
 
     def __init__(self) -> None:
         self.shape: Shape | None = None
@@ -138,10 +138,10 @@ class References:
         """Return the larger relative Frobenius error of the two matrices of `out`.
 
         Args:
-            out: (batch, m, n), what a contestant made of `x`.
+            out: (batch, m, n), a contestant's result for `x`.
             x: (batch, m, n), untouched.
             shape: theirs.
-            polynomials: what was meant.
+            polynomials: those that the contestant means to compute.
         """
         import torch
 

@@ -37,7 +37,7 @@ def is_valid(row: Row) -> bool:
 
 
 class Summary:
-    """What rows say of each shape."""
+    """The rows of each shape, and their best ones."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
@@ -52,8 +52,8 @@ class Summary:
 
     def quintic(self, shape: Shape) -> Row | None:
         """Return the row of Quintic's default."""
-        found = (row for row in self.of_shape(shape) if row["contestant"] == "quintic" and not row.get("error"))
-        return next(found, None)
+        own = (row for row in self.of_shape(shape) if row["contestant"] == "quintic" and not row.get("error"))
+        return next(own, None)
 
     def best_peer(self, shape: Shape) -> Row | None:
         """Return the fastest row of another library whose result is right."""

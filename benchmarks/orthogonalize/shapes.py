@@ -90,7 +90,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Polynomials:
-    """What a contestant means to compute: odd quintics of a matrix whose Frobenius norm was divided by 1 + `safety`."""
+    """A contestant's polynomials: odd quintics of a matrix whose Frobenius norm was divided by 1 + `safety`."""
 
     triples: Triples
     safety: float = 0.0
@@ -98,7 +98,7 @@ class Polynomials:
     def apply(self, x: Any) -> Any:
         """Return the polynomials of `x`, (batch, m, n), as the Muon post writes them, in the dtype of `x`.
 
-        In float64 this is what contestants are measured against.
+        In float64 this is the reference of contestants.
         """
         x = x / (x.norm(dim=(-2, -1), keepdim=True) * (1 + self.safety) + 1e-7)
         transposed = x.shape[-2] > x.shape[-1]

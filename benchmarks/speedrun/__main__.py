@@ -131,13 +131,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def names(options: argparse.Namespace) -> dict[str, str]:
-    """Return what stands for this machine's folders in the recorded command."""
+    """Return this machine's folders and their stand-ins in the recorded command."""
     folders = {options.out: "FOLDER", options.peer: "CHECKOUT", options.shards: "SHARDS", options.cache: "CACHE"}
     return {str(folder): name for folder, name in folders.items() if folder is not None}
 
 
 def the_track(options: argparse.Namespace) -> Track:
-    """Return what all contestants run."""
+    """Return the track of all contestants."""
     track = preset(options.preset).track
     chunk = min(track.validation_chunk, options.val_tokens // track.chunks)
     track = replace(track.scaled(options.steps), eval_every=options.eval_every)
@@ -238,7 +238,7 @@ def read_log(log: Path) -> list[tuple[float, str]]:
 
 
 def summary(lines: Sequence[tuple[float, str]], track: Track) -> dict[str, Any]:
-    """Return what lines of a contestant say: times of stages, losses, the start."""
+    """Return times of stages, losses and the start from the lines of a contestant."""
     steps: dict[int, float] = {}
     losses: dict[int, float] = {}
     found: dict[str, Any] = {"score_ms": {}}

@@ -206,7 +206,7 @@ def guessed_seconds(options: argparse.Namespace, base: Config) -> float:
 
 
 def predicted(options: argparse.Namespace, base: Config, slots: int) -> tuple[int, float]:
-    """Return how many runs there will be, and the seconds they take if nothing is cut."""
+    """Return the number of runs, and the seconds that they take if nothing is cut."""
     searched = [(options.trials + options.variations, 0.5), (options.whole + 1 + 2 * options.again, 1.0)]
     count = 2 * sum(number for number, _ in searched) + 4 * len(FINAL_SEEDS)
     lengths = 2 * sum(number * length for number, length in searched) + 4 * len(FINAL_SEEDS)

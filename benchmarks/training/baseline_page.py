@@ -103,7 +103,7 @@ def computing(result: Mapping[str, Any]) -> str:
 
 
 def text_facts(data: Mapping[str, Any]) -> str:
-    """Return which text was trained on, and how much of it there is."""
+    """Describe the training text and its size."""
     text = f"The text is `{data['source']}`"
     if data["source"].startswith("python"):
         text += " as it is in this version of Python; in another one it differs, and with it every figure"

@@ -1,4 +1,4 @@
-"""What each part of the optimizer brings: train the quick-start model with AdamW and with Muon, one part after another.
+"""The gain of each part of the optimizer: the quick-start model trained with AdamW and with Muon, part by part.
 
     python -m benchmarks.training.quality --out FOLDER --jobs 16
 
@@ -100,9 +100,9 @@ def tune(training: Training, variant: Variant, rates: Iterable[float], seeds: Se
     for _ in range(1 + MOST_EXTENSIONS):
         futures = {rate: [training.submit(variant, rate, seed) for seed in seeds] for rate in wanted}
         for rate, waiting in futures.items():
-            found = [run for future in waiting if (run := future.result()) is not None]
-            if len(found) == len(seeds):
-                means[rate] = statistics.mean(run.bpb for run in found)
+            ended = [run for future in waiting if (run := future.result()) is not None]
+            if len(ended) == len(seeds):
+                means[rate] = statistics.mean(run.bpb for run in ended)
         wanted = extension(means)
         if not wanted or any(rate not in means for rate in futures):
             break
@@ -110,7 +110,7 @@ def tune(training: Training, variant: Variant, rates: Iterable[float], seeds: Se
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, str, float, int]:
-    """Return what makes a run one of its kind."""
+    """Return the key that identifies a run."""
     return row["base"], row["variant"], row["rate"], row["seed"]
 
 
@@ -179,7 +179,7 @@ def arguments() -> argparse.Namespace:
 
 
 def facts(options: argparse.Namespace, rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return how the runs were made, in words."""
+    """Describe in words how the runs were made."""
     names = {str(options.out): "FOLDER", **{str(path): path.name for path in options.read}}
     command = recorded_command("benchmarks.training.quality", sys.argv[1:], names)
     row = next(iter(rows), None)

@@ -94,7 +94,7 @@ def best_rate(means: Mapping[float, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What is known of a variant: the rates tried, and the runs with the best one."""
+    """The results of a variant: the rates tried, and the runs with the best one."""
 
     variant: Variant
     means: dict[float, float]
@@ -118,9 +118,9 @@ def summarize(runs: Sequence[Run], tuning_seeds: Sequence[int], seeds: Sequence[
         own = [run for run in runs if run.variant == variant.name]
         means: dict[float, float] = {}
         for rate in sorted({run.rate for run in own}):
-            found = [run.bpb for run in own if run.rate == rate and run.seed in tuning_seeds]
-            if len(found) == len(tuning_seeds):
-                means[rate] = statistics.mean(found)
+            scores = [run.bpb for run in own if run.rate == rate and run.seed in tuning_seeds]
+            if len(scores) == len(tuning_seeds):
+                means[rate] = statistics.mean(scores)
         if not means:
             continue
         best = best_rate(means)

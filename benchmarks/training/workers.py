@@ -135,7 +135,7 @@ class Worker:
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed by `close`
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `train` does, or `failed`: why there is no result."""
+        """Return the result of `train`, or the reason for its failure as `failed`."""
         if time.time() > job["start_by"]:
             return {"cut": "not started: the time was over"}
         if self.process is None:

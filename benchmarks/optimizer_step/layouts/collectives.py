@@ -54,7 +54,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Return how many bytes leave this rank, with the fewest that the collective can do with."""
+        """Return the bytes that leave this rank: the fewest with which the collective can be made."""
         group = self.arguments.get("group")
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         inputs, _ = _split(self.name, self.arguments)
@@ -74,7 +74,7 @@ class Collective:
 
 
 def _split(name: str, arguments: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return what a collective sends, and what it fills."""
+    """Return the tensors that a collective sends, and those that it fills."""
     tensors = [value for value in arguments.values() if isinstance(value, (Tensor, Blank, list))]
     tensors = [value for value in tensors if not isinstance(value, list) or _holds_tensors(value)]
     if name in ("all_reduce", "broadcast"):
@@ -106,7 +106,7 @@ class Done:
         return True
 
     def get_future(self) -> "Done":
-        """Return what can be waited for, too."""
+        """Return a handle to wait for, too."""
         return self
 
 

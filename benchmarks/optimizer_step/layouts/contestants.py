@@ -1,4 +1,4 @@
-"""What is compared on several ranks: optimizers on several ranks, and how each wants the weights laid out.
+"""The optimizers compared on several ranks, and the layouts of weights that each of them wants.
 
 Layouts: `single`, every rank does all the work by itself; `ddp`, gradients are the same on all ranks, who divide the
 work; `sharded`, the optimizer averages gradients and divides state and work; `replicated`, it averages them and every
@@ -33,7 +33,7 @@ CUT_DIMENSION = {"fsdp2": 0, "hsdp": 0, "tp": 1}
 
 @dataclass
 class Place:
-    """Where a contestant's weights are.
+    """The placement of a contestant's weights.
 
     Attributes:
         layout: one of `LAYOUTS`.
@@ -78,9 +78,9 @@ def placed(weights: Weights, place: Place) -> Weights:
             distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
             for whole in (param.detach(), param.grad)
         )
-        found = torch.nn.Parameter(param_cut)
-        found.grad = gradient
-        return found
+        sharded = torch.nn.Parameter(param_cut)
+        sharded.grad = gradient
+        return sharded
 
     dimension = CUT_DIMENSION[place.layout]
     return Weights([cut(one, dimension) for one in weights.matrices], [cut(one, 0) for one in weights.others])
@@ -241,7 +241,7 @@ def contestant_of(job: dict[str, Any]) -> LayoutContestant:
 
 
 def default_ranks() -> int:
-    """Return how many CUDA devices there are, at least 2; without asking CUDA, which would keep its memory."""
+    """Return the number of CUDA devices, at least 2; without asking CUDA, which would keep its memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return max(2, len(visible.split(",")))

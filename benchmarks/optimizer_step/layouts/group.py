@@ -31,9 +31,9 @@ class Ranks:
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values. All ranks must call it."""
-        found = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
-        return found.item()
+        largest = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control)
+        return largest.item()
 
     def all_true(self, value: bool) -> bool:
         """Return whether all ranks give true. All ranks must call it."""

@@ -57,7 +57,7 @@ def whole(param: Tensor) -> Tensor:
 
 
 def differing(params: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[int, int]:
-    """Return how many entries of whole parameters have other bits than expected, and how many parameters have such."""
+    """Return the numbers of entries with other bits than expected, and of parameters with such entries."""
     pairs = zip(params, expected, strict=True)
     counts = [int((whole(x).view(INTEGERS[y.itemsize]) != y.view(INTEGERS[y.itemsize])).sum()) for x, y in pairs]
     return sum(counts), sum(count > 0 for count in counts)

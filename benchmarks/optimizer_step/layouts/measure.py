@@ -38,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Reference:
-    """What one device makes of a set of weights; kept for the layouts that are compared with it.
+    """The result of one device for a set of weights; kept for the layouts that are compared with it.
 
     Attributes:
         of: the contestant, set and dtype.
@@ -199,7 +199,7 @@ class Subject:
         return self.memory.peak()
 
     def _reference(self) -> Reference:
-        """Return what one device makes of these weights. All ranks must call it."""
+        """Return the result of one device for these weights. All ranks must call it."""
         of = (self.contestant.name, self.job["set"], self.job["dtype"])
         if self.ranks.reference is None or self.ranks.reference.of != of:
             self.ranks.reference = None
@@ -210,12 +210,12 @@ class Subject:
             for number in range(COMPARED_STEPS):
                 invariance.set_gradients(weights, number, dist.get_world_size(), None)
                 optimizer.step()
-            found = [param.detach() for param in weights.all]
-            moved = invariance.differing(start, found)[0] / sum(param.numel() for param in start)
+            stepped = [param.detach() for param in weights.all]
+            moved = invariance.differing(start, stepped)[0] / sum(param.numel() for param in start)
             for param in weights.all:
                 param.grad = None
             alone = time_orthogonalization(optimizer, self.ranks)
-            self.ranks.reference = Reference(of, found, moved, alone)
+            self.ranks.reference = Reference(of, stepped, moved, alone)
             del optimizer, weights, start
             clean_memory()
         return self.ranks.reference

@@ -92,7 +92,7 @@ def optional(value: float | None, form: str) -> str:
 
 
 def differing_cell(row: Mapping[str, Any]) -> str:
-    """Return how many entries in how many tensors, bold if any; a dash where there was nothing to compare with."""
+    """Return the numbers of entries and tensors, bold if any; a dash where there was nothing to compare with."""
     if "differing_entries" not in row:
         return "-"
     entries, tensors = row["differing_entries"], row["differing_tensors"]

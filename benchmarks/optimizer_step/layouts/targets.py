@@ -37,7 +37,7 @@ def hidden(row: Mapping[str, Any]) -> float | None:
 
 
 def scaling(row: Mapping[str, Any]) -> float | None:
-    """Return how well the work of orthogonalisation is divided: 1 if N ranks need an Nth of one device's time."""
+    """Return the parallel efficiency of orthogonalisation: 1 if N ranks need an Nth of one device's time."""
     alone, here = median(row, "orthogonalization_alone_ms"), median(row, "orthogonalization_ms")
     return None if not alone or not here else alone / (row["ranks"] * here)
 
@@ -47,11 +47,11 @@ class Target:
     """One target.
 
     Attributes:
-        subject: what is asked.
-        value: what was found; None if it was not measured.
+        subject: the quantity.
+        value: as measured, or None.
         limit: in words.
         met: None if it was not measured.
-        detail: what the value is made of.
+        detail: the figures behind the value.
     """
 
     subject: str
