@@ -1,4 +1,4 @@
-"""How much memory something takes, by PyTorch's own account, on CPUs and GPUs."""
+"""Memory allocated by a function, by PyTorch's own account, on CPUs and GPUs."""
 
 from collections.abc import Callable
 from typing import Any

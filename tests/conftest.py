@@ -1,4 +1,4 @@
-"""What every test gets: one thread per xdist worker, a fixed seed, and `gpu` tests skipped without a GPU."""
+"""Settings of every test: one thread per xdist worker, a fixed seed, and `gpu` tests skipped without a GPU."""
 
 import functools
 import gc

@@ -20,7 +20,7 @@ class Renamed(NamedTuple):
 
     path: Path
     needed: list[Synced]
-    """What must have been flushed before: the file, or a folder and each file in it, as they are at this moment."""
+    """The files that must have been flushed before: one, or a folder and each file in it, in their current state."""
     parent: Synced
 
 

@@ -29,7 +29,7 @@ NEURON_EPS = 1e-10
 
 
 def agreement(update, weight, cautious):
-    """Return where weights decay: everywhere, where update and weight agree in sign, or where neither is zero, too."""
+    """Return a mask of the weights that decay: all, those whose sign is the update's, or strictly so, without zeros."""
     if cautious == "strict":
         return update * weight > 0
     return (update * weight >= 0) if cautious else 1.0

@@ -13,7 +13,7 @@ PACKAGE = Path(quintic.__file__).parent
 
 
 def calls_of(function):
-    """Return how often each file of the library is called into, and goes on after a yield."""
+    """Return for each file of the library the number of calls into it, and of resumptions after a yield."""
     calls = Counter()
 
     def count(frame, event, argument):

@@ -218,7 +218,7 @@ def untyped_groups(module: Module) -> list[str]:
 
 
 def private_reads(module: Module) -> list[str]:
-    """What belongs to the optimizer alone, read outside of `muon.py`: it has accessors for that."""
+    """Private attributes of the optimizer, read outside of `muon.py`: it has accessors for them."""
     if module.name == "optim.muon":
         return []
     return [

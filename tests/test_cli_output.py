@@ -1,4 +1,4 @@
-"""Where the command line writes to: closed, full, or without most characters."""
+"""Output of the command line to files that are closed, full, or without most characters."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What is imported when: the command line answers without PyTorch, and the public names come when they are used."""
+"""The times of imports: the command line answers without PyTorch, and public names are imported when they are used."""
 
 import ast
 import json

@@ -120,7 +120,7 @@ def final_weights(run_dir: Path) -> tuple[bytes, bytes]:
 
 
 def course(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what a run logged about its steps, evaluations and end, without what depends on the clock."""
+    """Return a run's records of steps, evaluations and end, without fields that depend on the clock."""
     clock = {
         "seconds", "tokens_per_second", "times_ms", "time", "breakdown", "mfu", "peak_memory_bytes",
         "first_step_extra_seconds", "compile_seconds",

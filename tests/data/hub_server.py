@@ -14,7 +14,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What the server holds: files and card fields by repository, and what was asked of it."""
+    """The server's files and card fields by repository, and the requests that it got."""
 
     endpoint: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)

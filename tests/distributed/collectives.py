@@ -70,7 +70,7 @@ def logged(note: Callable[[Call], None]) -> Iterator[None]:
 
 
 class _Memory:
-    """Where a tensor on the CPU lies, without keeping its memory alive."""
+    """The place of a tensor on the CPU, without keeping its memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())

@@ -60,10 +60,10 @@ if DEVICE not in ("cpu", "cuda"):
 ON_GPUS = DEVICE == "cuda"
 
 RANKS_PER_GPU = int(os.environ.get("QUINTIC_TEST_RANKS_PER_GPU", "1"))
-"""How many ranks may share a GPU where there are not enough."""
+"""Ranks that may share a GPU where there are not enough."""
 
 TIME_FACTOR = (4.0 if RANKS_PER_GPU == 1 else 8.0) if ON_GPUS else 1.0
-"""How much longer everything may take: on GPUs first steps compile kernels, and every process starts CUDA and NCCL."""
+"""Factor on all time limits: on GPUs first steps compile kernels, and every process starts CUDA and NCCL."""
 
 _BACKEND = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
 
@@ -94,7 +94,7 @@ _EXIT_TIME = 10.0
 
 
 class _Failure(NamedTuple):
-    """What a rank that raised sends, and what is made up for one that sends nothing."""
+    """The message of a rank that raised, or the one made up for a rank that sends nothing."""
 
     text: str
     is_assertion: bool = False
@@ -196,7 +196,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 def _answers(connections: Sequence[Connection], deadline: float) -> dict[int, bytes | _Failure | None]:
-    """Return what each rank sent, in the order of arrival; None for a rank that died, nothing for one that still runs.
+    """Return the ranks' messages in the order of arrival; None for a rank that died, nothing for one that still runs.
 
     Returns when all ranks have answered, when the time is over, or shortly after the first failure.
     """
@@ -241,7 +241,7 @@ def _results(answers: dict[int, bytes | _Failure | None], processes: Sequence[Ba
 
 
 def _stack(folder: Path, rank: int) -> str:
-    """Return where a rank was when it died, or when the time was over."""
+    """Return the stack of a rank when it died, or when the time was over."""
     path = folder / f"stack{rank}"
     return (path.read_text("utf-8", "replace").strip() if path.exists() else "") or "(no stack)"
 
@@ -260,7 +260,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 def _rank_main(
     rank: int, world_size: int, folder: str, group_timeout: float, deadline: float, connection: Connection, job: bytes
 ) -> None:
-    """What a process runs: join the group, call the function, send its result or its traceback, wait for the end."""
+    """A process's work: join the group, call the function, send its result or its traceback, wait for the end."""
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(connection, finished), daemon=True)
     watcher.start()

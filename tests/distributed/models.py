@@ -141,7 +141,7 @@ def positions(model: nn.Module) -> dict[str, Tensor]:
 
 @functools.cache
 def held_by(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], None]) -> dict[str, Tensor]:
-    """Return which entries of each parameter this rank holds; all ranks must call it.
+    """Return the entries of each parameter that this rank holds; all ranks must call it.
 
     The first time only: to wrap a model takes longer than its steps, and where entries are does not change.
 
@@ -155,7 +155,7 @@ def held_by(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], None]) ->
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, sharing memory."""
+    """Return the local part of a tensor, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

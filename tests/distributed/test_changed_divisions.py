@@ -59,7 +59,7 @@ CHANGES = {
     "view": (lambda params, optimizer: optimizer.param_groups[0].update(view=quintic.Rows(4)), "a"),
     "ranks": (lambda params, optimizer: set_all(optimizer, process_group=dist.new_group([dist.get_rank()])), "a"),
 }
-"""What makes state that was used mean something else, and the first parameter for which it does."""
+"""Changes that give used state another meaning, and the first parameter for which they do."""
 
 
 def message_of(function, *arguments):
@@ -146,7 +146,7 @@ def test_whole_state_is_divided_where_it_is(world_size):
 
 
 def other_ranks(rank, world_size):
-    """What is said when state that ranks 0 and 1 divided is to be that of 0 and 2."""
+    """The error when state that ranks 0 and 1 divided is to be that of 0 and 2."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 2], [1])]
     params, optimizer = started("sharded", process_group=groups[rank == 2])
     take_steps(params, optimizer, 0, 2)
@@ -163,7 +163,7 @@ def test_as_many_other_ranks_do_not_have_the_state():
 
 
 def written_by_hand(rank, world_size):
-    """What is said when a matrix whose state was written, but not stepped, is put in another order."""
+    """The error when a matrix whose state was written, but not stepped, is put in another order."""
     params, optimizer = started("sharded")
     momentum = optimizer.state[params["a"]]["momentum_buffer"].fill_(1.0)
     in_columns(params, "a")

@@ -171,7 +171,7 @@ def save(rank, world_size, layout, titles, folder):
 
 
 def load(rank, world_size, layout, titles, folder):
-    """What `save` saved, loaded into a new model in another layout, and more steps."""
+    """The checkpoint of `save`, loaded into a new model in another layout, and more steps."""
     wrong = []
     for title in titles:
         case = CASES[title]

@@ -52,7 +52,7 @@ def test_connected_ranks_clip_by_one_norm(title, layout):
 
 
 def clip_what_has_one_name(rank, world_size):
-    """Of parameters of one name that ranks do not share, the largest counts, so that all ranks clip alike."""
+    """The largest of several parameters with one name that ranks do not share counts, so that all ranks clip alike."""
     groups = [
         {"params": [("dense", nn.Parameter(torch.zeros(2, 2, device=DEVICE)))], "comms": "averaged"},
         {"params": [("mine", nn.Parameter(torch.zeros(1, device=DEVICE)))], "algorithm": "adamw"},

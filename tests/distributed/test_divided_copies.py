@@ -1,4 +1,4 @@
-"""Which ranks divide the work on several copies that are cut among ranks: the same bits, no messages between copies."""
+"""Division of the work on several copies that are cut among ranks: the same bits, no messages between copies."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ def wrap(model, mesh):
 
 @functools.cache
 def laid_out(shape):
-    """What lays a model out over a mesh; all ranks must call it."""
+    """A function that lays a model out over a mesh; all ranks must call it."""
     mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=NAMES[: len(shape)])
     return functools.partial(wrap, mesh=mesh)
 

@@ -1,4 +1,4 @@
-"""What messages rely on: connections made before the first step, and memory that lives until they have arrived."""
+"""Conditions of messages: connections made before the first step, and memory that lives until they have arrived."""
 
 import functools
 from unittest import mock
@@ -128,7 +128,7 @@ def everything(optimizer):
 
 
 class Connections:
-    """Which kinds of collectives ran on which process groups before a step, and which only in one."""
+    """The kinds of collectives that ran on each process group before a step, and those that ran only in one."""
 
     def __init__(self):
         self.made, self.late, self.kinds = set(), set(), set()
@@ -155,7 +155,7 @@ class Connections:
 
 
 def find_connections(rank, world_size):
-    """Return what was used in steps without having been before, and the kinds that were used."""
+    """Return the collectives that were first used in steps, and the kinds that were used."""
     late, kinds = {}, set()
     for title in TITLES[world_size]:
         found = Connections()

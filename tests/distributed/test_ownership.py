@@ -63,7 +63,7 @@ def saved_of(optimizer, params):
 
 
 def differences(found, expected):
-    """Where weights and whole state differ."""
+    """The places where weights and whole state differ."""
     (weights, saved), (expected_weights, expected) = found, expected
     rows = [(f"weight {n}", *pair) for n, pair in enumerate(zip(weights, expected_weights, strict=True))]
     for number, tensors in expected["state"].items():
@@ -112,7 +112,7 @@ def whole(tensor):
 
 
 def gathered_changes(rank, world_size, layouts):
-    """Where weights and state differ from one device's, and owners of units before and after, by layout and master."""
+    """Differences of weights and state from one device's, and owners of units before and after, by case."""
     wrong, owners = {}, {}
     mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("strided",))
     for number, layout in enumerate(layouts):
@@ -157,7 +157,7 @@ def test_options_that_change_between_steps_move_no_state_where_matrices_are_gath
 
 
 def adamw_changes(rank, world_size):
-    """Where AdamW's weights and state differ from one device's, by master."""
+    """Differences of AdamW's weights and state from one device's, by master."""
     wrong = {}
     for master in ("fp32", "mantissa"):
 
@@ -210,7 +210,7 @@ LOAD_CASES = [*zip(LOADS, [master for _, master in MASTERS], strict=True), *(("s
 
 
 def saves(rank, world_size, comms):
-    """What is saved after two steps, by case."""
+    """The state saved after two steps, by case."""
     found = {}
     for name, master in LOAD_CASES:
         params, optimizer = started(comms, LOADS[name][0], master, NAMES)

@@ -116,7 +116,7 @@ def test_what_a_step_allocates(world_size, layouts):
 
 
 def kept_by_updates(rank, world_size):
-    """How many matrices this rank orthogonalises, of one that all have, and the bytes that the updates keep alive."""
+    """The matrices that this rank orthogonalises, of one that all have, and the bytes that the updates keep alive."""
     param = nn.Parameter(torch.randn(8, 4, device=DEVICE))
     param.grad = torch.ones_like(param)
     optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)

@@ -96,7 +96,7 @@ def optimizer_of(model, case, clip=None, **options):
 
 
 def given_by(step, rank, world_size):
-    """What the tokens of a rank give: all, some or no layers; NaN and infinities; heads without tokens."""
+    """Logits from the tokens of a rank: all, some or no layers; NaN and infinities; heads without tokens."""
     found = seen(step, rank)
     if step == 1:
         # The last rank gives nothing, the first one lacks a layer, one layer nobody has.
@@ -120,7 +120,7 @@ def given_by(step, rank, world_size):
 
 
 def states_of(optimizer, model, held):
-    """What this rank has of every state, and which entries these are; of divided state all of it."""
+    """This rank's entries of every state, and their places; of divided state all entries."""
     if any(group["comms"] == "sharded" for group in optimizer.param_groups):
         saved = optimizer.state_dict()
         keys = [key for group in saved["param_groups"] for key in group["params"]]

@@ -63,7 +63,7 @@ def touched(step, rank):
 
 
 def gradient(name, step, rank):
-    """Of so few digits that no order of adding rounds: eighths."""
+    """Gradients of so few digits that no order of adding rounds: eighths."""
     label = 1000 * step + 100 * rank + list(SHAPES).index(name)
     drawn = torch.randint(-7, 8, SHAPES[name], generator=torch.Generator().manual_seed(label)) / 8
     if name == "bigram":

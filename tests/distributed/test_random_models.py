@@ -43,16 +43,16 @@ ADAMW_LR = 0.01
 
 @dataclass
 class Drawn:
-    """What one seed stands for."""
+    """The case of one seed."""
 
     layout: str
     dtype: torch.dtype
     options: dict[str, Any]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
-    """Of the matrices; the others are AdamW's."""
+    """Views of the matrices; the other parameters are AdamW's."""
     meshes: dict[str, str] = field(default_factory=dict)
-    """Of the parameters that are `DTensor`s, one of `meshes_of`."""
+    """The mesh of the parameters that are `DTensor`s, one of `meshes_of`."""
     cuts: dict[str, list[int | None]] = field(default_factory=dict)
     """For each dimension of the mesh the one that is cut, or None for copies."""
     has_gaps: bool = False
@@ -65,7 +65,7 @@ class Drawn:
 
     @property
     def averages(self) -> bool:
-        """Whether gradients differ among ranks."""
+        """Return whether gradients differ among ranks."""
         return self.layout in AVERAGING
 
 
@@ -203,7 +203,7 @@ def check_seed(rank: int, world_size: int, seed: int) -> None:
     meshes = meshes_of(world_size) if drawn.meshes else {}
 
     def laid_out(name, value):
-        """What this rank has of a tensor that all have."""
+        """This rank's copy of a tensor that all have."""
         if name not in drawn.meshes:
             return value.clone()
         placements = [Replicate() if dim is None else Shard(dim) for dim in drawn.cuts[name]]

@@ -94,7 +94,7 @@ class Counter:
 
 
 def real(rank, shape, names, sizes, dtype, options):
-    """What one rank plans, sends and keeps, and where it keeps it."""
+    """One rank's plan, messages and state, and the places of its state."""
     torch.manual_seed(0)
     model = Decoder(sizes).to(DEVICE, dtype)
     wrap(model, init_device_mesh(DEVICE, shape, mesh_dim_names=names), names)

@@ -17,7 +17,7 @@ SHAPE = (500, 32)
 
 
 class Copies:
-    """What gradients are made dense."""
+    """Collects gradients that were made dense."""
 
     def __init__(self):
         self.made = []
@@ -30,7 +30,7 @@ class Copies:
 
 
 def gradient(step, rank, turned):
-    """Of few rows, another layout in memory than the table's if `turned`."""
+    """A gradient of few rows, in another layout in memory than the table's if `turned`."""
     values = torch.zeros(SHAPE, device=DEVICE)
     generator = torch.Generator().manual_seed(10 * step + rank)
     rows = torch.randint(SHAPE[0], (7,), generator=generator)

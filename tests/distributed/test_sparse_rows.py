@@ -60,13 +60,13 @@ DIVIDED = {
 class Case:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the AdamW groups."""
+    """Options of the AdamW groups."""
     announces: str = "never"
     """never, always, more (with superfluous rows, in several calls), some (ranks), other (steps on each rank)."""
     gaps: bool = False
-    """Whether gradients are missing."""
+    """Gradients are missing."""
     clips: bool = False
-    """Whether gradients are clipped, but for the last step."""
+    """Gradients are clipped, but for the last step."""
 
 
 CASES = {
@@ -183,7 +183,7 @@ def bits(tensor):
 
 
 def differences(params, optimizer, expected, dense):
-    """Return what differs between two optimizers."""
+    """Return the differences between two optimizers."""
     found = []
     for name, param in params.items():
         state, other = optimizer.state[param], dense.state[expected[name]]
@@ -513,7 +513,7 @@ def test_ranks_announce_when_they_please():
 
 @on_rank
 def announce_and_wait(rank, world_size):
-    """Return how long announcing takes while another rank has not come so far, and how many messages it starts."""
+    """Return the seconds of announcing before another rank has come so far, and the messages that it starts."""
     params = {"table": nn.Parameter(torch.ones(600, 64))}
     optimizer = optimizer_of(params, "sharded_sparse")
     for step in range(2):

@@ -1,4 +1,4 @@
-"""How much of the library a steady step goes through where ranks share the work, see tests/steady_steps.py."""
+"""The calls into the library of a steady step where ranks share the work, see tests/steady_steps.py."""
 
 import pytest
 from harness import DEVICE, run

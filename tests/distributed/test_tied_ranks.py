@@ -114,7 +114,7 @@ def test_what_cannot_be_shared_is_refused():
 
 
 def order(rank, world_size):
-    """Which of the buckets were under way when the copy was written."""
+    """The buckets that were under way when the copy was written."""
     params, optimizer = models(rank, comms="sharded")
     optimizer.tie("head", "embed", transposed=True)
     seen = []

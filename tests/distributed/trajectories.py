@@ -55,7 +55,7 @@ _ADAMW_LR = 0.01
 
 
 def fused_adamw_tolerance(num_steps: int, lr: float) -> tuple[float, float]:
-    """Return how far float32 weights that AdamW updates in pieces may be from those it updates whole: rtol, atol.
+    """Return the tolerances (rtol, atol) of float32 weights that AdamW updates in pieces, against those updated whole.
 
     PyTorch's fused AdamW for CPUs rounds the entries behind the last full vector of a tensor otherwise than those
     before them, and a shard ends elsewhere than the whole: a last bit of the weight, and of the second moment, at every
@@ -97,7 +97,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Gaps:
-    """Which ranks lack which gradients; none do, unless told to.
+    """The gradients that ranks lack; none by default.
 
     Args:
         names: parameters that nobody has a gradient of in step 1, and not the last rank in step 2.
@@ -116,7 +116,7 @@ class Gaps:
         return ()
 
     def is_skipped(self, name: str, step: int, ranks: Sequence[int], *, averages: bool) -> bool:
-        """Whether a parameter stays as it is: where ranks average, a missing gradient counts as zeros."""
+        """Return whether a parameter stays unchanged: where ranks average, a missing gradient counts as zeros."""
         missing = self.without(name, step, ranks)
         return len(missing) == len(ranks) if averages else len(missing) > 0
 
@@ -125,7 +125,7 @@ NO_GAPS = Gaps()
 
 
 def _num_steps(gaps: Gaps) -> int:
-    """Return how many steps are made: one after all gaps, or so many that state is made, used and used again."""
+    """Return the number of steps: one after all gaps, or so many that state is made, used and used again."""
     return 3 if gaps == NO_GAPS else 5
 
 
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def model_name(self) -> str:
-        """Which of `MODELS` to lay out; what FSDP2 cannot shard is in those of plain tensors only."""
+        """Models among `MODELS` to lay out; parts that FSDP2 cannot shard are in those of plain tensors only."""
         return "awkward with extras" if self.wrap is wrappings.plain else "awkward"
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -172,7 +172,7 @@ class Layout:
 
 
 class Reference(NamedTuple):
-    """What one device gets, on the CPU.
+    """The result of one device, on the CPU.
 
     Attributes:
         weights: of each parameter after all steps.
@@ -186,7 +186,7 @@ class Reference(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """What a reference depends on; `ranks` are those whose gradients are averaged, or one."""
+    """The inputs of a reference; `ranks` are those whose gradients are averaged, or one."""
 
     model: str
     title: str
@@ -201,7 +201,7 @@ _references: dict[_Key, Reference] = {}
 def reference(
     model: str, titles: Sequence[str], ranks: Sequence[int], comms: str = "none", gaps: Gaps = NO_GAPS
 ) -> dict[str, Reference]:
-    """Return what `disagreements` compares with, by case; to be called by the process that tests.
+    """Return the references of `disagreements` by case; to be called by the process that tests.
 
     Args:
         model: name of one of `MODELS`.
@@ -262,7 +262,7 @@ def _check_layout(rank: int, world_size: int, layout: Layout, expected: dict[str
 
 
 def _averages(comms: str) -> bool:
-    """Whether ranks give gradients of their own, which the optimizer averages."""
+    """Return whether ranks have gradients of their own, which the optimizer averages."""
     return comms in ("replicated", "sharded")
 
 

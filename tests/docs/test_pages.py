@@ -213,7 +213,7 @@ READERS = {
     "export": export_options,
     "report": report_options,
 }
-"""What reads the options of a command, by its name."""
+"""Command -> the function that reads its options."""
 
 
 def commands_of(page):

@@ -187,7 +187,7 @@ def likely_items(model: GPT, tokenizer: Any, count: int) -> list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def exported(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """What transformers reads of the model of `model`: (model, tokenizer)."""
+    """The model of `model` as transformers reads it: (model, tokenizer)."""
     transformers = pytest.importorskip("transformers")
     from quintic.eval.export import export_hf
 

@@ -8,7 +8,7 @@ import pytest
 from launching import EXAMPLES, ROOT, run_example
 
 SAME = {"rel": 1e-3}
-"""What thirty steps make of other sums in the last bits of a gradient: these decide how bfloat16 products round."""
+"""Tolerance after thirty steps: other last bits in the sums of a gradient round bfloat16 products differently."""
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
 
 
 def spilt_bytes(compiled):
-    """Return what a thread writes to memory for want of registers, to read it again; PTX does not tell."""
+    """Return the bytes that a thread spills to memory for want of registers; PTX does not tell."""
     [spilt] = re.findall(r"(\d+) bytes spill stores", compiled.log)
     return int(spilt)
 

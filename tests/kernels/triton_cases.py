@@ -422,7 +422,7 @@ def test_polynomials_with_the_kernels_are_those_without(shape, method):
 
 
 def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
-    """What Python does per parameter and step, without the launches: under 2 ms (0.5 measured on a 2-core CPU)."""
+    """Python's time per parameter and step, without the launches: under 2 ms (0.5 measured on a 2-core CPU)."""
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)

@@ -85,7 +85,7 @@ def is_start(position):
 
 
 def mask_of(copies, window):
-    """Which of the positions (`copies` to a token) see which: an explicit table."""
+    """An explicit table of the positions (`copies` to a token) that see each other."""
     count = copies * STARTS[-1]
     return torch.tensor(
         [
@@ -546,7 +546,7 @@ def test_a_state_dict_restores_windows_and_tying():
 
 
 def test_offsets_of_documents_do_what_the_mask_does(monkeypatch):
-    """What FlashAttention gets, by a stand-in that takes each document by itself."""
+    """The inputs of FlashAttention, by a stand-in that takes each document by itself."""
     longests = []
 
     def attend(name, q, k, v, starts, *, longest, window):

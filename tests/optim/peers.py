@@ -68,7 +68,7 @@ class KellerJordan(Peer):
             param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
 
     def of_rank(self, rank, world_size):
-        """What a rank saves that owns every `world_size`-th matrix of a group."""
+        """The checkpoint of a rank that owns every `world_size`-th matrix of a group."""
         saved = copy.deepcopy(self.state_dict())
         for group in saved["param_groups"]:
             for number, key in enumerate(group["params"]):
@@ -167,7 +167,7 @@ class Nanochat(Peer):
             param.sub_(change)
 
     def of_rank(self, rank, world_size, replicated_below):
-        """What a rank saves: its chunk of each padded stack, and its slice of the larger other tensors."""
+        """The checkpoint of a rank: its chunk of each padded stack, and its slice of the larger other tensors."""
         saved = copy.deepcopy(self.state_dict())
         for group in saved["param_groups"]:
             per_rank = -(-len(group["params"]) // world_size)

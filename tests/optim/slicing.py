@@ -1,4 +1,4 @@
-"""Which rows of a fused weight a forward pass consumes together: what a view is proved by.
+"""The rows of a fused weight that a forward pass consumes together: the proof of a view.
 
 The fused layer puts out the numbers of its rows, the module's own forward pass runs, and what reaches each consumer (a
 matrix product, a norm, a gate) tells which rows belong together.

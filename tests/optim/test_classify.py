@@ -1,4 +1,4 @@
-"""What decides about parameters of which neither rules nor the registry say anything."""
+"""Classification of parameters that neither rules nor the registry cover."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which ranks decide together: threads stand for ranks that tell each other with whom they share parameters."""
+"""Ranks that decide together: threads stand for ranks that tell each other with whom they share parameters."""
 
 import random
 import threading
@@ -44,7 +44,7 @@ def component(sets, rank):
 
 
 def run_exchange(sets, num_ranks):
-    """What each rank learns, and how often it gathers."""
+    """The answers of each rank, and the number of times that it gathers."""
     local = threading.local()
     meetings = {ranks: Meeting(ranks) for ranks in sets}
     counts = dict.fromkeys(range(num_ranks), 0)

@@ -120,7 +120,7 @@ OPTIONS = [
 
 
 class Layer:
-    """How to make a layer."""
+    """A way to make a layer."""
 
     def __init__(self, kind, *arguments, **options):
         self.kind, self.arguments, self.options = kind, arguments, options

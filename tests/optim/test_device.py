@@ -1,4 +1,4 @@
-"""What holds on a CUDA device alone: no waiting for it, capture in a graph, memory, compilation, large offsets."""
+"""CUDA devices alone: no waiting for them, capture in a graph, memory, compilation, large offsets."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ def model_of():
 
 
 class FullyShardedDataParallel(nn.Module):
-    """What is seen of PyTorch's module; `tests/distributed/test_foreign_sharding.py` has the real one."""
+    """The visible part of PyTorch's module; `tests/distributed/test_foreign_sharding.py` has the real one."""
 
     class Strategy:
         def __init__(self, name):

@@ -43,7 +43,7 @@ def test_as_many_of_each_owner_as_fit(num_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "least"), [(4, 4), (6, 3), (7, 4), (16, 8)])
 def test_fewer_owners_at_a_time_where_one_unit_of_each_exceeds_the_workspace(num_ranks, least):
-    """What a single unit needs, it needs in any case; a quarter more is worth it for fewer messages."""
+    """A single unit's need is unavoidable; a quarter more is worth it for fewer messages."""
     halved = [num_ranks]
     while halved[-1] > 1:
         halved.append(-(-halved[-1] // 2))

@@ -1,4 +1,4 @@
-"""Which layers are output heads; heads that follow from the sizes of embeddings are in `test_groups.py`."""
+"""Recognition of output heads; heads that follow from the sizes of embeddings are in `test_groups.py`."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def cuttings(draw):
 
 
 def placements_of(mesh_shape, dims, order):
-    """What PyTorch calls cuts in this order: `_StridedShard` where a later mesh dimension has cut before."""
+    """PyTorch's placements for cuts in this order: `_StridedShard` where a later mesh dimension has cut before."""
     placements = []
     for mesh_dim, dim in enumerate(dims):
         if dim is None:
@@ -57,7 +57,7 @@ def chunks(tensor, count, dim):
 
 
 def cut_by_hand(tensor, mesh, dims, order):
-    """What each rank holds when every mesh dimension in turn cuts what is there with `torch.chunk`."""
+    """The box of each rank when every mesh dimension in turn cuts with `torch.chunk`."""
     held = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
         piece = tensor

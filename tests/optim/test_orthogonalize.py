@@ -237,7 +237,7 @@ def test_gram_does_not_diverge_where_a_first_restart_after_three_steps_would():
 
 
 def test_float16_keeps_small_rows_of_large_matrices():
-    """Of norm one, the small rows would have entries near 2e-7: three digits of float16's subnormal numbers.
+    """With norm one, the small rows would have entries near 2e-7: three digits of float16's subnormal numbers.
 
     Measured on the small rows alone: beside the large row their errors would not show.
     """

@@ -81,7 +81,7 @@ def test_a_program_is_the_polynomials_of_the_singular_values(data, segments, sha
 
 @pytest.mark.parametrize("segments", [STANDARD, GRAM, ((0, 5),)])
 def test_products_come_in_the_order_of_the_segments(segments):
-    """What the kernel's tables and the places rely on."""
+    """Assumptions of the kernel's tables and of the places."""
     kinds = [product.kind for product in some_program(segments).products]
     expected = []
     for start, stop in segments:

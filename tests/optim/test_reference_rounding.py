@@ -1,4 +1,4 @@
-"""What the reference says about the rounding of its own numbers (the steps are tested in test_reference_step.py)."""
+"""The reference's bounds for the rounding of its own numbers (the steps are tested in test_reference_step.py)."""
 
 import itertools
 

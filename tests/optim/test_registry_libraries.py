@@ -38,7 +38,7 @@ def ones(*shape):
 
 
 def hidden_of(owner, fused, out, width, inputs):
-    """What a gated MLP makes of the outputs of its fused layer: a function of them."""
+    """The hidden state of a gated MLP, from the outputs of its fused layer."""
     caught = []
     owner.get_submodule(out).register_forward_pre_hook(lambda m, a: caught.append(a[0]))
 

@@ -86,7 +86,7 @@ def plans_of(optimizer, mesh, names, node_size):
 
 
 def bytes_sent(bucket, normalizes, nodes=None):
-    """What one rank sends for a bucket, by the exchange of this rank; with `nodes`, what it sends to other ones."""
+    """The bytes that one rank sends for a bucket, by its exchange; with `nodes`, those to other nodes."""
     exchange = bucket.exchange
     here = exchange.position
     nodes = exchange.ranks if nodes is None else [nodes[rank] for rank in exchange.ranks]

@@ -1,4 +1,4 @@
-"""Who divides the work on copies: sets of ranks, what crosses between hosts, and the estimate that "auto" goes by."""
+"""Division of the work on copies: sets of ranks, traffic between hosts, and the estimate behind "auto"."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Who sends which rows of a table to whom: the arithmetic of `comms="sharded_sparse"`, without ranks."""
+"""The exchange of a table's rows among ranks: the arithmetic of `comms="sharded_sparse"`, without ranks."""
 
 import pytest
 import torch

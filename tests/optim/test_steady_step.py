@@ -1,4 +1,4 @@
-"""How much of the library a step goes through once its plan is there and gradients are where they were.
+"""The calls into the library of a step whose plan is there and whose gradients are where they were.
 
 Limits, not measurements: what a step does in Python is what small models wait for. They are a little above what was
 counted with Python 3.11, which counts comprehensions as calls.

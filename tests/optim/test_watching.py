@@ -1,4 +1,4 @@
-"""What is noticed of parameters, and what is not worth noticing."""
+"""Changes of parameters that are noticed, and those that are not worth noticing."""
 
 import pytest
 import torch

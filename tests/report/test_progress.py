@@ -245,7 +245,7 @@ def test_past_evaluations_stay_on_a_terminal() -> None:
 
 
 def shown(text: str, width: int) -> list[str]:
-    """What a terminal of this width shows after such output: cursor movements, erased lines and wrapping happen."""
+    """The screen of a terminal of this width after such output: cursor movements, erased lines and wrapping happen."""
     lines, row, column = [""], 0, 0
     for code, move, char in re.findall(r"(\x1b\[([0-9;?]*[A-Za-z]))|(.)", text, re.DOTALL):
         if char == "\n":

@@ -1,4 +1,4 @@
-"""What a run computes on: the rules, with the facts of other machines put in."""
+"""The choice of hardware: the rules, with the facts of other machines put in."""
 
 import json
 import subprocess

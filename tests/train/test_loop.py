@@ -1,4 +1,4 @@
-"""What a run leaves behind when it diverges, or when something fails after its last step."""
+"""The files of a run that diverges, or in which something fails after its last step."""
 
 import gc
 import math
@@ -169,7 +169,7 @@ def test_a_diverged_run_is_not_an_interrupted_one(
 
 
 class Broken(RuntimeError):
-    """What an operation on a device raises."""
+    """An error of an operation on a device."""
 
 
 def break_at_the_end(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -76,7 +76,7 @@ def test_a_step_is_the_mean_over_its_passes(tiny_dataset: Dataset, tmp_path: Pat
 def test_clipping_is_a_step_with_gradients_scaled_by_hand(
     optimizer: str, tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
-    """Of all weights together, whichever optimizer they have; only gradients above the norm are touched."""
+    """The norm is that of all weights together, whichever optimizer they have; smaller gradients are not touched."""
     bound = 0.8 if optimizer == "adamw" else 0.98
     shared: dict[str, Any] = {"optimizer": optimizer, "adamw_lr": 0.02, "rms_every": 2}
     clipped = make(tiny_dataset, tmp_path, clip_norm=bound, **shared)

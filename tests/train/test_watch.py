@@ -1,4 +1,4 @@
-"""What is watched: root mean squares by kind of layer, the smoothed loss and its spikes, times; by hand."""
+"""Measurements of a run: root mean squares by kind of layer, the smoothed loss and its spikes, times; by hand."""
 
 import json
 import math

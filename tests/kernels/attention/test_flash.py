@@ -37,7 +37,7 @@ def reference(q, k, v, starts, left, right):
 
 
 class Calls(list):
-    """What a stand-in was called with."""
+    """The arguments of a stand-in's calls."""
 
     def add(self, q, k, v, starts, keys_starts, longest, longest_keys, window, deterministic=False):
         assert starts is keys_starts
