@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quintic.eval.generate import generate
+from quintic.eval.generate import generate_batch
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.model.lookup import LookupLayer
 from quintic.train.recipe import build_model
@@ -157,7 +157,7 @@ def test_cached_logits_equal_those_of_the_whole_row(tied):
 def test_sampling_continues_as_the_whole_row_says():
     built = model(noise=0.3)
     prompt = [BOS, 3, 9]
-    made = generate(built, prompt, max_tokens=12, temperature=0)
+    (made,) = generate_batch(built, [prompt], max_tokens=12, temperature=0)
     row = [*prompt, *made]
     with torch.no_grad():
         likeliest = built(torch.tensor([row]))[0].argmax(-1).tolist()
