@@ -25,7 +25,7 @@ _EAGER_STEPS = 2
 _NOT_CAPTURED = {*HYPERPARAMETERS, "betas", "params", "param_names", "pending_steps", "initial_lr", "swa_lr"}
 
 _Due = tuple[bool, ...]
-"""Which groups a step has."""
+"""The groups that a step has."""
 
 
 class _Recorded(NamedTuple):
@@ -35,7 +35,7 @@ class _Recorded(NamedTuple):
     gradients: list[tuple[str, Tensor, Tensor | None]]
     """Names and parameters whose gradients it reads, and these."""
     done: Done
-    """What a replay does."""
+    """The outcome of a replay."""
 
 
 class CapturedStep:
@@ -163,7 +163,7 @@ class CapturedStep:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _fingerprint(self) -> object:
-        """Return what must not change: options, and where weights and state are."""
+        """Return the values that must not change: options, and the places of weights and state."""
         options = [
             {key: value for key, value in group.items() if key not in _NOT_CAPTURED}
             for group in self._optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What follows from the groups of an optimizer, current whenever it is asked for: the plan of its steps, and its state.
+"""The plan and the state that follow from the groups of an optimizer, current whenever they are asked for.
 
 Users change options of groups, others move, convert or exchange parameters. So everything looks first: at the
 parameters (`watching.py`), then at the options, which are checked again; then the plan is made anew if it depends on
@@ -43,18 +43,18 @@ class Current:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.groups: list[Group] = []
-        """As of the last look; none while nothing was made for their parameters, which are then kept by nobody here."""
+        """The groups at the last look; none, to keep no parameters alive, while nothing was made for them."""
         self.communicators = Communicators()
         self.rows = AnnouncedRows(self.communicators)
         self.early = EarlyAverages()
         self.runner: Runner | None = None
-        """Of the plan, if there is one."""
+        """The runner of the plan, if there is one."""
         self._upkeep = Upkeep()
         self._watched: WatchedParameters | None = None
         """The parameters that something was made for, if anything was."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
-        """How many sets of ranks had told each other of their hosts when the plan was made."""
+        """The number of sets of ranks that had told each other of their hosts when the plan was made."""
 
     def add(self, number: int, dictionary: dict[str, Any]) -> None:
         """Check a new group and connect its ranks, which must all call it; an error changes nothing."""
@@ -111,7 +111,7 @@ class Current:
         return states
 
     def give_state(self, dictionaries: _Dictionaries, states: States) -> None:
-        """Do the same for somebody who may then replace tensors, quickly where nothing has happened."""
+        """Do the same for a caller who may then replace tensors, quickly where nothing has happened."""
         self._notice(dictionaries)
         if self._upkeep.is_outdated:
             self.needed_state(dictionaries, states)

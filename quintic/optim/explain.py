@@ -42,7 +42,7 @@ class Row:
     optimizer: str
     """Its name for people: `"Muon"`, `"NorMuon"` (`normalize="neuron"`), `"AdamW"` or `"frozen"`."""
     view: View | None = None
-    """Which matrices it holds; None unless the algorithm is Muon."""
+    """The matrices that it holds; None unless the algorithm is Muon."""
     matrices: tuple[tuple[int, int, int], ...] = ()
     """(count, m outputs, n inputs) for each kind of matrix."""
     why: str
@@ -80,7 +80,7 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `explain` found; `print` it, or read `rows` and `totals`."""
+    """The answer of `explain`; `print` it, or read `rows` and `totals`."""
 
     model: str
     """Class name of the model."""
@@ -149,7 +149,7 @@ def explain(
     convolutions: Convolutions = "adamw",
     **options: Any,
 ) -> Explanation:
-    """Return which parameter of `model` gets which treatment and why, without making an optimizer for it.
+    """Return the treatment of each parameter of `model` and the reason for it, without making an optimizer.
 
     `print(quintic.explain(model))` shows what `quintic.Muon(quintic.param_groups(model))` would do, also for a model
     on the meta device, in a table that fits the terminal. Shapes and bytes are those of whole parameters, before any
@@ -165,7 +165,7 @@ def explain(
 
     Raises:
         ValueError, TypeError: whatever `param_groups` and `Muon` raise for this model and these options, in particular
-            for a matrix that nobody decided about; the message names the parameter.
+            for a matrix that no rule covers; the message names the parameter.
     """
     decisions = {decision.param: decision for decision in decide(model, rules, convolutions)}
     # Of the same shapes, strides and dtypes, without memory.
@@ -238,7 +238,7 @@ def _cells(rows: Sequence[Row]) -> Cells:
 
 
 def _view_text(view: View) -> str:
-    """Return how one would write a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
+    """Return the source text of a view: `Split((64, 64, 64), groups=12)`, without the arguments left at default."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(view, "__dataclass_fields__", {})
     if not fields:
         return str(view)

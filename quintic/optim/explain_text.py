@@ -1,4 +1,4 @@
-"""How `explain` fits its table into a terminal: what is shortened, what is wrapped, what gets a line of its own."""
+"""The table of `explain`, fitted to a terminal: cells are shortened, wrapped, or given a line of their own."""
 
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _GAP = "  "
 
 
 class Cells(NamedTuple):
-    """What a table says about parameters that differ in numbers of their names only."""
+    """One row of a table, for parameters whose names differ in numbers only."""
 
     name: str
     times: str

@@ -56,7 +56,7 @@ class _Owned(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """What is written once everything has been checked: target = factor * source."""
+    """A copy that is made once everything has been checked: target = factor * source."""
 
     target: Tensor
     source: Tensor
@@ -182,7 +182,7 @@ def _owned(optimizer: Muon) -> dict[str, _Owned]:
 def _read(
     ranks: Sequence[Mapping[str, Any]], source: Source, names: Sequence[str | None] | None, owned: Mapping[str, _Owned]
 ) -> list[SavedState]:
-    """Return what was saved for each named parameter, in Quintic's terms."""
+    """Return the saved state of each named parameter, in Quintic's terms."""
     if not ranks or (len(ranks) > 1 and source not in PER_RANK):
         raise ValueError(
             f"{len(ranks)} state dicts with source={source!r}: pass one; only {', '.join(PER_RANK)} save one per rank"

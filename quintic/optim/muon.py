@@ -209,7 +209,7 @@ class Muon(OptimizerBase):
             self._needed_state()
 
     def plan(self) -> Plan:
-        """Return what one step computes together, with FLOPs and temporary memory; `print` it for a table."""
+        """Return the plan of a step: its buckets, with FLOPs and temporary memory; `print` it for a table."""
         return self.runner.plan
 
     @overload
@@ -323,14 +323,14 @@ class Muon(OptimizerBase):
             param.grad = gradient
 
     def last_step(self) -> StepReport:
-        """Return what the last step did: matrices orthogonalised by method, AdamW parameters, steps skipped.
+        """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.
 
         Reads the count of skipped steps from the device, and so waits for it.
         """
         return self._steps_made.report()
 
     def telemetry(self) -> dict[str, list[MatrixTelemetry]]:
-        """Return what each group's last sampled step measured: parameter name -> one entry per matrix of its view.
+        """Return the measurements of the last sampled steps: parameter name -> one entry per matrix of its view.
 
         Parameters that were not stepped then, such as those without a gradient, are absent. Empty until a step was
         sampled (`telemetry_every`). Waits for the device.

@@ -1,7 +1,7 @@
-"""What `Muon` is besides its steps: parameter groups and state as PyTorch keeps them, checked, saved and loaded.
+"""The base class of `Muon`: parameter groups and state as PyTorch keeps them, checked, saved and loaded.
 
 Groups and state belong to PyTorch, and users and libraries change both. What follows from them (`current.py`) is
-brought up to date whenever somebody asks for it.
+brought up to date whenever it is asked for.
 """
 
 from collections import defaultdict
@@ -70,7 +70,7 @@ class OptimizerBase(Optimizer):
         self._cycled.watch(self.param_groups)
 
     def _own(self, name: str) -> Any:
-        """What a property keeps; wrappers that borrow the class (Lightning's) have nothing and ask what they wrap."""
+        """A property's value; wrappers that borrow the class (Lightning's) lack it and ask the wrapped optimizer."""
         if name not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.__dict__[name]
@@ -111,7 +111,7 @@ class OptimizerBase(Optimizer):
 
     @property
     def current(self) -> Current:
-        """What follows from the groups as they are now: typed groups, a plan, the ranks' communicators.
+        """Typed groups, the plan and the ranks' communicators, as they follow from the groups now.
 
         For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
@@ -132,7 +132,7 @@ class OptimizerBase(Optimizer):
 
     @property
     def steps_made(self) -> StepsMade:
-        """What is known of the steps made. For the other files of the library; use `last_step` instead."""
+        """The record of the steps made. For the other files of the library; use `last_step` instead."""
         return self._steps_made
 
     def next_pending_steps(self) -> list[int]:
@@ -251,7 +251,7 @@ class OptimizerBase(Optimizer):
         self.param_groups[group.number]["tied_to"] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy keep."""
+        """Return the attributes that pickle and deepcopy keep."""
         state = self.__dict__["state"]
         with self._lending(self._needed_state() if state else state):
             return {**super().__getstate__(), "_orders": self._current.orders}

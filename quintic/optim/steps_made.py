@@ -1,4 +1,4 @@
-"""What one optimizer knows of the steps that it has made."""
+"""The record of the steps that one optimizer has made."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ class StepsMade:
         self._counts: list[Counts] = []
         self._waiting = self._clipped_layers = 0
         self._go: Tensor | None = None
-        """() int32 on a device: 0 if non-finite gradients stopped the last step; None if it asked nobody."""
+        """() int32 on a device: 0 if non-finite gradients stopped the last step; None if it did not look for them."""
         self._skipped: Tensor | None = None
         """() int64 on a device: steps stopped."""
 
@@ -106,7 +106,7 @@ class StepsMade:
         self._skipped += 1 - done.go
 
     def report(self) -> StepReport:
-        """Return what the last step did; waits for the device."""
+        """Return the report of the last step; waits for the device."""
         skipped_steps = int(self._skipped) if self._skipped is not None else 0
         return replace(
             report_of(self._counts),
@@ -117,7 +117,7 @@ class StepsMade:
         )
 
     def copy(self) -> "StepsMade":
-        """Return what is known now, which later steps do not change."""
+        """Return a copy that later steps do not change."""
         found = copy(self)
         found._skipped = None if self._skipped is None else self._skipped.clone()
         return found

@@ -1,4 +1,4 @@
-"""What a parameter group must be: every mistake is found when a group is added, or at the first step after a change.
+"""Checks of parameter groups: every mistake is found when a group is added, or at the first step after a change.
 
 `Muon` calls these for a new group, and again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
 """

@@ -146,7 +146,7 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str]
     """Return the names of a saved group's parameters, in the order of its keys; None if that is not known."""
     keys: Sequence[Any] = saved_group["params"]
     if all(isinstance(key, str) for key in keys):
-        # Of torch.distributed.checkpoint, which may have put them into this optimizer's order.
+        # From torch.distributed.checkpoint, which may have put them into this optimizer's order.
         meant = [known_as(key, own) for key in keys]
         if own.issuperset(meant):
             return meant
@@ -216,7 +216,7 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
 
 
 def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a saved group restores."""
+    """Return the options that a saved group restores."""
     options = {key: _with_tuples(value) for key, value in saved_group.items() if key not in _NOT_RESTORED}
     # Before there were ratios, a group's rate was its own.
     return {"adamw_lr_ratio": None, **options} if "lr" in options else options
@@ -243,7 +243,7 @@ def _matched_state(
     saved: Mapping[str, Any] | None,
     divided: DividedState | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what of this rank's state becomes what of the saved state of a parameter."""
+    """Yield tensors of this rank's state of a parameter, and the saved ones that go there."""
     if saved is None:
         raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
     if set(saved) != set(state):

@@ -1,4 +1,4 @@
-"""How other libraries save optimizer state, read into Quintic's terms; `interchange.py` copies it.
+"""Optimizer state as other libraries save it, read into Quintic's terms; `interchange.py` copies it.
 
 With gradient g, momentum coefficient mu and the average Quintic keeps, m <- m + (1 - mu)(g - m):
 
@@ -30,7 +30,7 @@ Source = Literal["torch", "keller_jordan", "keller_jordan_2024", "dion", "nanoch
 State = Mapping[str, Any]
 
 STATE_KEYS: dict[Algorithm, set[str]] = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-"""What PyTorch's optimizers keep for a parameter of each algorithm; Quintic keeps it under the same names."""
+"""The state that PyTorch's optimizers keep for a parameter of each algorithm; Quintic uses the same names."""
 
 # What nanochat keeps for matrices; before January 2026 without second moments, if they were not asked for.
 _NANOCHAT_KEYS = ("momentum_buffer", "second_momentum_buffer")
@@ -52,19 +52,19 @@ class SavedParameter(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """What was saved for one parameter, under Quintic's names."""
+    """The saved state of one parameter, under Quintic's names."""
 
     name: str
     algorithm: Algorithm
     values: Mapping[str, Any]
     """Second moments of neurons broadcast to the parameter: dimensions they are means over have size 1."""
     momentum_factor: float = 1.0
-    """What turns the saved momentum into a moving average."""
+    """The factor that turns the saved momentum into a moving average."""
 
 
 Members = Sequence[SavedParameter]
 Ranks = Sequence[Mapping[Any, State]]
-"""Of each rank the saved state by key."""
+"""The saved state of each rank, by key."""
 
 
 def _read_torch(group: State, members: Members, ranks: Ranks) -> Iterator[SavedState]:
@@ -142,7 +142,7 @@ READERS: dict[Source, Callable[[State, Members, Ranks], Iterator[SavedState]]] =
     "dion": _read_dion,
     "nanochat": _read_nanochat,
 }
-"""What yields the state of those members of a saved group that have a name; a ValueError names one it cannot read."""
+"""Readers: they yield the state of the named members of a saved group; a ValueError names one it cannot read."""
 
 PER_RANK: tuple[Source, ...] = ("keller_jordan", "keller_jordan_2024", "nanochat")
 """Libraries in which each rank saves the state of what it owns."""

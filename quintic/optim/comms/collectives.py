@@ -50,7 +50,7 @@ class Pending:
         self._sent: tuple[Tensor, ...] | None = sent
 
     def wait(self) -> Tensor:
-        """Return what was received; on CUDA devices the current stream waits, not the host."""
+        """Return the tensor that was received; on CUDA devices the current stream waits, not the host."""
         assert self._received is not None, "waited for twice"
         for work in self._works:
             work.wait()
@@ -90,9 +90,9 @@ def start_sum(values: Tensor, group: ProcessGroup) -> Pending:
 
 
 def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """Return what each rank sends, of so many entries, in the order of the ranks. All ranks of the group must call it.
+    """Return each rank's tensor, of so many entries, in the order of the ranks. All ranks of the group must call it.
 
-    What this rank sends is (size,) of any dtype, the same on all ranks, and is not modified.
+    This rank's tensor is (size,) of any dtype, the same on all ranks, and is not modified.
     """
     most = max(sizes)
     padded = send.new_zeros(most)
@@ -103,7 +103,7 @@ def all_gather_uneven(send: Tensor, sizes: Sequence[int], group: ProcessGroup) -
 
 
 def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return what each rank gives, anything that can be pickled; waits. All ranks of the group must call it.
+    """Return the value of each rank, anything that can be pickled; waits. All ranks of the group must call it.
 
     None stands for the group of all ranks; without process groups there is only this one.
     """
@@ -138,7 +138,7 @@ def this_rank() -> int:
 
 
 def num_ranks() -> int:
-    """Return how many processes there are, 1 without process groups."""
+    """Return the number of processes, 1 without process groups."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

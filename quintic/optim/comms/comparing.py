@@ -1,4 +1,4 @@
-"""What ranks are about to do with the parameters that they share, as text, and where they differ."""
+"""Descriptions of the treatment of shared parameters, and the differences between ranks."""
 
 import hashlib
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ _COMPARED_OPTIONS = (*PLANNED_OPTIONS[:-2], "step_every", "qk_clip")
 def described(
     groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
-    """Return by the ranks that share them: (group, index) and a description of each parameter."""
+    """Return {sharing ranks: [((group, index), description) of each parameter that they share]}."""
     found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
     # Which dtype is the fast one decides of what size updates travel, and processors differ.
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"

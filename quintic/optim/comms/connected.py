@@ -30,7 +30,7 @@ Ranks: TypeAlias = tuple[int, ...]
 
 
 class Facts(NamedTuple):
-    """What a rank tells the ranks that it is connected with."""
+    """The facts that a rank tells the ranks that it is connected with."""
 
     sets: tuple[Ranks, ...]
     """The sets of ranks that share parameters with it, or that its user binds together, in ascending order."""
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None) -> Facts:
-    """Return what this rank tells of its parameter groups, and why it cannot make a step, if so."""
+    """Return this rank's facts about its parameter groups, with the problem that prevents a step, if any."""
     of_params = [layout for of_group in layouts for layout in of_group]
     sharing = {tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks}
     bound = {bound_ranks(group) for group in groups} - {()}
@@ -116,7 +116,7 @@ class Connected:
         self._have_equal_names = len({found.names for found in facts.values()}) == 1
         self._slots: dict[str, int] | None = None
         own, shared = _devices(groups), set.intersection(*(set(found.devices) for found in facts.values()))
-        # Of devices of several types, one that all ranks have; an accelerator, for which nobody has to wait.
+        # Of devices of several types, one that all ranks have; an accelerator, for which the host need not wait.
         kind = min(shared, key=lambda name: (name == "cpu", name), default="cpu")
         self.device = own.get(kind, torch.device("cpu"))
         """On which they communicate."""
@@ -151,7 +151,7 @@ class Connected:
         return torch.where(found[-1] > 0, math.nan, total).to(values.device)
 
     def _slots_of_names(self) -> dict[str, int]:
-        """Return which parameter has which place in a vector of all; the first time all ranks must call it."""
+        """Return the place of each parameter in a vector of all; the first time all ranks must call it."""
         if self._slots is None:
             names = _names(self._groups)
             if not self._have_equal_names:

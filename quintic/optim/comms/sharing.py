@@ -57,7 +57,7 @@ def dividing_ranks(group: Group, layouts: Sequence[Layout | None]) -> tuple[int,
 
 
 def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | None]:
-    """Return of a group's layouts those of parameters whose matrices come together on one of several ranks.
+    """Return the layout of each parameter whose matrices come together on one of several ranks, None for the others.
 
     The others are stepped where they are: AdamW's, those that every rank of a mesh holds whole, and those of which
     `comms` brings gradients together instead.

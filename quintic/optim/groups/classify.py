@@ -181,7 +181,7 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Choice:
 
 
 def _looks_fused(use: Use, linear: nn.Linear) -> str | None:
-    """Return what speaks for several matrices in one weight, `"name"` or `"shape"`; None if nothing does."""
+    """Return the evidence for several matrices in one weight, `"name"` or `"shape"`; None without any."""
     beside = [sibling for sibling in use.siblings() if isinstance(sibling, nn.Linear)]
     inputs = [sibling.in_features for sibling in use.siblings(later=True) if isinstance(sibling, nn.Linear)]
     if linear.out_features in inputs:  # a later layer takes all outputs as they are

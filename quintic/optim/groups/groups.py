@@ -2,8 +2,8 @@
 
 Matrices that map features to features go to Muon: weights of linear layers, attention's fused input projections and
 stacks of experts. Everything whose rows or columns are not features goes to AdamW: embeddings, the output head, norms,
-biases, gates, routers, convolutions and every parameter with fewer than two dimensions. A parameter that nobody decided
-about is an error that names it, and never a silent choice; `Rule` decides by name.
+biases, gates, routers, convolutions and every parameter with fewer than two dimensions. A parameter that no rule covers
+is an error that names it, and never a silent choice; `Rule` decides by name.
 
 Who decides, first to last: a rule; the module types that are certain (`nn.Embedding`, norms, convolutions); the
 registry of known views (`registry.py`); the kind of linear layer (`heads.py` knows output heads); the name of a
@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decision:
-    """What happens to one trainable parameter, and why."""
+    """The treatment of one trainable parameter, and the reason for it."""
 
     name: str
     param: nn.Parameter
@@ -97,7 +97,7 @@ def param_groups(
         Muon groups first.
 
     Raises:
-        ValueError: a rule matches no parameter, a parameter was decided by nobody, or the model has none to train.
+        ValueError: a rule matches no parameter, a parameter is covered by no rule, or the model has none to train.
     """
     decisions = decide(model, rules, convolutions)
     _warn(model, decisions)

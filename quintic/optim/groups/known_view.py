@@ -46,7 +46,7 @@ class KnownView:
     classes: tuple[str, ...] = ()
     """Names of the owner's class, or of a base class of it; empty for any class with these `attributes`."""
     attributes: tuple[str, ...] = ()
-    """What the owner must have."""
+    """Names of the attributes that the owner must have."""
     libraries: tuple[str, ...] = ()
     """Packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for any."""
 

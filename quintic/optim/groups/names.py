@@ -104,7 +104,7 @@ def spellings(name: str) -> list[str]:
 
 
 def known_as(name: str, known: Collection[str]) -> str:
-    """Return which of the known names a name with or without wrappers means; the name itself if it means none."""
+    """Return the known name that a name with or without wrappers means; the name itself if it means none."""
     return next((spelling for spelling in spellings(name) if spelling in known), name)
 
 

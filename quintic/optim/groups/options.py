@@ -1,4 +1,4 @@
-"""What a step knows of a parameter group: its parameters and options, frozen and typed.
+"""A parameter group as a step sees it: its parameters and options, frozen and typed.
 
 PyTorch keeps groups as dictionaries, which users, schedulers and other libraries change at any time. `Muon` checks them
 and makes a `Group` of each; where something has changed, another one takes its place. Nothing below `Muon` reads the
@@ -79,7 +79,7 @@ class Group:
 
     @classmethod
     def of(cls, number: int, group: Mapping[str, Any]) -> "Group":
-        """Return what a validated dictionary with every option, at this position, says now."""
+        """Return the group of a validated dictionary with every option, at this position, as it is now."""
         values = _values_of(group)
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(_OPTIONS, values, strict=True))
@@ -95,7 +95,7 @@ class Group:
 
     @property
     def hyperparameters(self) -> tuple[Number, ...]:
-        """Return what schedules change, in the order of `device_memory.HYPERPARAMETERS`."""
+        """Return the hyperparameters that schedules change, in the order of `device_memory.HYPERPARAMETERS`."""
         return (self.lr, self.weight_decay, self.momentum, *self.betas, self.eps)
 
     @property

@@ -26,13 +26,12 @@ from quintic.optim.layout.views import View
 __all__ = ["KNOWN_VIEWS", "Found", "known_views"]
 
 KNOWN_VIEWS: tuple[KnownView, ...] = (*TRANSFORMERS, *LIBRARIES)
-"""What is known about the models of some libraries; the first entry for a parameter that recognises its owner counts.
-"""
+"""Known models of some libraries; the first entry for a parameter that recognises its owner counts."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the registry says about a parameter of a model."""
+    """The registry's entry for a parameter of a model, and the view that it gives."""
 
     entry: KnownView
     view: View | None
@@ -42,7 +41,7 @@ class Found:
 
 
 def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
-    """Return what the registry says about the parameters of `modules`, one `Found` per owner that is recognised.
+    """Return the registry's entries for the parameters of `modules`, one `Found` per owner that is recognised.
 
     An owner that stands further out knows more (GPT-2's attention splits what its Conv1D only transposes), and wins.
     """

@@ -27,16 +27,16 @@ class Use(NamedTuple):
     """One place where a parameter is used."""
 
     name: str
-    """Of the parameter there, without wrappers."""
+    """The name of the parameter there, without wrappers."""
     given_name: str
     """The same with them."""
     module: nn.Module
-    """What computes with it."""
+    """The module that computes with it."""
     attribute: str
-    """What it is there: `weight`, also where that is computed from the parameter."""
+    """Its name there: `weight`, also where that is computed from the parameter."""
     module_name: str
     above: tuple[nn.Module, ...]
-    """What holds `module`, what holds that, and so on, without wrappers."""
+    """The module that holds `module`, the one that holds that, and so on, without wrappers."""
 
     @property
     def last(self) -> str:
@@ -44,7 +44,7 @@ class Use(NamedTuple):
         return self.module_name.rpartition(".")[2]
 
     def siblings(self, *, later: bool = False) -> Iterator[nn.Module]:
-        """Yield what is registered beside the module, without wrappers; only what comes later, if asked for."""
+        """Yield the modules registered beside this one, without wrappers; with `later` only those after it."""
         is_past = not later
         for child in map(unwrapped, self.above[0].children() if self.above else ()):
             if child is self.module:

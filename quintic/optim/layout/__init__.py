@@ -1,1 +1,1 @@
-"""Which matrices a parameter is made of, and which boxes of it lie where."""
+"""The matrices that a parameter is made of, and the ranks on which its boxes lie."""

@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def num_copies(self) -> int:
-        """How many complete copies of the tensor there are."""
+        """The number of complete copies of the tensor."""
         return max(self.copies) + 1
 
     @property
@@ -194,7 +194,7 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of `tensor`, sharing its memory, without the cost of `DTensor.to_local`."""
+    """Return this rank's box of `tensor`, sharing its memory, without the cost of `DTensor.to_local`."""
     if not is_dtensor(tensor):
         return tensor
     return _waited_for(tensor._local_tensor)
@@ -207,7 +207,7 @@ def reject_sparse(name: str, gradient: Tensor) -> None:
 
 
 def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return what this rank holds of each parameter's gradient, cut as the parameter is; None where there is none.
+    """Return this rank's box of each parameter's gradient, cut as the parameter is; None where there is none.
 
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
     made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
@@ -236,8 +236,8 @@ def _waited_for(local: Tensor) -> Tensor:
 
 
 def _dtensor_type() -> Any:
-    """Return `DTensor`, or nothing for `isinstance` where nobody has one."""
-    # Who has a DTensor has imported its module; nobody else should pay for the import.
+    """Return `(DTensor,)` for `isinstance`, or nothing where the program has no such tensor."""
+    # A program that has a DTensor has imported its module; others should not pay for the import.
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
@@ -252,7 +252,7 @@ def _text(placements: "Sequence[Placement]") -> str:
 
 
 def _cut(placement: "Placement", shape: tuple[int, ...]) -> _Cut:
-    """Return which tensor dimension a placement cuts, and the parts that were there before."""
+    """Return the tensor dimension that a placement cuts, and the parts that were there before."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     # Exactly these types: a class derived from them elsewhere may well cut in another way.

@@ -17,7 +17,7 @@ class Run(NamedTuple):
     """Some entries of one of several tensors, in the order of memory, and where they stand in a buffer."""
 
     tensor: int
-    """Which of the tensors."""
+    """The number of the tensor."""
     start: int
     stop: int
     place: int

@@ -71,7 +71,7 @@ def _pinned(shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 
 def upload_programs(programs: "TilePrograms", device: torch.device) -> "TilePrograms":
-    """Return how programs are divided, on a device."""
+    """Return the division of programs, on a device."""
     return replace(
         programs,
         tensor_of_program=upload(programs.tensor_of_program, device),

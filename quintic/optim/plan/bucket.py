@@ -54,15 +54,15 @@ class Units:
     """The units of one bucket, which ranks divide among themselves."""
 
     shape: tuple[int, ...]
-    """Of every unit."""
+    """The shape of every unit."""
     view: View
-    """What matrices a unit is made of."""
+    """The matrices that a unit is made of."""
     kinds: tuple[Kind, ...]
     """One for each matrix of a unit."""
     everywhere: tuple[ParameterUnit, ...]
-    """Those of all ranks, in the order of their owners."""
+    """The units of all ranks, in the order of their owners."""
     owned: slice
-    """Which of these this rank orthogonalises."""
+    """The places of those that this rank orthogonalises."""
 
     @cached_property
     def flops(self) -> int:
@@ -71,7 +71,7 @@ class Units:
 
     @cached_property
     def num_neurons(self) -> int:
-        """How many factors one unit's matrices have with `normalize="neuron"`."""
+        """The number of factors that one unit's matrices have with `normalize="neuron"`."""
         return sum(max(kind.shape) for kind in self.kinds)
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -116,13 +116,13 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class _Common:
-    """What buckets of all kinds have."""
+    """The base of all kinds of buckets."""
 
     algorithm: str
     group: int
     """Position of the parameter group in `optimizer.param_groups`."""
     members: tuple[Member, ...]
-    """What this rank has of it."""
+    """The parameters of the group that are in the bucket, as this rank holds them."""
     shape: tuple[int, int] | None = None
     """(m, n) of every matrix; None for AdamW."""
     dtype: torch.dtype
@@ -135,16 +135,16 @@ class _Common:
     flops: int = 0
     """Floating-point operations of orthogonalisation (matrix products only); 0 for AdamW."""
     offloaded: Offloaded | None = None
-    """Which of its state is in host memory, with `offload=True`."""
+    """The state that is in host memory, with `offload=True`."""
 
     @cached_property
     def direction_dtype(self) -> torch.dtype:
-        """What update directions are rounded to before they are orthogonalised, see `members.direction_dtype`."""
+        """The dtype of update directions before they are orthogonalised, see `members.direction_dtype`."""
         return direction_dtype(self.form, self.dtype)
 
     @property
     def num_matrices(self) -> int:
-        """Return how many matrices the batched computation has on this rank."""
+        """Return the number of matrices that the batched computation has on this rank."""
         return sum(member.num_matrices for member in self.members)
 
     @property
@@ -159,12 +159,12 @@ class _Common:
 
     @property
     def num_parts(self) -> int:
-        """Return how many parts of parameters the bucket has."""
+        """Return the number of parts of parameters in the bucket."""
         return len(self.members)
 
     @property
     def method(self) -> str:
-        """Return how this bucket is updated, in one word or two."""
+        """Return the name of this bucket's update, in one word or two."""
         if self.algorithm == "adamw":
             return "adamw"
         return str(self.form) if self.form is not None else "function"
@@ -172,7 +172,7 @@ class _Common:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(_Common):
-    """What this rank has alone: matrices of parameters, or whole parameters for AdamW."""
+    """A bucket of this rank alone: matrices of parameters, or whole parameters for AdamW."""
 
     workspace_bytes: int
     """Upper bound of the temporary memory this bucket's batched computation needs."""
@@ -182,7 +182,7 @@ class Local(_Common):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared(_Common):
-    """What is shared with other ranks, in three stages with messages between them."""
+    """A bucket shared with other ranks, stepped in three stages with messages between them."""
 
     stages: Stages
     """Temporary memory by stage."""
@@ -214,7 +214,7 @@ class Gathered(_Shared):
 
     @property
     def num_matrices(self) -> int:
-        """Return how many matrices this rank orthogonalises."""
+        """Return the number of matrices that this rank orthogonalises."""
         return self.exchange.num_owned * len(self.units.kinds)
 
     @property
@@ -224,7 +224,7 @@ class Gathered(_Shared):
 
     @property
     def num_parts(self) -> int:
-        """Return how many units the bucket has."""
+        """Return the number of units in the bucket."""
         return len(self.units.everywhere)
 
 
@@ -249,7 +249,7 @@ class Divided(_Shared):
 
     @cached_property
     def owned(self) -> slice:
-        """Which of the parts this rank owns."""
+        """The places of the parts that this rank owns."""
         return self.of_owners[self.position]
 
     @cached_property
@@ -259,7 +259,7 @@ class Divided(_Shared):
 
     @cached_property
     def entries(self) -> list[int]:
-        """How many entries each rank owns."""
+        """The number of entries that each rank owns."""
         return [sum(part.numel for part in self.parts[of_owner]) for of_owner in self.of_owners]
 
     @property
@@ -276,7 +276,7 @@ class DividedMatrices(Divided):
 
     @property
     def num_parts(self) -> int:
-        """Return how many units the bucket has."""
+        """Return the number of units in the bucket."""
         return len(self.units.everywhere)
 
 
@@ -288,7 +288,7 @@ class DividedTable(Divided):
 
     @property
     def method(self) -> str:
-        """Return how it is updated."""
+        """Return the name of its update."""
         return f"{super().method}, sparse"
 
 

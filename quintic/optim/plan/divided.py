@@ -2,7 +2,7 @@
 
 Gradients are averaged on the way to the rank that owns a part of a parameter: all of its matrices' units for Muon, a
 range of entries for AdamW. The owner has that part's state, updates it as if it were alone, and sends the new weights
-to everybody: a reduce-scatter, a step, an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). Parts are
+to all ranks: a reduce-scatter, a step, an all-gather (ZeRO-1; the modded-nanogpt speedrun's optimizer). Parts are
 runs of a parameter's memory, so that state is a flat tensor and nothing is packed twice.
 
 Who owns what stands in `parts.py`.
@@ -84,7 +84,7 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
 
 
 def _offload_limit(group: Group, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return how many entries a bucket may have, such that owners bring little state from the host at a time."""
+    """Return the number of entries that a bucket may have, so that owners bring little state from the host at once."""
     entries = offloaded_entries(group, dtype)
     # AdamW's state comes in parts, whatever the bucket has.
     return 2**62 if entries is None or group.algorithm == "adamw" else entries * num_ranks

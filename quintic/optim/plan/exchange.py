@@ -1,4 +1,4 @@
-"""How pieces of matrices come together on the rank that orthogonalises them, and how the updates go back.
+"""The way of pieces of matrices to the rank that orthogonalises them, and of the updates back.
 
 An exchange serves one bucket: units (boxes of parameters that hold whole matrices) of one shape, which all ranks of a
 process group hold in the same way, be it a few rows each, a whole copy each, or nothing on some ranks. Each unit has an
@@ -36,7 +36,7 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What travels for one bucket.
+    """The messages of one bucket.
 
     Attributes:
         ranks: global ranks of the process group, in its order.
@@ -58,12 +58,12 @@ class Exchange:
 
     @cached_property
     def num_units(self) -> int:
-        """Return how many units travel."""
+        """Return the number of units that travel."""
         return sum(self.counts)
 
     @cached_property
     def num_owned(self) -> int:
-        """Return how many units this rank orthogonalises."""
+        """Return the number of units that this rank orthogonalises."""
         return self.counts[self.position]
 
     @cached_property
@@ -74,7 +74,7 @@ class Exchange:
 
     @cached_property
     def piece(self) -> Box | None:
-        """Return what this rank holds of each unit."""
+        """Return the box of each unit that this rank holds."""
         return self.pieces[self.position]
 
     @cached_property
@@ -116,7 +116,7 @@ class Exchange:
 
     @cached_property
     def gathering(self) -> Amounts:
-        """What this rank sends and receives while gathering, which happens within a copy."""
+        """The entries that this rank sends and receives while gathering, which happens within a copy."""
         own, rows = self.numels[self.position], list(zip(self._same_copy, self.counts, self.numels, strict=True))
         return Amounts(
             [count * own if same else 0 for same, count, _ in rows],
@@ -125,7 +125,7 @@ class Exchange:
 
     @cached_property
     def scattering(self) -> Amounts:
-        """What this rank sends and receives while scattering."""
+        """The entries that this rank sends and receives while scattering."""
         own = self.numels[self.position]
         return Amounts([self.num_owned * numel for numel in self.numels], [count * own for count in self.counts])
 
@@ -205,11 +205,11 @@ class Cargo(NamedTuple):
 
     exchange: Exchange
     direction: int
-    """Of one entry of a gather."""
+    """Bytes of one entry of a gather."""
     update: int
-    """Of one entry of a scatter."""
+    """Bytes of one entry of a scatter."""
     factors: int
-    """Of NorMuon's factors and second moments of one unit, which every rank gets with a scatter; 0 for none."""
+    """Bytes of NorMuon's factors and second moments of one unit, which every rank gets with a scatter; 0 for none."""
 
 
 class Traffic(NamedTuple):
@@ -220,7 +220,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(cargo: Cargo, places: Tensor | None = None) -> Traffic:
-    """Return what an exchange that is not local moves from place to place.
+    """Return the traffic between places of an exchange that is not local.
 
     Places are (ranks,) int64, whole numbers from 0, such as the host of each rank; None if every rank is a place of its
     own.

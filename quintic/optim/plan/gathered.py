@@ -34,7 +34,7 @@ _TOLERANCE = 1.25
 
 
 class Key(NamedTuple):
-    """What units of one bucket have in common."""
+    """The properties that all units of a bucket share."""
 
     group: int
     exchange: Exchange
@@ -64,7 +64,7 @@ class SharedBucket:
 
     @property
     def cargo(self) -> Cargo | None:
-        """Return what travels, in bytes; None if nothing does."""
+        """Return the exchange and its bytes; None if nothing travels."""
         if self.exchange.is_local:
             return None
         units, of = self.units, self.key.of
@@ -85,7 +85,7 @@ class SharedBucket:
 def shared_buckets(
     param_groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> tuple[list[SharedBucket], float]:
-    """Return what travels as all ranks see it, group by group, and the balance of the work; arguments of `build_plan`.
+    """Return the shared buckets as all ranks see them, and the balance of the work; arguments of `build_plan`.
 
     Also buckets are among them that take no part in some ranks' plans, because those own nothing of what is local.
     """
@@ -115,7 +115,7 @@ def _shares(number: int, group: Group, index: int, layout: Layout) -> Iterator[_
 
 
 def _units_of(key: Key, group: Group) -> Units:
-    """Return what the units of a bucket are made of, without any."""
+    """Return the shape and kinds of matrices of a bucket's units, without the units."""
     shape = key.exchange.unit_shape
     return Units(shape, key.view, kinds_of(key.view, shape, group, key.of.dtype, key.of.device), (), slice(0))
 

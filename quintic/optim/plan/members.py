@@ -36,7 +36,7 @@ class Member:
     index: int
     """Position of the parameter in its group."""
     block: int = 0
-    """Which of the view's blocks; 0 unless the view has several kinds of matrices."""
+    """The number of the view's block; 0 unless the view has several kinds of matrices."""
     start: int = 0
     """First matrix of the block that belongs to the bucket."""
     num_matrices: int = 0
@@ -73,7 +73,7 @@ def kinds_of(
 
 
 def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Form | None:
-    """Return how a group's (m, n) matrices of a dtype are orthogonalised; None by a function of the user's."""
+    """Return the form for a group's (m, n) matrices of a dtype; None for a function of the user's."""
     if callable(group.orthogonalizer):
         return None
     return resolve(
@@ -89,7 +89,7 @@ def form_of(group: Group, m: int, n: int, dtype: torch.dtype, device: torch.devi
 
 
 def adamw_entries(max_workspace_bytes: int | None) -> int | None:
-    """Return how many entries the plain AdamW update may work on at a time, None for any number."""
+    """Return the number of entries that the plain AdamW update may work on at a time, None for any number."""
     return None if max_workspace_bytes is None else max(1, max_workspace_bytes // ADAMW_BYTES)
 
 

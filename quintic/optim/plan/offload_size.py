@@ -1,4 +1,4 @@
-"""How much optimizer state is in host memory, and how much of it on the device at a time. Numbers only."""
+"""Sizes of the optimizer state in host memory, and of the part of it on the device at a time. Numbers only."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Offloaded(NamedTuple):
     weights: int
     """On the device at a time for the weights: masters."""
     num_loads: int = 1
-    """How often `directions` bytes are loaded: AdamW's state comes in parts."""
+    """The number of times that `directions` bytes are loaded: AdamW's state comes in parts."""
 
 
 def offloaded_bytes(group: Group, dtype: torch.dtype) -> int:
@@ -60,7 +60,7 @@ def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
 
 
 def buffers(found: Sequence[Offloaded], kind: int) -> tuple[int, int]:
-    """Return how many buffers on one device the state of its buckets takes turns in, and the bytes of each.
+    """Return the number of buffers on one device, in which the state of its buckets takes turns, and the bytes of each.
 
     Kind 0 is what directions need, 1 what weights need.
     """

@@ -15,7 +15,7 @@ _Shared: TypeAlias = Gathered | Divided
 
 
 class Orders(NamedTuple):
-    """What a user wants to come first, as names of parameters; None for the order of `arranged`."""
+    """Names of the parameters that a user wants to come first; None for the order of `arranged`."""
 
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None

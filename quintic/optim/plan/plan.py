@@ -27,7 +27,7 @@ SMALL_BYTES = 64 * 1024
 
 
 def small_bytes(devices: Iterable[torch.device]) -> int:
-    """Return what flags and tables take of temporary memory on devices."""
+    """Return the temporary bytes of flags and tables on devices."""
     return SMALL_BYTES if any(device.type == "cuda" for device in devices) else 0
 
 
@@ -41,7 +41,7 @@ class Plan:
     schedule: Schedule = (None,)
     """In which order the parts of the buckets with collectives are run."""
     choices: tuple[ReplicaChoice, ...] = ()
-    """Who divides the work on parameters with several copies, where `replicas="auto"` had to choose."""
+    """The ranks that divide the work on parameters with several copies, where `replicas="auto"` had to choose."""
     averaging_bytes: int = 0
     """Temporary memory of averaging gradients with `comms="replicated"`, before the buckets run."""
 

@@ -138,7 +138,7 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
 def _matrices_at_a_time(
     group: Group, total: int, numel: int, dtype: torch.dtype, workspace: Callable[[int], int]
 ) -> int:
-    """Return how many of `total` matrices fit the workspace, with the buffers for offloaded state.
+    """Return the number of matrices, of `total`, that fit the workspace, with the buffers for offloaded state.
 
     Each has so many entries; `workspace` returns what a number of them needs, which grows with the number.
     """

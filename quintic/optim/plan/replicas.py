@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Way: TypeAlias = Literal["divide", "repeat", "host"]
-"""Who divides the work on a matrix: all ranks that share it, those of one copy, or those of the copies of one host."""
+"""The ranks that divide the work on a matrix: all, those of one copy, or those of the copies of one host."""
 
 # In the order in which equal ones, and equally fast ones, are preferred: the first repeats nothing.
 _WAYS: tuple[Way, ...] = ("divide", "repeat", "host")
@@ -67,10 +67,10 @@ def speed_of(device_type: str, dtype: torch.dtype) -> float:
 
 
 class ReplicaChoice(NamedTuple):
-    """Which of the ranks that share some parameters divide the work on them."""
+    """The way in which ranks divide the work on the parameters that they share."""
 
     ranks: tuple[int, ...]
-    """Those that share them, in ascending order."""
+    """The ranks that share them, in ascending order."""
     way: Way
     seconds: Mapping[Way, float]
     """Estimated time of one step, for each way that differs from those before."""
@@ -130,7 +130,7 @@ def choose_ways(
     layouts: Sequence[Sequence[Layout | None]],
     hosts: Mapping[tuple[int, ...], Sequence[int]],
 ) -> dict[tuple[int, ...], ReplicaChoice]:
-    """Return by the ranks that share parameters with several copies which divide the work, where "auto" shall choose.
+    """Return the choices for "auto": ranks that share parameters with several copies -> those that divide the work.
 
     The same on all ranks: a step is taken to last as long as the busiest rank computes, or as the busiest link of its
     kind sends, whichever is longer, because messages are under way while others compute. Layouts are those of
@@ -187,7 +187,7 @@ def divided_layouts(
 
 
 def _unit_seconds(shared: SharedBucket) -> float:
-    """Return how long the orthogonalisation of one unit of a bucket takes, by `SPEEDS`."""
+    """Return the seconds that the orthogonalisation of one unit of a bucket takes, by `SPEEDS`."""
     of, seconds = shared.key.of, 0.0
     for kind in shared.units.kinds:
         seconds += kind.cost / speed_of(of.device.type, of.dtype if kind.form is None else kind.form.compute_dtype)
@@ -200,7 +200,7 @@ def _seconds(
     choice: ReplicaChoice,
     hosts: Sequence[int],
 ) -> float:
-    """Return how long ranks that share parameters take for a step of these, by `LINKS` and `SPEEDS`.
+    """Return the seconds that ranks that share parameters take for a step of these, by `LINKS` and `SPEEDS`.
 
     Those that divide the work with the first one are looked at, the others do the same.
     """

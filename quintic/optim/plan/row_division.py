@@ -1,4 +1,4 @@
-"""Who sends which rows of a table to whom under `comms="sharded_sparse"`: arithmetic only, nothing is communicated.
+"""The rows of a table that ranks send each other under `comms="sharded_sparse"`: arithmetic, no communication.
 
 A rank says which rows it touches with one byte for each row of the table, its marks. Every owner is sent the marks of
 its own rows. That is a message of a fixed size, so that no host has to know a number first; and marks tell everything
@@ -45,11 +45,11 @@ class RowDivision:
 
     @property
     def padded_rows(self) -> int:
-        """Return how many rows there were if all ranks had equally many; marks have this length."""
+        """Return the number of rows that there would be if all ranks had equally many; marks have this length."""
         return self.rows_per_rank * self.num_ranks
 
     def rows_of(self, position: int) -> int:
-        """Return how many rows a rank owns."""
+        """Return the number of rows that a rank owns."""
         return min(self.num_rows - position * self.rows_per_rank, self.rows_per_rank)
 
     def is_sparse(self, counts: Sequence[Sequence[int]]) -> bool:
@@ -102,7 +102,7 @@ def rows_to_send(marks: Tensor, count: int) -> Tensor:
 
 
 def places_of(marks: Tensor) -> Tensor:
-    """Return where each rank's rows stand among the rows that an owner receives, (ranks, rows) int32; -1 for nowhere.
+    """Return the places of each rank's rows among those that an owner receives, (ranks, rows) int32; -1 for no place.
 
     Marks, (ranks, rows) uint8, say which of the owner's rows each rank sends.
     """

@@ -32,7 +32,7 @@ class Stages(NamedTuple):
     computing: int
     """Then, until its updates are there."""
     updates: int
-    """What goes from there into the last stage."""
+    """Bytes that go from there into the last stage."""
     scattering: int
     """From then until it is finished."""
     starting: int = 0

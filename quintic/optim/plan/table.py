@@ -44,7 +44,7 @@ def wrapped(lines: Sequence[str], width: int) -> list[str]:
 
 
 def _cells(bucket: Bucket, has_host: bool) -> tuple[list[str], list[str], str, str]:
-    """Return what is done, what it costs, the first parameter, and how many follow it."""
+    """Return the work, its cost, the first parameter, and the number of those that follow it."""
     matrices = "-"
     if bucket.shape is not None:
         matrices = f"{bucket.num_matrices} x {bucket.shape[0]}x{bucket.shape[1]}"

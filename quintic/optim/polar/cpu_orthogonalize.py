@@ -93,7 +93,7 @@ def iteration_bytes(form: Form, batch: int, m: int, n: int, direction: torch.dty
 
 
 def _scaling_bytes(direction: torch.dtype, dtype: torch.dtype, batch: int, m: int, n: int) -> int:
-    """Return what `_normalize` allocates: norms are computed in a wide dtype, and so is what is scaled to another."""
+    """Return the bytes that `_normalize` allocates: it computes norms, and casts to another dtype, in a wide one."""
     wide = torch.promote_types(torch.promote_types(direction, dtype), torch.float32)
     widened = batch if wide != direction else 1 if wide != dtype else 0
     return wide.itemsize * (widened * m * n + batch * (m + 4)) + 64

@@ -1,4 +1,4 @@
-"""What runs when a matrix is orthogonalised: the methods, the choice that "auto" makes, and what each costs.
+"""The forms of an orthogonalisation: the methods, the choice that "auto" makes, and the cost of each.
 
 `resolve` turns a user's arguments into a `Form`, which says everything and decides nothing; `orthogonalize.py` does as
 it says, and `optimizer.plan()` prints it. The standard and the Gram form are the same polynomial of the same matrix.
@@ -52,7 +52,7 @@ _SVD_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Form:
-    """What runs for one matrix shape: a method that is not "auto", its polynomials, and the dtype of its products."""
+    """Computation for one matrix shape: a method that is not "auto", its polynomials, and the dtype of its products."""
 
     method: Literal["polar_express", "newton_schulz", "gram", "svd"]
     compute_dtype: torch.dtype
@@ -121,7 +121,7 @@ def resolve(
     device_type: str,
     dtype: torch.dtype = torch.float32,
 ) -> Form:
-    """Return what `orthogonalize` runs for (m, n) matrices, given its arguments; errors as `check_orthogonalizer`.
+    """Return the form that `orthogonalize` runs for (m, n) matrices; arguments and errors as `check_orthogonalizer`.
 
     The answer never depends on how many matrices are in a batch: a matrix is computed in the same way alone and among
     others. The type of device matters to `"auto"` only, the dtype of the matrices to `"svd"`.
@@ -146,7 +146,7 @@ def resolve(
 
 
 def _choose(m: int, n: int, triples: Coefficients, compute_dtype: torch.dtype | None, device_type: str) -> Form:
-    """Return what "auto" stands for. The eight bits of bfloat16 are too few for the Gram form."""
+    """Return the form that "auto" stands for. The eight bits of bfloat16 are too few for the Gram form."""
     dtype = compute_dtype or _fast_dtype(m, n, device_type)
     standard = Form("polar_express", dtype, triples, ())
     if dtype == torch.bfloat16:

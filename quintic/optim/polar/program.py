@@ -82,7 +82,7 @@ def products_of(segments: tuple[tuple[int, int], ...], coefficients: Coefficient
 
 
 def _placed(products: tuple[Product, ...]) -> Program:
-    """Give every matrix a place that nobody reads any more, not even a product that may still be running.
+    """Give every matrix a place that no product reads any more, not even a product that may still be running.
 
     On a GPU a product begins with rows that the one before has finished. A row of a small product has read all rows of
     the products before it, a row of an `apply` only a row: at most two products run before their forerunners are over.
@@ -111,7 +111,7 @@ def _placed(products: tuple[Product, ...]) -> Program:
 
 
 def multiplier(kernels: ProductKernels | None) -> Multiply:
-    """Return what computes one product with these kernels, None for plain PyTorch."""
+    """Return the function that computes one product with these kernels, None for plain PyTorch."""
     if kernels == "hopper":
         from quintic.kernels.products.hopper import hopper_multiply
 

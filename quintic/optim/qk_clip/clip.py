@@ -43,13 +43,13 @@ Grouped = Literal["exact", "sqrt"]
 
 
 class RowFactors(NamedTuple):
-    """What one parameter is multiplied with: `factor`, (size of `dim`,) float32, along dimension `dim`."""
+    """The factors of one parameter: `factor`, (size of `dim`,) float32, along dimension `dim`."""
 
     factor: Tensor
     dim: int
 
     def within(self, box: Box) -> "RowFactors":
-        """Return those of the part of the parameter that is in a box."""
+        """Return the factors of a box of the parameter."""
         start, stop = box[self.dim]
         return RowFactors(self.factor[start:stop], self.dim)
 

@@ -1,4 +1,4 @@
-"""Where queries and keys are: the parameters of one attention layer, and what each of their output features is.
+"""The places of queries and keys: the parameters of one attention layer, and the role of each output feature.
 
 Found from names, shapes and views alone, so that the optimizer needs no model. Three kinds of attention are told apart:
 multi-latent (an up-projection from a latent makes keys and values), separate projections, and one fused weight, whose
@@ -20,7 +20,7 @@ from quintic.optim.layout.views import Matrix, Split, View
 __all__ = ["PROJECTIONS", "Features", "HeadSearch", "Role", "Scaled", "is_projection"]
 
 Role = Literal["query", "key", "rotary", "none"]
-"""Whose factor a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
+"""The factor that a feature takes: its query head's, its key head's, that of its head's rotary queries, or none."""
 
 
 def _spellings(short: str, long: str) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Features(NamedTuple):
     segments: tuple[tuple[Role, int], ...]
 
     def count(self, role: Role) -> int:
-        """Return how many features have a role."""
+        """Return the number of features that have a role."""
         return self.groups * sum(size for found, size in self.segments if found == role)
 
 
@@ -208,7 +208,7 @@ class HeadSearch:
         return num_kv_heads, (*scaled, *self._biases_of_torch(*weights))
 
     def _biases_of_torch(self, *weights: tuple[_Projection, Features]) -> Iterator[Scaled]:
-        """Yield what belongs to no projection's name in `nn.MultiheadAttention`."""
+        """Yield the parameters of `nn.MultiheadAttention` that no projection's name covers."""
         (query, query_rows), (key, key_rows) = weights[0], weights[-1]
         num_features, key_features = query_rows.count("query"), key_rows.count("key")
         for other in self.below:

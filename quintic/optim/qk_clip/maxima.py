@@ -28,15 +28,15 @@ Layer: TypeAlias = str | int
 
 
 class Slot(NamedTuple):
-    """What ranks must agree on about a layer."""
+    """The facts about a layer that ranks must agree on."""
 
     num_heads: int
     names: tuple[str, ...]
-    """Of the parameters that are scaled."""
+    """The names of the parameters that are scaled."""
 
 
 class Seen(NamedTuple):
-    """What one rank has seen of a layer."""
+    """The largest logits of a layer's heads that one rank has seen."""
 
     slot: Slot
     maxima: Tensor
@@ -112,7 +112,7 @@ class Maxima:
         self._pending = start_all_max(torch.cat([*maxima, self._flags[has_news]]), group)
 
     def _take(self) -> Tensor | None:
-        """Return what was reduced, if there is something, and begin to bring to the host whether a layer is new."""
+        """Return the reduced maxima, if there are any, and begin to bring to the host whether a layer is new."""
         values, self._received = self._received, None
         if self._pending is not None:
             values, self._pending = self._pending.wait(), None
@@ -161,7 +161,7 @@ class Maxima:
 
 
 def _together(late: Mapping[Layer, Seen], seen: Mapping[Layer, Seen]) -> dict[Layer, Seen]:
-    """Return what was seen in either."""
+    """Return the largest logits of the layers that either has."""
     found = {**late, **seen}
     for layer in late.keys() & seen.keys():
         maxima = torch.maximum(late[layer].maxima, seen[layer].maxima.to(late[layer].maxima.device))

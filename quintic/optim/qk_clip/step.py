@@ -90,7 +90,7 @@ class QKStep:
     # -- which ranks
 
     def _reductions(self) -> dict[tuple[int, ...], Maxima]:
-        """Return by the ranks that share attention layers what brings their maxima together, in one order on all."""
+        """Return the reductions of maxima, by the ranks that share attention layers, in one order on all of them."""
         projections = [held for name, held in self._held.items() if is_projection(name, self.clip.names)]
         devices = [held.param.device for held in (*projections, *self._held.values())]
         alone: dict[tuple[int, ...], Maxima] = {(this_rank(),): Maxima(None, torch.device("cpu"))}
@@ -107,7 +107,7 @@ class QKStep:
         return {ranks: Maxima(self._communicators[ranks], devices[0]) for ranks in sorted(groups)} | alone
 
     def _ranks_of(self, clip: LayerClip) -> tuple[int, ...]:
-        """Return over which ranks the maxima of a layer are taken; an error if it cannot be known."""
+        """Return the ranks that the maxima of a layer are taken over; an error if they cannot be known."""
         where = f"qk_logits[{clip.layer!r}]"
         parts = [self._held[name] for name in clip.names]
         needed = {rank for held in parts for rank in held.ranks}

@@ -1,4 +1,4 @@
-"""What `torch.compile` calls without looking into it.
+"""Functions that `torch.compile` calls without looking into them.
 
 A step finds its tensors by their addresses, asks processes and devices, and runs kernels of its own: in a compiled
 training loop there is nothing to fuse, and much to trace again when a number changes. The compiler itself is imported

@@ -81,7 +81,7 @@ def momentum_(
 
 
 def in_pieces(*rows: Sequence[Any], entries: int | None) -> Iterator[tuple[Any, ...]]:
-    """Return what stands at the same place of each sequence; of large tensors one piece of at most `entries` at a time.
+    """Yield the items at the same place of each sequence; large tensors in pieces of at most `entries`.
 
     Tensors of the first sequence are as large as all that stand at their place, which may also be numbers, None, or
     tensors to be broadcast. Without `entries` nothing is divided.

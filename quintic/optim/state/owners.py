@@ -1,4 +1,4 @@
-"""Who orthogonalises what: work divided among ranks so that the busiest has as little as possible."""
+"""Owners of units: work divided among ranks so that the busiest has as little as possible."""
 
 import heapq
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
-"""Parameters of an optimizer, and what several ranks hold of their weights, gradients and state, brought together.
+"""Parameters of an optimizer, and their weights, gradients and state brought together from several ranks.
 
 For QK-clip, for state that is saved or goes from one parameter to another, and for the reference of a step, which has
 no messages of its own. Whole tensors are gathered one at a time, and every rank gets all of them: all ranks that share
-a parameter must call what returns the whole of something.
+a parameter must call the functions that return whole tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ class Parameter:
     layout: Layout | None
     """None where this rank has all there is."""
     divided: DividedState | None
-    """Which parts of the state are whose; None where state lies as the parameter does."""
+    """The owners of the parts of the state; None where state lies as the parameter does."""
     communicators: Communicators
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """Return that of the layout's ranks, once they are connected; None without a layout."""
+        """Return the process group of the layout's ranks, once they are connected; None without a layout."""
         return None if self.layout is None else self.communicators[self.ranks]
 
     @property
@@ -64,7 +64,7 @@ class Parameter:
         return tuple(rank for rank in self.ranks if copies[rank] == copies[this_rank()])
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole of what this rank holds a piece of, a new tensor."""
+        """Return the whole tensor of which this rank holds a piece, a new one."""
         layout = self.layout
         if layout is None or self.process_group is None or layout.is_replicated:
             return local.clone()
@@ -83,7 +83,7 @@ class Parameter:
         return self.whole_of_parts(local)
 
     def whole_of_parts(self, local: Tensor) -> Tensor:
-        """Return the whole of what each rank has some parts of."""
+        """Return the whole tensor of which each rank has some parts."""
         assert self.divided is not None
         assert self.process_group is not None
         whole = torch.empty_like(self.param, dtype=local.dtype)
@@ -93,7 +93,7 @@ class Parameter:
         return whole
 
     def local_of(self, key: str, whole: Tensor) -> Tensor:
-        """Return what this rank has of a whole weight or state."""
+        """Return this rank's piece or parts of a whole weight or state."""
         if self.divided is None or key not in CUT_KEYS:
             return self.piece(whole, this_rank())
         own = self.divided.own
@@ -103,13 +103,13 @@ class Parameter:
         return flat
 
     def piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return what a rank holds of a whole tensor, sharing memory."""
+        """Return a rank's piece of a whole tensor, sharing memory."""
         if self.layout is None:
             return whole
         return whole[relative(self.layout.box_of(rank), tuple((0, size) for size in self.layout.shape))]
 
     def whole_second_moments(self, buffer: Tensor) -> Tensor:
-        """Return NorMuon's second moments of all matrices, of which some ranks alone may hold some."""
+        """Return NorMuon's second moments of all matrices; some may be on one rank only."""
         if self.layout is None or self.process_group is None:
             return buffer.clone()
         everyone = all_gather_uneven(buffer, [buffer.numel()] * len(self.ranks), self.process_group)

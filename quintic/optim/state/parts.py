@@ -1,4 +1,4 @@
-"""Which run of a parameter's memory each rank owns, where ranks divide state.
+"""The runs of a parameter's memory that each rank owns, where ranks divide state.
 
 Who owns what follows from the shapes and views of a group's parameters and the number of ranks alone. State does not
 move: it must not get another owner when other groups are added, or when options change between steps or are loaded.
@@ -57,7 +57,7 @@ class Part:
     offset: int = 0
     """Where its entries stand in the owner's state of the parameter."""
     unit: Unit | None = None
-    """What the entries are, for Muon."""
+    """The unit that the entries are, for Muon."""
 
     @property
     def numel(self) -> int:
@@ -66,13 +66,13 @@ class Part:
 
 
 class Division(NamedTuple):
-    """Which entry of a parameter is where in whose state: state that was divided otherwise means something else."""
+    """The owner of each entry of a parameter, and its place: state that was divided otherwise means something else."""
 
     ranks: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
     """(owner, start, stop): the position of an owner among the ranks, and its entries in the order of memory."""
     strides: tuple[int, ...]
-    """Of the parameter's dimensions that have several entries: what the order of memory is."""
+    """The order of memory: strides of the parameter's dimensions that have several entries."""
 
 
 class DividedState(NamedTuple):
@@ -88,7 +88,7 @@ class DividedState(NamedTuple):
         return [part for part in self.parts if part.owner == position]
 
     def division(self, param: Tensor) -> Division:
-        """How its state is divided, whatever parts the entries of one owner come in."""
+        """Return the division of its state, whatever parts the entries of one owner come in."""
         runs: list[tuple[int, int, int]] = []
         for part in self.parts:
             start = part.start
@@ -131,7 +131,7 @@ def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
 
 
 def _range_size(param: Tensor, num_ranks: int) -> int:
-    """Return how many entries each rank has of a parameter, the last less: whole rows where it has enough of them."""
+    """Return the number of entries for each rank, the last fewer: whole rows where the parameter has enough of them."""
     # Not the stride, which means nothing where there is one row, and may then differ between ranks.
     row = math.prod(param.shape[1:]) if param.ndim and param.is_contiguous() else 1
     # So many rows are a multiple of what kernels like.
@@ -168,7 +168,7 @@ def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], 
             for place, number in enumerate(numbers):
                 owners[number] = place * num_ranks // len(numbers)
     rest = [number for number, owner in enumerate(owners) if owner < 0]
-    # What is divided evenly is the same load for everybody.
+    # Parameters that are divided evenly are the same load for every rank.
     for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
         owners[number] = owner
     return owners
@@ -212,7 +212,7 @@ def own_runs(flat: Tensor, whole: Tensor, own: Iterable[Part], param: Tensor) ->
 def part_of_saved(
     what: str, param: Tensor, divided: DividedState, target: Tensor, source: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what of this rank's flat state becomes what of a saved whole tensor; an error if its shape is another."""
+    """Yield the runs of this rank's flat state beside those of a saved whole tensor; an error if its shape differs."""
     if source.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(source.shape)}, this optimizer needs {tuple(param.shape)}")
     yield from own_runs(target, source, divided.own, param)

@@ -1,4 +1,4 @@
-"""Which state a parameter has, in which form, and where: one place for state that is made, moved, copied or loaded.
+"""The state that a parameter has, its form and its device: one place for state that is made, moved, copied or loaded.
 
 State of a parameter's shape (`sharded.CUT_KEYS`: momentum, moments, masters) lies as the parameter does: a `DTensor` in
 its layout, with its strides, or, where ranks divide it, the parts of this rank as one flat tensor. With `offload=True`
@@ -32,7 +32,7 @@ class Needed(NamedTuple):
 
 
 def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
-    """Return which state a parameter of a validated group has, by name; an error if its view does not fit."""
+    """Return the forms of the state of a parameter of a validated group, by name; an error if its view does not fit."""
     dtype = dtype_of_averages(param.dtype, group.state_dtype)
     found: dict[str, Needed] = {}
     if group.algorithm == "adamw":

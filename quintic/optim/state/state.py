@@ -63,7 +63,7 @@ def master_of(state: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def num_second_moments(shape: Sequence[int], view: View) -> int:
-    """Return how many second moments NorMuon keeps of a parameter."""
+    """Return the number of second moments that NorMuon keeps of a parameter."""
     return sum(b * m * n for b, (m, n) in _second_moment_shapes(shape, view))
 
 

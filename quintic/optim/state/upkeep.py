@@ -44,42 +44,42 @@ class _Entry(NamedTuple):
     param: Tensor
     group: Group
     dtype: torch.dtype
-    """Of the weights."""
+    """The dtype of the weights."""
     own: list[Part] | None
     """The parts of this rank, where ranks divide the state."""
     division: Division | None
-    """Those of all ranks."""
+    """The parts of all ranks."""
 
 
 class _Source(NamedTuple):
     """State that there is for a parameter: its own, or that of one which it stands for."""
 
     was: _Entry
-    """What the state was made for."""
+    """The parameter and options that the state was made for."""
     state: dict[str, Any]
 
 
 _Fate = Literal["keep", "take"] | dict[str, Tensor]
-"""What becomes of a parameter's state: kept, the source's tensors, or made anew, with these values by name.
+"""The fate of a parameter's state: kept, the source's tensors, or made anew, with these values by name.
 
-Values are what this rank has; whole where ranks divide the new state, and did not divide the old one.
+Values are those of this rank; whole where ranks divide the new state, and did not divide the old one.
 """
 
 
 class Upkeep:
-    """What one optimizer's state was made for. Keeps references to the parameters."""
+    """The parameters and options that one optimizer's state was made for. Keeps references to the parameters."""
 
     def __init__(self) -> None:
         self.is_outdated = True
         """Whether there may be no state, or not what is needed."""
         self.is_given = False
-        """Whether somebody has got the state, who may have put other tensors there since."""
+        """Whether a caller has been given the state, who may have put other tensors there since."""
         self._entries: dict[Tensor, _Entry] = {}
         self._places: dict[_Place, Tensor] = {}
         self._divisions: _Divisions = {}
-        """How state is divided, also that of parameters that are in no group any more."""
+        """The division of state, also that of parameters that are in no group any more."""
         self._used: _Divisions = {}
-        """How it was when it was used last: all ranks know, also those that have none of it."""
+        """The division when state was used last: all ranks know, also those that have none of it."""
         self._tensors: list[object] = []
 
     def use(self) -> None:
@@ -165,7 +165,7 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 
 
 def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:
-    """Return what becomes of a parameter's state; an error if it says something and cannot move."""
+    """Return the fate of a parameter's state; an error if it has values that cannot move."""
     if source is None:
         return {}
     is_divided_alike = source.was.division == entry.division

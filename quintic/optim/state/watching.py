@@ -20,7 +20,7 @@ _dtype_of, _local_of = attrgetter("dtype"), attrgetter("_local_tensor")
 
 
 class Change(Enum):
-    """What has become of parameters."""
+    """A change of parameters."""
 
     NONE = 0
     MEMORY = 1
@@ -36,7 +36,7 @@ class WatchedParameters:
         self._remember(groups)
 
     def look(self, groups: Sequence[Sequence[Tensor]]) -> Change:
-        """Return what has changed since the last look."""
+        """Return the kind of change since the last look."""
         same = _identities(groups) == self._identities
         if same and self._memory() == self._seen:
             return Change.NONE
@@ -62,6 +62,6 @@ def _identities(groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def _facts_of(param: Tensor, local: Tensor) -> tuple[Any, ...]:
-    """Return what plans, state and kernels follow from."""
+    """Return the facts about a parameter that plans, state and kernels depend on."""
     placed = (param.device_mesh, param.placements) if is_dtensor(param) else None
     return placed, param.shape, local.dtype, local.device, local.shape, local.stride()

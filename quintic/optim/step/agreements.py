@@ -1,4 +1,4 @@
-"""What ranks agree on: before the first step what they are about to do, at each step which parameters are stepped."""
+"""Agreements of ranks: before the first step on their plans, at each step on the parameters that are stepped."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,14 +60,14 @@ class Agreements:
         self._sums: list[tuple[Tensor, int]] = []
         """Parameters whose gradients may be sums, and their groups."""
         self._summing: list[_Counted] = []
-        """Those among which some gradients are sums."""
+        """The counted ones among which some gradients are sums."""
         self._places: dict[Place, tuple[tuple[int, ...], int]] = {}
         """Shared parameter -> (sharing ranks, index in their count vector)."""
         self._selections: dict[int, tuple[object, int, _Selected]] = {}
 
     @property
     def is_alone(self) -> bool:
-        """Return whether ranks have agreed, and this one has nobody to agree with in a step."""
+        """Return whether ranks have agreed, and this one has no other to agree with in a step."""
         return self.has_agreed and not self._counted and self.connected.is_alone
 
     def agree(self) -> None:
@@ -167,7 +167,7 @@ class Agreements:
     def stepped(
         self, number: int, bucket: Bucket, parts: _Parts, indices_of: Callable[[_Parts], Iterable[int]]
     ) -> Tensor | None:
-        """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if nobody shares any.
+        """Return (parameters,) int32 on the device: 1 for those that are stepped, else 0; None if ranks share none.
 
         `indices_of` returns the positions of the parts' parameters in the group; it is called only if these are not the
         parts of the last step.

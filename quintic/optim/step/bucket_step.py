@@ -1,4 +1,4 @@
-"""What steps one bucket of a plan: which of its parameters, by which passes, and who looks on.
+"""The step of one bucket of a plan: its parameters, its passes, and the measurements of it.
 
 `LocalStep` has a bucket that this rank has alone; `gathered_step.py` and `divided_step.py` those shared with others.
 """
@@ -31,12 +31,12 @@ from quintic.optim.step.updates import Passes, make_updates
 __all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide"]
 
 NO_OPERANDS = Operands((), [], [], [], 0)
-"""Those of a bucket that is not being stepped: gradients are let go of."""
+"""The operands of a bucket that is not being stepped: gradients are let go of."""
 
 
 @dataclass(slots=True)
 class PlanWide:
-    """What the buckets of a plan are stepped with."""
+    """The objects that all buckets of a plan are stepped with."""
 
     groups: Sequence[Group]
     """As they are now."""
@@ -44,10 +44,10 @@ class PlanWide:
     communicators: Communicators
     agreements: Agreements
     early: EarlyAverages
-    """Of gradients, made before the step."""
+    """Averages of gradients, made before the step."""
     offload: Offload | None = None
     is_alone: bool = False
-    """Whether a step needs nobody else's agreement or gradients; not before ranks have agreed."""
+    """Whether a step needs no other rank's agreement or gradients; not before ranks have agreed."""
     num_steps: int = 0
     """Made before this one."""
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class BucketStep:
         self.active = NO_OPERANDS
         """The members that have a gradient, within a step."""
         self.counts = Counts(bucket, 0, 0, ())
-        """What the step does."""
+        """The numbers of matrices and parameters that the step steps."""
         self.written: list[Tie] = []
         """Copies of its parameters, which are written when they have been stepped."""
         self._is_sampled = False
@@ -180,7 +180,7 @@ class BucketStep:
         go: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return what `make_updates` does, of members that are all of one kind; measure it if this step is sampled."""
+        """Return the result of `make_updates` for members of one kind; measure it if this step is sampled."""
         table = None
         if moments is not None:
             table = self.memory.neuron_table(self.bucket, moments, (member.name for member in members), kind)

@@ -1,4 +1,4 @@
-"""Runs a bucket with divided state: gradients to their owners, the owners' step, weights to everybody."""
+"""Runs a bucket with divided state: gradients to their owners, the owners' step, weights to all ranks."""
 
 from collections.abc import Callable, Iterator
 

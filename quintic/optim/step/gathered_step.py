@@ -30,7 +30,7 @@ __all__ = ["GatheredMemory", "GatheredStep"]
 
 
 class GatheredMemory(BucketMemory):
-    """What a bucket whose matrices come to owners keeps between steps, besides state."""
+    """Memory of a bucket whose matrices come to owners, between steps and besides state."""
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return all members, whatever this rank has: a gradient that is missing stands as zeros."""
@@ -78,7 +78,7 @@ class GatheredStep(UnitsStep):
             passes.apply(as_rows(received), factors_over(factors, units, exchange.piece))
 
     def _start_neurons(self, factors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Send NorMuon's factors and second moments from their owners to everybody.
+        """Send NorMuon's factors and second moments from their owners to all ranks.
 
         The function returned waits for the factors of all units, for each kind (units, m or 1, n or 1), given those of
         the units that this rank owns; second moments are up to date then.

@@ -61,7 +61,7 @@ class Operands(NamedTuple):
         )
 
     def masters(self) -> list[Tensor] | None:
-        """Return what completes each parameter to float32, or None."""
+        """Return the fp32 master or mantissa of each parameter, or None."""
         if self.params[0].itemsize >= 4:
             return None
         key = master_key(self.states[0])
@@ -104,7 +104,7 @@ _P = TypeVar("_P")
 
 
 class BucketMemory:
-    """What one bucket keeps on its device between steps, besides state."""
+    """Memory of one bucket on its device between steps, besides state."""
 
     def __init__(self) -> None:
         self.everything: Operands | None = None

@@ -3,12 +3,12 @@
 To add them up is a collective, which a rank without a gradient must join with zeros. So it has to know that others have
 such a gradient, and all ranks have to know the same. They tell each other before the first step, with what they
 compare anyway, and remember it: from then on all ranks of the mesh add up these parameters' gradients in every step,
-whoever has one. Without such gradients nothing is sent, and nobody waits.
+whoever has one. Without such gradients nothing is sent, and no rank waits.
 
 A gradient that is a sum for the first time later is an error on the ranks that have it, before they send anything:
 others cannot know of it, and to ask them would make every step wait. One that was a sum, and now is none on this rank,
 may have been added up by the user: then it is so on all ranks. This rank joins the others' sum with zeros all the same,
-so that nobody waits for it, and says so with the counts of gradients (`agreements.py`).
+so that no rank waits for it, and says so with the counts of gradients (`agreements.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(param: Any) -> Cut | None:
-    """Return how the gradient of a `DTensor` is cut; None where it is no sum still to be made, or not there."""
+    """Return the cut of a `DTensor`'s gradient; None where it is no sum still to be made, or not there."""
     gradient = param.grad
     placements = getattr(gradient, "placements", ())
     if not any(placement.is_partial() for placement in placements):
@@ -70,7 +70,7 @@ class PartialGradients:
         self._stand_ins: dict[Tensor, Tensor] = {}
         """Sums in the place of gradients that this rank does not have."""
         self._made: dict[Tensor, bool] = {}
-        """Of those that `replace` has added up since the last step, whether this rank's was whole before."""
+        """Parameters whose gradients `replace` has added up since the last step -> whether this rank's was whole."""
 
     def watch(self, names: Iterable[str], params: Iterable[Tensor]) -> None:
         """Look after parameters that several ranks share; plain tensors are left out."""
@@ -121,9 +121,9 @@ class PartialGradients:
         """
         # Of every gradient that there is: how it is cut if it is a sum, else None.
         own = {number: cut_of(param) for number, param in enumerate(params) if param.grad is not None}
-        everybody = all_gather_values(own, group)
+        of_ranks = all_gather_values(own, group)
         for number, param in enumerate(params):
-            cuts = dict.fromkeys(theirs[number] for theirs in everybody if number in theirs)
+            cuts = dict.fromkeys(theirs[number] for theirs in of_ranks if number in theirs)
             sums = [cut for cut in cuts if cut is not None]
             if not sums:
                 continue

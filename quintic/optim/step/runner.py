@@ -41,10 +41,10 @@ __all__ = ["Done", "Runner"]
 
 
 class Done(NamedTuple):
-    """What became of a step."""
+    """The outcome of a step."""
 
     counts: list[Counts]
-    """Of each bucket that was stepped."""
+    """The counts of each bucket that was stepped."""
     go: Tensor | None
     """() int32 on a device: 0 if non-finite gradients stopped it; the same on all ranks that are connected
     (`connected.py`). None if no rank of these asks."""
@@ -91,7 +91,7 @@ class Runner:
         self.ties = ties_of(groups)
         """Parameters that are copies of others."""
         self.written: list[Tie] = []
-        """Those that are written when all buckets have been stepped: more than one steps the original."""
+        """The copies that are written when all buckets have been stepped: more than one steps the original."""
         for tie in self.ties:
             of_head = [s for s in self._steps if s.bucket.group == tie.head_group and tie.head_name in s.bucket.names]
             (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
@@ -223,7 +223,7 @@ class Runner:
         gradients = [gradient for active in watched for gradient in active.gradients]
         if connected.is_alone and not gradients:
             return None
-        # One rank's bad gradient is everybody's; a shard may be all that a rank sees.
+        # One rank's bad gradient is that of all; a shard may be all that a rank sees.
         device = gradients[0].device if connected.is_alone else connected.device
         go = all_finite(gradients, device)
         if not connected.may_raise:
@@ -231,8 +231,8 @@ class Runner:
             return go
         if is_capturing(device):
             raise RuntimeError("on_nonfinite='raise' of another rank waits for the device: capture no CUDA graph")
-        nobody_raises = torch.full_like(go, "raise" not in asking)
-        flags = torch.stack([go, nobody_raises])
+        none_raises = torch.full_like(go, "raise" not in asking)
+        flags = torch.stack([go, none_raises])
         connected.all_agree_(flags)
         if flags.tolist() == [0, 0]:
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)

@@ -2,12 +2,12 @@
 
 What happens when:
 
-    announce_rows   marks of this rank's rows -> their owners, counts -> everybody and on to the host, all of it while
+    announce_rows   marks of this rank's rows -> their owners, counts -> all ranks and on to the host, all of it while
                     the backward pass runs
     step            what was not announced is read off the gradient, and sent likewise; the host waits for counts, which
                     tell all ranks alike whether touched rows travel or all rows
                     touched rows -> owners, while every rank looks whether the rest of an announced gradient is zeros
-                    mean, AdamW, and weights to everybody, as with `comms="sharded"`
+                    mean, AdamW, and weights to all ranks, as with `comms="sharded"`
 
 Marks travel in a process group of their own: ranks announce when they please, or not at all, and may use their other
 process groups in between. In it, tables come in the order of the parameter groups, once a step. The arithmetic is in
@@ -75,7 +75,7 @@ class Table:
         self.is_complete = is_complete
 
     def send(self, process_group: ProcessGroup) -> None:
-        """Start to send marks to the owners of the rows, and counts to everybody. All ranks must call it once a step.
+        """Start to send marks to the owners of the rows, and counts to all ranks. All ranks must call it once a step.
 
         They are those of what was announced, or else of what the gradient has.
         """
@@ -118,11 +118,11 @@ class Table:
         return self.division.is_sparse([counts[:-1] for counts in self._all_counts()])
 
     def sends(self) -> list[int]:
-        """Return how many rows this rank sends to each owner."""
+        """Return the number of rows that this rank sends to each owner."""
         return self._all_counts()[self.position][:-1]
 
     def receives(self) -> list[int]:
-        """Return how many rows each rank sends to this one."""
+        """Return the number of rows that each rank sends to this one."""
         return [counts[self.position] for counts in self._all_counts()]
 
     def rows(self) -> Tensor:
@@ -130,7 +130,7 @@ class Table:
         return rows_to_send(self._marks, sum(self.sends()))
 
     def places(self) -> Tensor:
-        """Return where this rank's rows stand among those it receives, see `places_of`."""
+        """Return the places of each rank's rows among those that this one receives, see `places_of`."""
         assert self._pending_marks is not None
         marks, self._pending_marks = self._pending_marks.wait(), None
         return places_of(marks.view(self.division.num_ranks, -1)[:, : self.division.rows_of(self.position)])

@@ -1,4 +1,4 @@
-"""What a step did, and how well: counts of the last step, and sampled measurements of every matrix.
+"""Reports of steps: counts of the last step, and sampled measurements of every matrix.
 
 The measurements come from Gram matrices alone (traces of G and G^2), so that they cost two small products per matrix
 on the steps that are sampled and wait for nothing; numbers reach the host when the user asks for them.
@@ -20,7 +20,7 @@ __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the last call of `step()` did."""
+    """A report of the last call of `step()`."""
 
     matrices: Mapping[str, int] = field(default_factory=dict)
     """How many matrices this rank orthogonalised, by method."""
@@ -39,7 +39,7 @@ class StepReport:
 
     @property
     def num_matrices(self) -> int:
-        """Return how many matrices were orthogonalised."""
+        """Return the number of matrices that were orthogonalised."""
         return sum(self.matrices.values())
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class StepReport:
 
 
 class Counts(NamedTuple):
-    """What a step does with one bucket."""
+    """The matrices and parameters of one bucket that a step steps."""
 
     bucket: Bucket
     num_members: int
@@ -71,7 +71,7 @@ class Counts(NamedTuple):
 
 
 def report_of(buckets: Iterable[Counts]) -> StepReport:
-    """Return what a step did, by its buckets."""
+    """Return the report of a step, given its buckets."""
     matrices: dict[str, int] = {}
     num_adamw = 0
     missing: set[tuple[int, int]] = set()
@@ -104,7 +104,7 @@ class Measured(NamedTuple):
 
     members: Sequence[Member]
     values: Tensor
-    """What `measure` returned for the matrices of these members."""
+    """The values that `measure` returned for the matrices of these members."""
     stepped: Tensor | None
     """() or (matrices,) int32: 0 for those that the step left as they were; None for none."""
 

@@ -1,4 +1,4 @@
-"""What a step changes, kept in host memory by `verify`, and put back bit for bit."""
+"""The tensors that a step changes, kept in host memory by `verify`, and put back bit for bit."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
@@ -13,7 +13,7 @@ from quintic.optim.steps_made import FirstGradients
 __all__ = ["Kept", "Values", "local_values", "named_parameters", "snapshot"]
 
 Values: TypeAlias = dict[Tensor, dict[str, Tensor]]
-"""Of each parameter the weight and state that this rank holds."""
+"""The weight and state of each parameter, as this rank holds them."""
 
 
 def local_values(states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"
 # State that is not cut as the parameter is.
 _UNCUT = ("step", "second_momentum_buffer")
 
-# What is taken for the rounding of a user's function, relative to its result: nobody knows how it computes.
+# What is taken for the rounding of a user's function, relative to its result: how it computes is unknown.
 _FUNCTION_ROUNDING = 2.0**-8
 
 # In how many ways directions are moved to see what comes of it.
@@ -48,7 +48,7 @@ _PATTERNS = 2
 
 
 class Rounding(NamedTuple):
-    """What rounding did to one matrix: how far the same polynomial in a wider dtype, and of a nearby direction, is."""
+    """The effect of rounding on one matrix: distances to a wider dtype's result, and to that of a nearby direction."""
 
     update: float
     """Largest of the change of a weight."""
@@ -57,7 +57,7 @@ class Rounding(NamedTuple):
 
 
 Roundings = dict[tuple[Tensor, int], Rounding]
-"""Of each parameter and number of a matrix of it."""
+"""(Parameter, number of its matrix) -> the effect of rounding."""
 
 
 def reference_step(optimizer: torch.optim.Optimizer) -> None:
@@ -153,7 +153,7 @@ def _least_of_connected(
 
 
 def _partial_cut(found: Parameter) -> Cut | None:
-    """Return how a `DTensor`'s gradient is cut on the ranks that have one, if it is a sum still to be made."""
+    """Return the cut of a `DTensor`'s gradient on the ranks that have one, if it is a sum still to be made."""
     if found.process_group is None or not hasattr(found.param, "device_mesh"):
         return None
     return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
@@ -169,7 +169,7 @@ def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
 
 
 def _gradient_of(found: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
-    """Return what this rank holds of the gradient, averaged over ranks where the optimizer does that."""
+    """Return this rank's box of the gradient, averaged over ranks where the optimizer does that."""
     if cut is not None and found.param.grad is None:
         param: Any = found.param
         return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
@@ -337,7 +337,7 @@ def shaken(direction: Tensor, terms: Tensor, pattern: int = 0) -> Tensor:
 
 
 def _spread(tensors: Sequence[Tensor]) -> float:
-    """Return how far tensors are from the first of them, at most; 0 for none."""
+    """Return the largest distance of tensors from the first of them; 0 for none."""
     return max((largest(tensor - tensors[0]) for tensor in tensors[1:]), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What `quintic.verify` reports: differences between a step and the reference, of all ranks together."""
+"""The report of `quintic.verify`: differences between a step and the reference, of all ranks together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ _MOST_PRINTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far the step and the reference are apart in one tensor of one matrix."""
+    """The difference between the step and the reference in one tensor of one matrix."""
 
     name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     tensor: str
     """`"weight"` (the value behind it, if it has a master), or the name of a state."""
     matrix: int | None
-    """Which matrix of the parameter's view, counted from 0; None for parameters of AdamW."""
+    """The number of the matrix in the parameter's view, from 0; None for parameters of AdamW."""
     num_matrices: int
     ranks: tuple[int, ...]
     """Global ranks that hold entries which are wrong; where none are, ranks that hold the matrix."""
@@ -42,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What `verify` found; the same on all ranks. Print it."""
+    """The result of `verify`; the same on all ranks. Print it."""
 
     num_ranks: int
     num_parameters: int
@@ -52,7 +52,7 @@ class Verification:
     worst: Difference | None
     """The largest of all by `ratio`; None if there is nothing to compare."""
     wrong: tuple[Difference, ...]
-    """Those that rounding does not explain, worst first."""
+    """The differences that rounding does not explain, worst first."""
     problems: tuple[str, ...]
     """Mistakes found without a step, one sentence each."""
 
@@ -91,14 +91,14 @@ def _count(number: int, word: str, plural: str, singular: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank found."""
+    """The result of one rank."""
 
     differences: list[Difference]
     num_matrices: dict[str, int]
-    """Of each parameter that has a gradient; 0 for AdamW."""
+    """The number of matrices of each parameter that has a gradient; 0 for AdamW."""
     problems: list[str]
     options: dict[tuple[str, tuple[int, ...]], dict[str, str]]
-    """Of each parameter that several ranks share, by its name and theirs."""
+    """The options of each parameter that several ranks share, by its name and the ranks."""
 
 
 def badness(difference: Difference) -> tuple[float, str, str, int]:
@@ -140,7 +140,7 @@ def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _together(a: Difference, b: Difference) -> Difference:
-    """Return what two ranks found about one tensor."""
+    """Return the difference in one tensor, given those of two ranks."""
     worse, better = (a, b) if a.ratio >= b.ratio else (b, a)
     if worse.ratio > 1 >= better.ratio:
         return worse

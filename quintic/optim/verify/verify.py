@@ -315,7 +315,7 @@ def _difference(
     matrix: int | None = None,
     num_matrices: int = 0,
 ) -> Difference:
-    """Return how far a tensor of this rank is from the reference; NaN agrees with NaN."""
+    """Return the distance of a tensor of this rank from the reference; NaN agrees with NaN."""
     wide = torch.promote_types(right.dtype, torch.float32)
     same = (right == mine) | (right.isnan() & mine.isnan())
     apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)

@@ -1,4 +1,4 @@
-"""What the buckets of a plan allocate, stage by stage: upper bounds in bytes.
+"""Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
 Those that a rank has alone need memory once (`batch_bytes`, `vectors_bytes`). The moments of those with state divided
 (`stages_of_parts`) are those of `divided_step.py`: gradients sent and received, their mean, the step of this rank's
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def vectors_bytes(largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> int:
-    """Return what AdamW allocates for parameters, or parts of them, one after the other.
+    """Return the bytes that AdamW allocates for parameters, or parts of them, one after the other.
 
     Gradients have the dtype of their parameters. The largest has so many entries.
     """
@@ -92,7 +92,7 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
 def batch_bytes(
     count: int, largest: int, shape: tuple[int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
-    """Return what `LocalStep` allocates for so many matrices, at most `largest` of them one parameter's.
+    """Return the bytes that `LocalStep` allocates for so many matrices, at most `largest` of them one parameter's.
 
     Directions are put in another order before they are orthogonalised if they are copied.
     """
@@ -131,7 +131,7 @@ def stages_of_parts(bucket: Divided, group: Group, *, anywhere: bool = False) ->
 
 
 def averaged_entries(group: Group, dtype: torch.dtype) -> int | None:
-    """Return how many entries of whole gradients may travel together; None for any number."""
+    """Return the number of entries of whole gradients that may travel together; None for any number."""
     # Two neighbours with what is sent and what is received, a third before it is unpacked, and sums.
     budget = group.max_workspace_bytes
     return None if budget is None else max(1, budget // (6 * dtype.itemsize))
@@ -168,7 +168,7 @@ def averaging_stages(
 
 
 def _units_bytes(count: int, units: Units, of: Matrices, in_order: bool) -> int:
-    """Return what the step of so many units allocates, given their gradients."""
+    """Return the bytes that the step of so many units allocates, given their gradients."""
     factors = sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
     factors += factors_of_pieces_bytes(units, units.shape, count, of)
     work, numel = units_work(units, count, of), math.prod(units.shape)
@@ -190,7 +190,7 @@ class _Gathered(NamedTuple):
 
 
 def piece_entries(exchange: Exchange) -> int:
-    """Return how many entries the exchange's rank holds."""
+    """Return the number of entries that the exchange's rank holds."""
     return exchange.num_units * math.prod(exchange.piece_shape)
 
 

@@ -1,4 +1,4 @@
-"""What a bucket's computation allocates: upper bounds in bytes, moment by moment, before anything is computed.
+"""Upper bounds of the bytes that a bucket's computation allocates, moment by moment, before anything is computed.
 
 The plan's sizes follow from these. They tell of tensors that grow with the matrices; flags and tables come on top (see
 `plan.SMALL_BYTES`), and so do copies of gradients that have not the dtype or the strides of their parameters.
@@ -9,7 +9,7 @@ The products of an orthogonalisation (`program.py`) need, in whole matrices (m, 
     queue        two whole matrices and `Program.num_squares` small ones, from the first product to the last; the result
                  is one of the two whole ones, and keeps the other
 
-Directions that are multiplied belong to somebody else, and are not counted unless they have to be copied.
+Directions that are multiplied belong to the caller, and are not counted unless they have to be copied.
 """
 
 import math
@@ -52,14 +52,14 @@ class Footprint(NamedTuple):
     peak: int
     """The most at one time."""
     kept: int
-    """What its result keeps alive."""
+    """The bytes that its result keeps alive."""
 
 
 class Matrices(NamedTuple):
-    """What bounds depend on besides shapes and numbers."""
+    """The properties besides shapes and numbers that bounds depend on."""
 
     dtype: torch.dtype
-    """Of the weights."""
+    """The dtype of the weights."""
     device: torch.device
     """Need not be there."""
     kernels: Kernels
@@ -76,7 +76,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of_group(cls, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> "Matrices":
-        """Return what bounds of a group's weights of a dtype on a device depend on."""
+        """Return the properties of a group's weights of a dtype on a device."""
         return cls(
             dtype,
             device,
@@ -99,7 +99,7 @@ def width_of(dtype: torch.dtype) -> int:
 
 @lru_cache(maxsize=4096)
 def polar_work(form: Form | None, batch: int, m: int, n: int, of: Matrices) -> Footprint:
-    """Return what the polar factors of (batch, m, n) contiguous directions need; None stands for a user's function."""
+    """Return the memory that the polar factors of (batch, m, n) contiguous directions need; None: a user's function."""
     size = batch * m * n
     if form is None:
         width = direction_dtype(form, of.dtype).itemsize
@@ -139,7 +139,7 @@ def _uses_kernel(form: Form, m: int, n: int, of: Matrices) -> bool:
 
 
 def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
-    """Return what normalisation allocates besides its result."""
+    """Return the bytes that normalisation allocates besides its result."""
     if _uses_kernel(form, m, n, of):
         from quintic.kernels.products.normalize import scratch_bytes
 
@@ -148,7 +148,7 @@ def _scratch(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
 
 
 def _normalisation(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
-    """Return what normalisation allocates, its result included."""
+    """Return the bytes that normalisation allocates, its result included."""
     item, work = form.compute_dtype.itemsize, _work_dtype(form, of).itemsize
     if _uses_kernel(form, m, n, of):
         return batch * m * n * item + _scratch(form, batch, m, n, of)
@@ -179,7 +179,7 @@ def _one_by_one(form: Form, batch: int, m: int, n: int, of: Matrices) -> int:
 
 
 def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, of: Matrices) -> int:
-    """Return what `products.multiply` allocates besides its result."""
+    """Return the bytes that `products.multiply` allocates besides its result."""
     whole, side, item = m * n, min(m, n), dtype.itemsize
     left, right = {
         "gram": (whole, whole),
@@ -212,7 +212,7 @@ def _besides(product: Product, dtype: torch.dtype, batch: int, m: int, n: int, o
 
 
 def units_work(units: Units, count: int, of: Matrices) -> Footprint:
-    """Return what `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
+    """Return the memory that `UnitsStep.orthogonalized` needs for so many units, besides their directions."""
     if count == 0:
         return Footprint(0, 0)
     numel = math.prod(units.shape)
@@ -243,7 +243,7 @@ def factor_bytes(count: int, m: int, n: int, of: Matrices) -> int:
 
 
 def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: int, of: Matrices) -> int:
-    """Return what `units.factors_over` allocates of so many units."""
+    """Return the bytes that `units.factors_over` allocates for so many units."""
     if of.scales_decay:  # the vectors side by side, and of each entry two factors
         vectors = 2 * sum(factor_bytes(count, *kind.shape, of) for kind in units.kinds)
         return vectors + factors_of_pieces_bytes(units, piece_shape, 2 * count, of._replace(scales_decay=False))
@@ -255,7 +255,7 @@ def factors_of_pieces_bytes(units: Units, piece_shape: tuple[int, ...], count: i
 
 
 def neuron_bytes(form: Form | None, count: int, m: int, n: int, of: Matrices) -> int:
-    """Return what advancing the neurons of so many updates allocates, the factors included."""
+    """Return the bytes that advancing the neurons of so many updates allocates, the factors included."""
     if not of.normalizes:
         return 0
     if of.kernels == "triton":
@@ -284,7 +284,7 @@ def _orders(view: View, unit_shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_order: bool = True) -> int:
-    """Return what the first pass over so many entries allocates, its result included.
+    """Return the bytes that the first pass over so many entries allocates, its result included.
 
     Kernels write directions in the order of memory, which is not that of rows in every case (`in_order`).
     """
@@ -297,7 +297,7 @@ def directions_bytes(numel: int, direction: torch.dtype, of: Matrices, *, in_ord
 
 
 def applied_bytes(numel: int, of: Matrices) -> int:
-    """Return what the second pass allocates if the largest parameter, or part of one, has so many entries."""
+    """Return the bytes of the second pass if the largest parameter, or part of one, has so many entries."""
     if of.kernels == "triton":
         return 0
     if of.has_masters:
@@ -315,10 +315,10 @@ def applied_bytes(numel: int, of: Matrices) -> int:
 def matrices_bytes(
     numel: int, largest: int, direction: torch.dtype, work: Footprint, factors: int, of: Matrices, *, in_order: bool
 ) -> int:
-    """Return what a step of whole matrices allocates, given their gradients: directions, updates, weights.
+    """Return the bytes that a step of whole matrices allocates, given their gradients: directions, updates, weights.
 
-    Of so many entries in all, and in the largest parameter or part of one. Work is that from directions to updates,
-    factors are the bytes of what multiplies updates and decay; `in_order` as for `directions_bytes`.
+    They have so many entries in all, and in the largest parameter or part of one. Work is that from directions to
+    updates, factors are the bytes of the factors of updates and decay; `in_order` as for `directions_bytes`.
     """
     held = numel * direction.itemsize * (1 if in_order or of.kernels == "torch" else 2)
     applying = work.kept + factors + applied_bytes(largest, of)
@@ -326,5 +326,5 @@ def matrices_bytes(
 
 
 def at_a_time(numel: int, of: Matrices) -> int:
-    """Return how many of a tensor's entries plain passes work on at a time, see `update.in_pieces`."""
+    """Return the number of a tensor's entries that plain passes work on at a time, see `update.in_pieces`."""
     return min(numel, CPU_PIECE) if of.device.type == "cpu" else numel

@@ -28,11 +28,11 @@ _MOST_TOGETHER = 2**25
 _MULTIPLE = 64
 
 Entries = tuple[int, int, int]
-"""Which tensor, and the half-open range of its entries in the order of memory."""
+"""(Number of the tensor, start, stop): a range of its entries in the order of memory."""
 
 
 class Averaging:
-    """One message of gradients to the owners of their entries, and one of what owners have to all ranks.
+    """One message of gradients to the owners of their entries, and one of the owners' entries to all ranks.
 
     Args:
         owned: for each rank the entries that it owns, of tensors that are dense.
@@ -52,9 +52,9 @@ class Averaging:
         self._dtype, self._device, self._kernels, self._is_direct = dtype, device, kernels, is_direct
         self._position = position
         self.counts = [sum(stop - start for _, start, stop in entries) for entries in owned]
-        """Entries that each rank owns."""
+        """The number of entries that each rank owns."""
         self.most = max(self.counts)
-        """Entries of the rank that owns most."""
+        """The number of entries of the rank that owns most."""
         counts = self.counts
         self._own = slice(sum(counts[:position]), sum(counts[: position + 1]))
 
@@ -67,10 +67,10 @@ class Averaging:
                     place += stop - start
             return Packing(runs, kernels, device)
 
-        everybody = range(len(counts))
-        self._to_owners = packing(everybody, list(accumulate(counts, initial=0)))
+        all_ranks = range(len(counts))
+        self._to_owners = packing(all_ranks, list(accumulate(counts, initial=0)))
         self._of_own = packing([position], [0] * len(counts))
-        self._of_others = packing([rank for rank in everybody if rank != position], [r * self.most for r in everybody])
+        self._of_others = packing([rank for rank in all_ranks if rank != position], [r * self.most for r in all_ranks])
 
     def start_mean(
         self, gradients: Sequence[Tensor | None], group: ProcessGroup, out: Tensor | None = None
@@ -141,7 +141,7 @@ class Averaging:
 def messages_of(
     numels: Sequence[int], num_ranks: int, limit: int | None
 ) -> Iterator[tuple[list[int], list[list[Entries]], bool]]:
-    """Yield which whole tensors travel together, what each rank owns, and whether it is one tensor, from where it is.
+    """Yield (tensors that travel together, each rank's entries of them, whether it is one that travels from its place).
 
     At most `limit` entries travel together, None for any number; a single tensor may exceed it.
     """

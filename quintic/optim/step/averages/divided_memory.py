@@ -1,4 +1,4 @@
-"""What a bucket with divided state keeps between steps: where its parameters' entries are, and how they travel."""
+"""Memory of a bucket with divided state between steps: the places of its parameters' entries, and their messages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -20,7 +20,7 @@ __all__ = ["DividedMemory"]
 
 
 class DividedMemory(BucketMemory):
-    """What a bucket with divided state keeps between steps, besides state; with a table if only touched rows travel."""
+    """Memory of a bucket with divided state between steps, besides state; with a table if only touched rows travel."""
 
     def __init__(self, bucket: Divided, params: Sequence[Tensor], table: Table | None) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """When the optimizer averages gradients over ranks, and which: in the step, or before it for their norm.
 
 With `comms="replicated"` averages made before the step stand in `p.grad`, where the step would have put them. With
-divided state nobody has a whole average: each rank keeps that of the parts it owns, and `p.grad` stays what it was.
-Either way the next step takes them as they are, so that nothing travels twice. They hold as long as nobody touches
+divided state no rank has a whole average: each rank keeps that of the parts it owns, and `p.grad` stays what it was.
+Either way the next step takes them as they are, so that nothing travels twice. They hold as long as no one touches
 `p.grad`: after a backward pass, another tensor, a change in place or `zero_grad` the step averages again.
 """
 
@@ -46,7 +46,7 @@ class OfGroup:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether nobody has touched the gradients since."""
+        """Return whether the gradients are untouched since."""
         rows = zip(self._seen, self._gradients(), strict=True)
         return all(before is now and seen == version for (before, seen), (now, version) in rows)
 
@@ -84,12 +84,12 @@ class OfGroup:
 
 
 class EarlyAverages:
-    """What one optimizer has averaged for its next step, by the position of the parameter group."""
+    """The averages that one optimizer has made for its next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
         self._groups: dict[int, OfGroup] = {}
         self.of_step: Mapping[int, OfGroup] = {}
-        """What a step that runs takes as it is."""
+        """The averages that the running step takes as they are."""
 
     def of_bucket(self, bucket: Divided) -> Tensor | None:
         """Return the averages of the parts of a bucket that this rank owns, if the step takes them as they are."""
@@ -97,7 +97,7 @@ class EarlyAverages:
         return None if found is None else found.of_bucket(bucket)
 
     def fresh(self) -> dict[int, OfGroup]:
-        """Return those that hold.
+        """Return the averages that hold.
 
         Where gradients of one group were touched, none do: a rank that has no gradients in that group cannot see it.
         """
@@ -143,7 +143,7 @@ class GradientAverages:
             for number, (group, found) in enumerate(zip(groups, layouts, strict=True))
             if group.comms in AVERAGING and any(found)
         }
-        """Of the groups whose gradients differ among ranks."""
+        """The ranks of the groups whose gradients differ among ranks."""
         self._lent: list[Tensor] = []
         """Parameters that have a gradient only until the step is over, because other ranks have one."""
         self._averagings: dict[object, list[tuple[Averaging, list[int]]]] = {}
@@ -232,7 +232,7 @@ class GradientAverages:
             )
 
     def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> list[list[tuple[Averaging, list[int]]]]:
-        """Return by dtype what averages a group's gradients, and which; `tensors` are like these, one per parameter."""
+        """Return for each dtype the averagings of a group's gradients, and their indices; `tensors` are like these."""
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
             together.setdefault((tensor.dtype, tensor.device), []).append(index)

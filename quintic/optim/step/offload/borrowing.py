@@ -1,4 +1,4 @@
-"""What a bucket borrows of state in host memory while it is stepped, and its passes over what it borrowed.
+"""The state in host memory that a bucket borrows while it is stepped, and its passes over the loans.
 
 Those are the things that its passes read and write: momentum for the directions, masters for the weights, AdamW's state
 for its whole update, in parts.
@@ -37,7 +37,7 @@ States = Sequence[Mapping[str, Tensor]]
 
 
 class _Blocks(View):
-    """Of tensors that are blocks already."""
+    """The view of tensors that are blocks already."""
 
     def blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the tensor."""
@@ -49,7 +49,7 @@ BLOCKS = _Blocks()
 
 
 class HostedMatrices:
-    """What a bucket of matrices borrows: momentum, and masters where there are any."""
+    """The state that a bucket of matrices borrows: momentum, and masters where there are any."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
         self._bucket, self._view = bucket, group.view
@@ -58,10 +58,10 @@ class HostedMatrices:
         self._members: tuple[Member, ...] = ()
         self.loans: list[Loan] = []
         self.memory = BucketMemory()
-        """Of the passes over blocks; everything else is the bucket's."""
+        """Memory of the passes over blocks; everything else is the bucket's."""
 
     def of_pass(self, number: int) -> list[Loan]:
-        """Return what is needed for the directions (0), or for the weights (1)."""
+        """Return the loans for the directions (0), or for the weights (1)."""
         return self.loans[number : number + 1]
 
     def prepare(self, members: tuple[Member, ...], params: Sequence[Tensor] | None, states: States) -> None:
@@ -127,7 +127,7 @@ class _Range(NamedTuple):
 
 
 class _Piece:
-    """What is stepped together of a bucket of AdamW parameters: ranges of consecutive members, and their state."""
+    """Ranges of consecutive members of a bucket of AdamW parameters, stepped together, and their state."""
 
     def __init__(self, ranges: Sequence[_Range], states: States) -> None:
         self._ranges = ranges
@@ -145,7 +145,7 @@ class _Piece:
         states: list[Mapping[str, Tensor]] = []
         for number, run in self._ranges:
             member, state = active.members[number], active.states[number]
-            # The step is counted with the first entries; here it is counted again, for nobody.
+            # The step is counted with the first entries; here it is counted again, to no effect.
             step = state["step"]
             if number in self._again:
                 step = torch.sub(step, 1, out=self._again[number])
@@ -161,7 +161,7 @@ def _entries(tensor: Tensor, run: slice | None) -> Tensor:
 
 
 class HostedVectors:
-    """What a bucket of AdamW parameters borrows, piece by piece."""
+    """The state that a bucket of AdamW parameters borrows, piece by piece."""
 
     def __init__(self, bucket: Bucket, group: Group) -> None:
         limit = offloaded_entries(group, bucket.dtype)
@@ -184,7 +184,7 @@ class HostedVectors:
             self._key = key
 
     def _divided(self, numels: Sequence[int], dense: Sequence[bool]) -> Iterator[list[_Range]]:
-        """Yield what is stepped together. Only members that exceed the limit are cut."""
+        """Yield the ranges that are stepped together. Only members that exceed the limit are cut."""
         ranges: list[_Range] = []
         free = self._limit
         for number, numel in enumerate(numels):
@@ -209,5 +209,5 @@ class HostedVectors:
 
 
 def hosted_state(bucket: Bucket, group: Group) -> HostedMatrices | HostedVectors:
-    """Return what a bucket of a group with state in host memory borrows; nothing before it is prepared."""
+    """Return the loans of a bucket of a group with state in host memory; none before it is prepared."""
     return HostedMatrices(bucket, group) if bucket.algorithm == "muon" else HostedVectors(bucket, group)

@@ -34,7 +34,7 @@ class Visit(NamedTuple):
     """One of the times that a step turns to a bucket, in the order in which it does."""
 
     number: int
-    """Of the bucket in the plan."""
+    """The number of the bucket in the plan."""
     active: Operands
     stage: int | None
     """Which of the three parts of a bucket with collectives; None for a bucket without."""
@@ -159,7 +159,7 @@ class Offload:
 
 
 def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[dict[str, Tensor]]:
-    """Return what this rank has of the state of each member of a bucket."""
+    """Return this rank's state of each member of a bucket."""
     if isinstance(bucket, Divided):
         owned = [(part, params[part.index]) for part in bucket.own]
         return [state_of_part(state[param], part, param) for part, param in owned]
@@ -168,7 +168,7 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
 
 
 def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, DividedState]) -> Offloaded:
-    """Return how much state of a bucket is in host memory; there need be none yet."""
+    """Return the size of a bucket's state in host memory; there need be none yet."""
     params = group.params
     members = [local_tensor(params[member.index]) for member in bucket.members]
     state = {}

@@ -102,9 +102,9 @@ class Loan:
         self.hosts: list[Tensor] = []
         """Runs of memory on the host."""
         self._offsets: list[int] = []
-        """Where each stands in a buffer, in bytes."""
+        """The places of these in a buffer, in bytes."""
         self._places: dict[int, tuple[int, int]] = {}
-        """Of each tensor with entries: its run, and the entry of it where the tensor begins."""
+        """Number of a tensor with entries -> (number of its run, the entry of the run where the tensor begins)."""
         self.has_gaps = False
         """Whether entries are copied that are none of the tensors'."""
         self.size = 0
