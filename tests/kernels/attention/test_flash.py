@@ -20,9 +20,9 @@ CUDA = torch.device("cuda")
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute", "varlen": "torch.nn.attention.varlen"}
 
 
-def reference(q, k, v, starts, left, right):
-    """Attention over documents, windows as FlashAttention has them: -1 or None for no limit."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+def shares(q, k, starts, left, right):
+    """(heads, queries, keys) attention over documents, windows as FlashAttention has them: -1 or None for no limit."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     position = torch.arange(q.shape[0])
     document = (position[:, None] >= starts[1:]).sum(1)
     distance = position[:, None] - position
@@ -32,8 +32,22 @@ def reference(q, k, v, starts, left, right):
     if right not in (-1, None):
         visible = visible & (-distance <= right)
     logits = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v)
+    return torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+
+
+def reference(q, k, v, starts, left, right):
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", shares(q, k, starts, left, right), v)
+
+
+def reference_backward(grad, q, k, v, starts, left, right):
+    """The gradients by hand: an operator's backward pass cannot ask autograd."""
+    groups, weights = q.shape[1] // k.shape[1], shares(q, k, starts, left, right)
+    of_weights = torch.einsum("qhd,khd->hqk", grad, v.repeat_interleave(groups, dim=1))
+    of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    of_k, of_v = torch.einsum("hqk,qhd->khd", of_logits, q), torch.einsum("hqk,qhd->khd", weights, grad)
+    of_q = torch.einsum("hqk,khd->qhd", of_logits, k.repeat_interleave(groups, dim=1))
+    return of_q, *(x.unflatten(1, (-1, groups)).sum(2) for x in (of_k, of_v))
 
 
 class Calls(list):
@@ -68,11 +82,33 @@ def fa4_function(calls):
     ):  # fmt: skip
         assert causal
         assert qv is None
+        assert return_lse
         assert -1 not in window_size
         calls.add(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size, deterministic)
-        return reference(q, k, v, cu_seqlens_q, *window_size), None
+        # The sums are not looked at, only handed from pass to pass.
+        sums = torch.arange(q.shape[0] * q.shape[1], dtype=torch.float32).view(q.shape[1], q.shape[0])
+        return reference(q, k, v, cu_seqlens_q, *window_size), sums
 
     return flash_attn_varlen_func
+
+
+def fa4_backward(calls):
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, m_block_size=64, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, deterministic=False,
+    ):  # fmt: skip
+        assert causal
+        assert (softmax_scale, softcap, m_block_size) == (None, 0.0, 64)
+        assert torch.equal(lse.flatten(), torch.arange(lse.numel()).float())
+        assert deterministic == calls.deterministic
+        assert (max_seqlen_q, max_seqlen_k) == (calls[-1]["longest"],) * 2
+        assert cu_seqlens_q is cu_seqlens_k
+        assert (window_size_left, window_size_right) in [call["window"] for call in calls]
+        torch.testing.assert_close(out, reference(q, k, v, cu_seqlens_q, window_size_left, window_size_right))
+        return reference_backward(dout, q, k, v, cu_seqlens_q, window_size_left, window_size_right)
+
+    return _flash_attn_bwd
 
 
 def varlen_function(calls, takes_groups):
@@ -109,6 +145,8 @@ def install(monkeypatch):
         path = MODULES[name]
         if name == "fa4":
             monkeypatch.setitem(sys.modules, "flash_attn", module("flash_attn"))
+            made["interface"] = module(f"{path}.interface", _flash_attn_bwd=fa4_backward(calls))
+            monkeypatch.setitem(sys.modules, f"{path}.interface", made["interface"])
         monkeypatch.setitem(sys.modules, path, module(path, **made | content))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         return calls
@@ -221,8 +259,7 @@ def test_compiled(name, install):
         )
         return attention(q * 2, k, v, mask, 4).square()
 
-    # FlashAttention-4 compiles at its calls, and a graph must not look into that.
-    compiled = torch.compile(attend, backend="eager", fullgraph=name != "fa4")
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     q.requires_grad_()
     found, expected = compiled(q, k, v), attend(q, k, v)
     torch.testing.assert_close(found, expected)
