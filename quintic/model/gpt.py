@@ -26,7 +26,7 @@ from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
-from quintic.model.fp8 import Fp8Recipe, head_scales, takes_fp8
+from quintic.model.fp8 import Fp8Recipe, head_scales, pays_in_fp8, takes_fp8
 from quintic.model.layers import Block, Linear, divided_as, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
@@ -206,20 +206,25 @@ class GPT(nn.Module):
         )
 
     def use_fp8(self, recipe: Fp8Recipe) -> int:
-        """Multiply in 8 bits from now on in training: in the head, and in all linear layers whose sizes suit it.
+        """Multiply in 8 bits from now on in training: in the head, and in linear layers.
 
         Weights stay as they are. Evaluation, and whatever needs no gradient, keeps the dtype of the activations.
 
         Args:
-            recipe: where scales come from in linear layers; the head has one for each tensor either way.
+            recipe: where scales come from in linear layers, of which all that suit tensor cores take part, or
+                `"auto"`: those that become faster, with one scale for each tensor. The head has one for each tensor
+                with all of them.
 
         Returns:
             How many linear layers multiply in 8 bits, the head among them.
         """
         linears = [module for module in self.modules() if isinstance(module, Linear) and takes_fp8(module.weight)]
         for linear in linears:
-            linear.fp8 = recipe
-        return len(linears)
+            if recipe != "auto":
+                linear.fp8 = recipe
+            elif linear is self.head or pays_in_fp8(linear.weight):
+                linear.fp8 = "tensorwise"
+        return sum(linear.fp8 is not None for linear in linears)
 
     @torch.no_grad()
     def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:

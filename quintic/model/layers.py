@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
-from quintic.model.fp8 import Fp8Recipe, dynamic_fp8_linear
+from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
 
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.fp8: Fp8Recipe | None = None
+        self.fp8: Fp8Scaling | None = None
 
     def learns(self) -> bool:
         """Return whether this is a forward pass of training, and not an evaluation."""
@@ -149,11 +149,16 @@ class Attention(nn.Module):
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, heads side by side."""
-        weights = [linear.weight for linear in (self.query, self.key, self.value)]
-        if not _fuses(x_BTC, *weights):
+        linears = (self.query, self.key, self.value)
+        weights = [linear.weight for linear in linears]
+        fp8 = self.query.fp8 if self.query.learns() else None
+        if not _fuses(x_BTC, *weights) or any(linear.fp8 != self.query.fp8 for linear in linears):
             return self.query(x_BTC), self.key(x_BTC), self.value(x_BTC)
         # One product of three times the width runs faster than three, forward and backward.
-        projected = F.linear(x_BTC, torch.cat(weights).to(x_BTC.dtype))
+        if fp8 is None:
+            projected = F.linear(x_BTC, torch.cat(weights).to(x_BTC.dtype))
+        else:
+            projected = dynamic_fp8_linear(x_BTC, torch.cat(weights), fp8)
         query, key, value = projected.split([len(weight) for weight in weights], dim=-1)
         return query, key, value
 

@@ -272,9 +272,10 @@ class RunConfig(BaseRunConfig):
     """Devices, evaluations, checkpoints and records."""
 
     fp8: bool = False
-    """Multiply in 8 bits in the linear layers whose sizes suit it (a GPU of compute capability 8.9 or more)."""
-    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """Scales of 8-bit products: one for a tensor, the faster, or one for each row and column, the more exact."""
+    """Multiply in 8 bits (a GPU of compute capability 8.9 or more)."""
+    fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
+    """Where, and with which scales: one for a tensor, in the head and the layers that it makes faster (auto) or in
+    all whose sizes suit it (tensorwise), or in these one for each row and column, the more exact (rowwise)."""
     parallel: ParallelName = "sharded"
     """How several devices (torchrun) share the work; see
     docs/how-to/train/several-gpus.md. One device needs none of it."""

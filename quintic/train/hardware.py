@@ -44,7 +44,7 @@ _THREADS_PER_CPU = 4
 _FEWEST_THREADS_BOUND = 64
 
 # Tensor cores multiply 8-bit floats, with a scale for a whole tensor or for each row, from these on.
-_FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+_FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {"auto": (8, 9), "tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def choose_hardware(run: RunConfig) -> Hardware:
     return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled, fp8=fp8, without_fp8=obstacle)
 
 
-def multiplies_fp8(device: torch.device, recipe: Fp8Recipe = "tensorwise") -> bool:
+def multiplies_fp8(device: torch.device, recipe: Fp8Recipe = "auto") -> bool:
     """Return whether a device multiplies in 8 bits, with scales of that kind."""
     if obstacle_to_fp8(device) is not None or device.type != "cuda":
         return False

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quintic.model.fp8 import dynamic_fp8_linear, head_scales, takes_fp8
-from quintic.model.gpt import GPTConfig
+from quintic.model import layers
+from quintic.model.fp8 import dynamic_fp8_linear, head_scales, pays_in_fp8, takes_fp8
+from quintic.model.gpt import GPT, GPTConfig
 from quintic.model.layers import Linear
 from quintic.train.recipe import build_model
 
@@ -138,6 +139,17 @@ def test_layers_of_the_blocks_take_part_and_gates_do_not(recipe):
     assert model(depth=1).use_fp8(recipe) == 0  # width 64
 
 
+def test_auto_takes_the_head_and_what_becomes_faster():
+    sizes = [(1024, 1024), (4096, 1024), (1008, 4096), (1024, 1032)]
+    assert [pays_in_fp8(torch.empty(size)) for size in sizes] == [True, True, False, False]
+    for width, expected in ((128, {"head"}), (1024, {"head", "blocks.0.attention.query", "blocks.0.mlp.down"})):
+        built = GPT(GPTConfig(vocab_size=320, depth=1, width=width, head_dim=32, num_kv_heads=2, seq_len=32, bos_id=0))
+        count = built.use_fp8("auto")
+        taking = {name for name, one in built.named_modules() if isinstance(one, Linear) and one.fp8 == "tensorwise"}
+        assert expected <= taking
+        assert len(taking) == count == (1 if width == 128 else 5)  # keys and values are of 64 channels
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_is_in_8_bits_and_evaluation_is_not(recipe):
     built, exact, (inputs, targets) = model(), model(), batch()
@@ -179,6 +191,24 @@ def test_the_head_is_in_8_bits_where_the_vocabulary_allows_it(monkeypatch):
     assert float(scales.x) == pytest.approx(float(x.abs().max()) / 448)
     assert float(scales.weight) == pytest.approx(float(weight.abs().max()) / 448)
     assert float(scales.grad) == pytest.approx(1 / 57344)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_queries_keys_and_values_as_one_product_are_in_8_bits_too(recipe, monkeypatch):
+    attention, x = model().blocks[0].attention, torch.randn(2, 32, 128)
+    alone = attention._project(x)
+    monkeypatch.setattr(layers, "_fuses", lambda *tensors: True)
+    exact = attention._project(x)
+    for linear in (attention.query, attention.key, attention.value):
+        linear.fp8 = recipe
+    weight = torch.cat([linear.weight for linear in (attention.query, attention.key, attention.value)])
+    assert torch.equal(torch.cat(attention._project(x), -1), dynamic_fp8_linear(x, weight, recipe))
+    with torch.no_grad():
+        assert all(map(torch.equal, attention._project(x), exact))
+    attention.key.fp8 = None
+    for found, expected in zip(attention._project(x), alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.3)
+    assert torch.equal(attention._project(x)[1], alone[1])
 
 
 @pytest.mark.gpu
