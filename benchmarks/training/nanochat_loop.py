@@ -4,8 +4,7 @@ Started by `benchmarks.train_throughput`, one process for each GPU. Model, optim
 (Andrej Karpathy, github.com/karpathy/nanochat) in a folder of --peers; nothing of it is here but the order of calls in
 its `base_train`: accumulate gradients over micro-batches of a compiled model, set rates, step. Rows come from Quintic's
 loader, so both trainers see the same text in the same order. nanochat's attention is FlashAttention-3 or, where that
-is not installed, PyTorch's with an explicit mask; here it gets what Quintic gets, `torch.nn.attention.varlen` with
-windows.
+is not installed, PyTorch's with an explicit mask; here it gets what `--attention auto` gives to Quintic, with windows.
 
 Prints a line of JSON for each step and each evaluation on rank 0.
 """
@@ -26,6 +25,8 @@ from torch import Tensor
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.eval.score import document_sums, score_from_sums
+from quintic.kernels.attention.attention import fastest_attention, needs_document_starts
+from quintic.kernels.attention.flash import attend
 
 # The defaults of base_train's options, at the commit that the result names.
 BASE_BATCH = 2**19
@@ -123,14 +124,13 @@ class WindowedAttention:
     @staticmethod
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
         """Return (B, T, H, D) causal attention in which a query sees so many positions before its own."""
-        from torch.nn.attention.varlen import varlen_attn
-
         rows, length = q.shape[:2]
         starts = torch.arange(0, (rows + 1) * length, length, device=q.device, dtype=torch.int32)
-        before = -1 if window_size[0] >= length else window_size[0]
         flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        out: Tensor = varlen_attn(*flat, starts, starts, length, length, window_size=(before, 0))
-        return out.unflatten(0, (rows, length))
+        name, _ = fastest_attention(q.device, q.dtype)
+        assert needs_document_starts(name), f"{name} has no windows without a mask"
+        window = length if window_size[0] < 0 else window_size[0] + 1
+        return attend(name, *flat, starts, longest=length, window=window).unflatten(0, (rows, length))
 
 
 def set_rates(optimizer: Any, step: int, total: int, decay: float) -> None:
