@@ -1,10 +1,9 @@
 """Batches for training and validation: documents of a split, packed into rows, as tensors.
 
-Long documents. With `split_long` a document with more than `row_tokens = seq_len + 1` tokens is served as pieces of
-at most `row_tokens`, each later one behind a bos of its own. So every row begins with a bos and hardly any text is
-lost, at a price: such a piece pretends that a document begins in the middle of the text. A bos is never wrong as a
-target: all pieces of a document but its last fill a row exactly, so the only document ends a model learns to predict
-are real ones. Without `split_long` all of a document that does not fit into a row is dropped.
+Long documents. A document with more than `row_tokens = seq_len + 1` tokens is served as pieces of at most `row_tokens`,
+each later one behind a bos of its own. So every row begins with a bos and hardly any text is lost, at a price: such a
+piece pretends that a document begins in the middle of the text. A bos is never wrong as a target: all pieces of a
+document but its last fill a row exactly, so the only document ends a model learns to predict are real ones.
 
 Order. Each epoch is a permutation of all pieces, drawn from the seed and the epoch; pieces rather than whole
 documents, or the rows of one long document would be one batch. Packing is `quintic.data.packing`; at the end of an
@@ -100,7 +99,6 @@ class Loader(Iterator[Batch]):
         buffer_documents: int = 1000,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
-        split_long: bool = True,
     ) -> None:
         """Check that there is text for a batch; the thread starts with the first batch.
 
@@ -116,7 +114,6 @@ class Loader(Iterator[Batch]):
             buffer_documents: pieces to choose from when packing: more means less cropping, and a longer state.
             prefetch: batches made ahead; 0 makes them when asked, without a thread.
             device: where inputs and targets go; through pinned memory and without waiting when it is a CUDA device.
-            split_long: see the module.
 
         Raises:
             DataError: a number is out of range, or the split has too little text for one batch on every rank.
@@ -124,7 +121,7 @@ class Loader(Iterator[Batch]):
         _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
         if buffer_documents < 1 or prefetch < 0:
             raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
-        table = PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1, split_long=split_long)
+        table = PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1)
         needed = rows * (seq_len + 1) * world_size
         if table.num_tokens < needed:
             raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
@@ -139,14 +136,8 @@ class Loader(Iterator[Batch]):
             "seed": seed,
             "shuffle": shuffle,
             "buffer_documents": buffer_documents,
-            "split_long": split_long,
         }
-        self._stream = RowStream(
-            table,
-            seed=seed,
-            shuffle=shuffle,
-            buffer_documents=buffer_documents,
-        )
+        self._stream = RowStream(table, seed=seed, shuffle=shuffle, buffer_documents=buffer_documents)
         self._position = self._stream.position()
         # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
         self._make = functools.partial(
@@ -254,7 +245,7 @@ def validation_rows(
         DataError: a number is out of range, or there is too little text for one batch.
     """
     _check_sizes(rows=rows, seq_len=seq_len, rank=0, world_size=1)
-    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1, split_long=True)
+    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1)
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
     stream = RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
     blocks: list[PackedRows] = []

@@ -25,18 +25,17 @@ Int64s = npt.NDArray[np.int64]
 class PieceTable:
     """The pieces of a split's documents, numbered in document order.
 
-    A piece is a bos and up to `row_tokens - 1` tokens of one document (with `split_long=False`: all of them). Piece k
-    of a document holds its text tokens from `k * (row_tokens - 1)` on.
+    A piece is a bos and up to `row_tokens - 1` tokens of one document. Piece k of a document holds its text tokens from
+    `k * (row_tokens - 1)` on.
     """
 
-    def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int, *, split_long: bool) -> None:
+    def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int) -> None:
         """Count the pieces.
 
         Args:
             split: the documents.
             bos_id: the token every piece begins with.
-            row_tokens: longest piece when `split_long`, at least 2.
-            split_long: whether documents longer than a row make several pieces.
+            row_tokens: longest piece, at least 2.
         """
         self.row_tokens = row_tokens
         self._bos_id = bos_id
@@ -44,8 +43,7 @@ class PieceTable:
         self._shard_offsets = split.shard_offsets
         self._starts = split.offsets[:-1] + 1  # behind the document's own bos, which a piece brings along
         self._text_tokens = np.diff(split.offsets) - 1
-        longest = int(self._text_tokens.max(initial=1))
-        self._stride = row_tokens - 1 if split_long else max(1, longest)
+        self._stride = row_tokens - 1
         pieces = np.maximum(1, -(-self._text_tokens // self._stride))
         self._first_piece = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces)])
 

@@ -43,12 +43,11 @@ def pieces_of(batch: Batch) -> list[list[int]]:
     return [flat[start:end] for start, end in pairwise(starts)]
 
 
-@pytest.mark.parametrize("split_long", [True, False])
-def test_shapes_and_content(dataset: Dataset, split_long: bool) -> None:
+def test_shapes_and_content(dataset: Dataset) -> None:
     split = dataset.split("train")
     texts = [split.document(index)[1:].tolist() for index in range(split.num_documents)]
     joined = "\n".join(" ".join(map(str, ["", *text, ""])) for text in texts)
-    with load(dataset, split_long=split_long) as loader:
+    with load(dataset) as loader:
         for batch in islice(loader, 20):
             assert batch.inputs.shape == batch.targets.shape == (3, 32)
             assert batch.inputs.dtype == batch.targets.dtype == torch.int64
@@ -104,15 +103,14 @@ def test_a_document_end_is_a_target_only_where_the_document_ends(dataset: Datase
     st.integers(0, 60),
     st.integers(1, 3),
     st.booleans(),
-    st.booleans(),
     st.sampled_from([0, 2]),
     st.integers(1, 60),
 )
 def test_a_saved_state_resumes_exactly(
-    dataset: Dataset, before: int, world_size: int, shuffle: bool, split_long: bool, prefetch: int, buffer: int
+    dataset: Dataset, before: int, world_size: int, shuffle: bool, prefetch: int, buffer: int
 ) -> None:
     for rank in range(world_size):
-        options = {"rank": rank, "world_size": world_size, "shuffle": shuffle, "split_long": split_long}
+        options = {"rank": rank, "world_size": world_size, "shuffle": shuffle}
         options |= {"prefetch": prefetch, "buffer_documents": buffer}
         with load(dataset, **options) as loader, load(dataset, **options) as other:
             for _ in range(before):
@@ -208,7 +206,6 @@ def test_unshuffled_batches_follow_the_text(dataset: Dataset) -> None:
         ({"split": "val"}, "split", "train", "val"),
         ({"shuffle": False}, "shuffle", True, False),
         ({"buffer_documents": 9}, "buffer_documents", 50, 9),
-        ({"split_long": False}, "split_long", True, False),
     ],
 )
 def test_a_state_of_another_setting_is_refused(
