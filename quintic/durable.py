@@ -71,7 +71,7 @@ def replace(finished: Path, path: Path, *, discard_old: bool = False) -> None:
     if finished.is_dir():
         readers = finished.stat().st_mode & 0o666
         for inner in sorted(finished.iterdir()):
-            with contextlib.suppress(OSError):  # libraries may make files that nobody else can read
+            with contextlib.suppress(OSError):  # libraries may make files that only their owner can read
                 inner.chmod(inner.stat().st_mode | readers)
             flush(inner)
     flush(finished)

@@ -1,4 +1,4 @@
-"""Standard streams of a command: made usable before it writes, given up where nobody reads."""
+"""Standard streams of a command: made usable before it writes, given up where the reader is gone."""
 
 import io
 import os

@@ -1,6 +1,6 @@
 """The choice of the PyTorch for `.venv`, by the machine.
 
-The ordinary package brings gigabytes of CUDA libraries, which nobody wants on a laptop, and a machine that
+The ordinary package brings gigabytes of CUDA libraries, which are no use on a laptop, and a machine that
 already holds a PyTorch should not get a second one. `look` collects the facts, `decide` is a pure function of
 them; setup.py, beside this file, then does what was decided. Only the standard library is used.
 """

@@ -1,7 +1,7 @@
 """Copies that are made as late, or as early, as their order allows: what a stream may do.
 
 `DelayedCopies` do so on a CPU. Everything computed is over when its call returns. Copies wait in their queues: with
-`"late"` until somebody has to wait for them, with `"early"` only for the events they are told to wait for, with a
+`"late"` until they are waited for, with `"early"` only for the events they are told to wait for, with a
 random generator for something between. A missing event then gives wrong numbers, and not just rarely. Memory of the
 device holds NaN until something is loaded, and again once it is stored.
 

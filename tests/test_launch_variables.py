@@ -1,4 +1,4 @@
-"""The commands that hints name: those that exist for whoever started the program."""
+"""The commands that hints name: those that exist for the person who started the program."""
 
 import os
 import re

@@ -77,7 +77,7 @@ def main() -> int:
     todo = [job for job in jobs if key(job) not in rows or rows[key(job)].get("error")]
     print(f"{len(jobs)} to measure, {len(jobs) - len(todo)} done before", flush=True)
     deadline = time.monotonic() + options.time_limit
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that nobody's processes are left
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that no process is left behind
     with contextlib.closing(measured(todo, options, deadline)) as found:
         for row in found:
             rows[key(row)] = row

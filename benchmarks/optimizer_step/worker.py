@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Import while others are measured, then measure."""
-    with contextlib.suppress(AttributeError, OSError):  # Linux: nobody measures on when nobody listens
+    with contextlib.suppress(AttributeError, OSError):  # Linux: measuring ends with the parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for module in os.environ.get("OPTIMIZER_STEP_PRELOAD", "torch").split(","):
         with contextlib.suppress(ImportError):

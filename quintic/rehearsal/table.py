@@ -40,7 +40,7 @@ def rehearsal_text(options: RehearsalOptions) -> str:
         text = re.sub("^node_size=", "--node-size ", str(error))
         raise ConfigError(re.sub("^(model|mesh|layout)=", r"--\1 ", text)) from None
     except ValueError as error:
-        # Parameters that nobody decided about.
+        # Parameters that no rule covers.
         raise ConfigError(f"--model {options.model}: {error}") from None
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     head = f"{options.model}: {parameters:,} parameters of {options.dtype}"

@@ -107,7 +107,7 @@ def test_the_error_is_that_of_the_worse_of_the_first_and_the_last_matrix():
     references = measure.References()
     assert references.error(exact, x, shape, polynomials) == 0
     wrong = exact.clone()
-    wrong[1] = 7  # nobody looks
+    wrong[1] = 7  # not looked at
     wrong[2] *= 1.25
     assert references.error(wrong, x, shape, polynomials) == pytest.approx(0.25)
 

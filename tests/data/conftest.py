@@ -18,7 +18,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture
 def closed_endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address at which nobody answers; the Hub client's waits between its attempts are left out."""
+    """An address without a server; the Hub client's waits between its attempts are left out."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

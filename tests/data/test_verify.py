@@ -24,7 +24,7 @@ OPTIONS = {"vocab_size": 300, "val_frac": 0.3, "shard_tokens": 3000}
 
 @pytest.fixture
 def made(tmp_path: Path) -> Dataset:
-    """A dataset of several shards that nobody has verified."""
+    """A dataset of several shards, not verified yet."""
     return prepare(str(write_folder(tmp_path / "text", 30)), data_dir=tmp_path / "data", **OPTIONS)
 
 

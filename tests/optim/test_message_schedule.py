@@ -92,7 +92,7 @@ def test_room_for_two_neighbours_lets_everything_overlap(gathering, working, sca
     places = {pair: place for place, pair in enumerate(parts_of(schedule))}
     for number in range(count - 1):
         assert places[number + 1, 0] < places[number, 1]  # the next one is under way when one is worked on
-        assert places[number, 2] > places[number + 1, 1]  # and nobody waits for what was just sent
+        assert places[number, 2] > places[number + 1, 1]  # and no wait is for the message just sent
 
 
 @given(schedules(), st.data())

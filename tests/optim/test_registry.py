@@ -41,7 +41,7 @@ def test_every_parameter_of_a_family(family, size):
     used = set()
     for decision in decide(model):
         pattern = next((p for p in expected if fnmatch.fnmatchcase(decision.name, p)), None)
-        assert pattern is not None, f"nobody expects {decision.name}"
+        assert pattern is not None, f"unexpected: {decision.name}"
         assert (decision.algorithm, decision.view) == expected[pattern], f"{decision.name}: {decision.why}"
         used.add(pattern)
     assert used == set(expected)

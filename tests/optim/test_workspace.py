@@ -99,7 +99,7 @@ def test_products_one_by_one(method, shape):
         sizes.append(result.untyped_storage().nbytes())
         return result
 
-    # Memory that nobody writes to costs nothing.
+    # Memory that is never written to costs nothing.
     peak = peak_bytes(lambda: run(batch))
     planned = polar_work(form, batch, *shape, of)
     assert peak <= planned.peak <= 1.02 * peak

@@ -1,4 +1,4 @@
-"""Logs that somebody edited or a disk damaged: one line that names the place, never a traceback."""
+"""Edited and damaged logs: one line that names the place, never a traceback."""
 
 import contextlib
 import json

@@ -33,7 +33,7 @@ STEPS = 6
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nobody catches it."""
+    """Stands for SIGKILL: no code catches it."""
 
 
 def run(config: Config, dataset: Dataset, *, resume: Path | None = None, said: list[str] | None = None) -> Path:

@@ -183,7 +183,7 @@ def test_a_save_is_of_its_step_while_training_goes_on(
 
 @pytest.fixture
 def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing begins as late as it can: when somebody waits for it."""
+    """Writing begins as late as it can: when it is waited for."""
     start, wait = Background.start, Background.wait
     waited: list[threading.Event] = []
 

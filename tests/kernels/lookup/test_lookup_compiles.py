@@ -42,7 +42,7 @@ def test_lookup(activations, tables, columns):
     for backward in (False, True):
         compiled = compile_for(segments._positions_kernel, activations, tables, columns, BACKWARD=backward)
         # Registers spilt to memory are read back in every turn of the loop over rows. Exact products of float32 need
-        # too many whatever the tile, but nobody computes with them on a GPU.
+        # too many whatever the tile, but no model has them on a GPU.
         assert compiling.spilt_bytes(compiled) == 0 or activations == "*fp32"
     for tied in (False, True):
         compiled = compile_for(segments._tables_kernel, activations, tables, columns, TIED=tied)
