@@ -59,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
             "train --depth 4 --head-dim 64 --kv-ratio 3",
             "--kv-ratio 3 does not divide the 4 query heads of depth 4; change one of the model's sizes",
         ),
-        ("train --window-pattern XX", "--window-pattern 'XX': use the letters S (short window) and L (full window)"),
+        ("train --window-pattern XX", "--window-pattern XX: use the letters S (short window) and L (full window)"),
         ("train --vocab-size 100", "--vocab-size 100: must be at least 257"),
         ("prepare --vocab-size 100", "--vocab-size 100: must be at least 257"),
         ("prepare --val-frac 1", "--val-frac 1.0: must lie strictly between 0 and 1"),

@@ -5,6 +5,7 @@ from quintic.commands.options import sample_options
 from quintic.errors import ConfigError
 from quintic.eval.generate import sample_text
 from quintic.streams import say_waiting
+from quintic.train.config import in_options
 
 __all__ = ["run"]
 
@@ -27,8 +28,7 @@ def run(arguments: list[str]) -> int:
             seed=options.seed,
         )
     except ValueError as error:
-        # The library speaks of its argument, the user of the option.
-        raise ConfigError("--" + str(error).replace("_", "-").replace("=", " ", 1)) from None
+        raise ConfigError(in_options(error)) from None
     for sample in samples:
         print(f"{sample['prompt']}{sample['text']}\n")
     return 0

@@ -6,7 +6,6 @@ restores weights, optimizer and random state.
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
@@ -178,7 +178,7 @@ class Race:
         self.model.train()
         nats, num_bytes = self.ranks.total(sums.cpu()).tolist()
         tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
-        return nats / tokens, nats / math.log(2) / num_bytes if num_bytes else None
+        return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
 
     def warm_up(self) -> None:
         """Compile the code of every stage, and restore the state from before.

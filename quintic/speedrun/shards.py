@@ -148,7 +148,7 @@ def open_data(
     if source.startswith("hf:"):
         train, validation = _downloaded(source, data_dir, num_shards)
     else:
-        train, validation = _found(source, data_dir, num_shards)
+        train, validation = _in_folder(source, data_dir, num_shards)
     vocabulary = None
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
@@ -164,7 +164,7 @@ def open_data(
     )
 
 
-def _found(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
+def _in_folder(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
     folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
     files = sorted(folder.glob("*.bin"))
     train, validation = ([file for file in files if split in file.name] for split in ("train", "val"))

@@ -7,6 +7,7 @@ with the option's name.
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "WeightsName",
     "check_at_least",
     "check_samples",
+    "in_options",
 ]
 
 ParallelName = Literal["sharded", "ddp", "fsdp", "hsdp", "tp"]
@@ -368,6 +370,11 @@ def check_samples(prompts: Iterable[str], **tokens: int) -> None:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def in_options(error: ValueError) -> str:
+    """Return a library's message with its arguments as options: "top_k=0: ..." becomes "--top-k 0: ..."."""
+    return re.sub(r"\b([a-z]\w*)=(?:'([^']+)')?", lambda match: f"{_option(match[1])} {match[2] or ''}", str(error))
 
 
 def check_at_least(least: int, **values: float | None) -> None:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import re
 import statistics
 import subprocess
 import time
@@ -19,7 +18,7 @@ from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.model.fp8 import Fp8Recipe
-from quintic.train.config import RunConfig
+from quintic.train.config import RunConfig, in_options
 
 __all__ = [
     "Hardware",
@@ -108,8 +107,7 @@ def choose_hardware(run: RunConfig) -> Hardware:
     try:
         attention = choose_attention(run.attention, device=device, dtype=dtype)
     except ValueError as error:
-        # The library speaks of its argument, the user of the option.
-        raise ConfigError(re.sub(r"attention='(\w+)'", r"--attention \1", str(error))) from None
+        raise ConfigError(in_options(error)) from None
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     compiled = device.type == "cuda" if run.compile is None else run.compile

@@ -5,7 +5,6 @@ AdamW learning rate of their own, because their gradients differ by orders of ma
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
-from quintic.train.config import Config, WeightsName
+from quintic.train.config import Config, WeightsName, in_options
 from quintic.train.distributed import Parallelism, rows_at_once
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
@@ -119,9 +118,7 @@ def model_config(config: Config, *, vocab_size: int, bos_id: int) -> GPTConfig:
         )
         return with_lookups(sizes, config.model)
     except ValueError as error:
-        # The library speaks of its argument, the user of the option.
-        message = re.sub(r"\b([a-z][a-z0-9_]*)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
-        raise ConfigError(f"{message}; change one of the model's sizes") from None
+        raise ConfigError(f"{in_options(error)}; change one of the model's sizes") from None
 
 
 def build_model(

@@ -323,7 +323,7 @@ def test_the_same_seed_gives_the_same_model() -> None:
     [
         ({"head_dim": 7}, "--head-dim 7: rotary positions need an even number"),
         ({"kv_ratio": 3, "depth": 4, "head_dim": 64}, "--kv-ratio 3 does not divide the 4 query heads of depth 4"),
-        ({"window_pattern": "SX"}, "--window-pattern 'SX': use the letters S"),
+        ({"window_pattern": "SX"}, "--window-pattern SX: use the letters S"),
         ({"short_window": 1.0, "aspect_ratio": 100, "kv_ratio": 3}, "--kv-ratio 3 does not divide the 7 query heads"),
         ({"window_pattern": ""}, "--window-pattern '': use the letters S"),
     ],
