@@ -1,4 +1,4 @@
-r"""How the best learning rate moves with width and batch, and with warm-up and decay: a grid of runs, several seeds.
+r"""The best learning rate by width and batch, and by warm-up and decay: a grid of runs, several seeds.
 
     python -m benchmarks.training.transfer --out FOLDER --widths 32 64 128 --batches 512 1024 2048 --tokens 163840 \
         --set depth=3 head_dim=32 seq_len=64 vocab_size=1024

@@ -14,7 +14,7 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
     """Return the text of a configuration as tokens, made first if need be, with its checksums compared.
 
     Args:
-        data: which text.
+        data: the options of text.
         repair: make damaged data anew rather than refuse it.
 
     Raises:

@@ -211,7 +211,7 @@ class RowStream:
 
         Args:
             rows: rows of a part.
-            part: which part to return, from 0; only its tokens are read.
+            part: number of the part to return, from 0; only its tokens are read.
             parts: number of equal parts.
 
         Raises:

@@ -33,7 +33,7 @@ class Source:
         name: lower-case letters, digits and `-`; usable in a folder name.
         spec: the string that names the source.
         parts: the files in reading order.
-        identity: what the whole source is besides its parts, for example a version.
+        identity: of the whole source besides its parts, for example a version.
         text_bytes: UTF-8 bytes of all documents where the file sizes tell, else None.
         is_remote: whether reading downloads.
     """

@@ -254,7 +254,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: (B, T) tokens.
             attention_mask: (B, S) with zeros for padding; for those before as well.
             position_ids: (B, T); only differences count.
-            past_key_values: what came before.
+            past_key_values: cache of the tokens before.
             labels: (B, T) tokens, -100 where there is no loss; each is predicted from the one before.
             use_cache: return a cache.
             logits_to_keep: only so many positions at the end, or these; 0 for all.

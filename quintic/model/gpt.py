@@ -182,7 +182,7 @@ class GPT(nn.Module):
             document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and
                 "fa4".
             reduction: `"mean"` for a scalar, `"none"` for (B, T) losses.
-            cache: what was seen before these inputs (generation); updated.
+            cache: keys and values of the tokens before these inputs (generation); updated.
             positions: (N,) int64 places in the flattened inputs: the only ones whose logits are computed.
 
         Returns:

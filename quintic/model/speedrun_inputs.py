@@ -42,7 +42,7 @@ class SpeedrunInputs(nn.Module):
         super().__init__()
         self.config = config
         self.adds_to_gradients = False
-        """Whether the backward pass adds to the gradients of tables by itself (`embedding_into_grad`)."""
+        """The backward pass adds to the gradients of tables by itself (`embedding_into_grad`)."""
         vocab, width = config.vocab_size, config.width
         self.embedding = nn.Parameter(torch.empty(vocab, width, dtype=dtype))
         if config.value_embeddings:
@@ -94,7 +94,7 @@ def all_targets(inputs: Tensor, targets: Tensor, count: int, *, bos_id: int, pre
     Args:
         inputs: (T,) tokens.
         targets: (T,) next tokens.
-        count: how many.
+        count: number of next tokens.
         bos_id: token that starts a document.
         prefixes: (vocab_size,) target for each next token, or None.
     """

@@ -19,7 +19,7 @@ class RehearsalOptions:
     node_size: int = 8
     """Consecutive ranks that are on one node."""
     replicas: Literal["auto", "divide", "repeat"] = "auto"
-    """Whether all ranks divide the work on several copies, or those of each copy do all of it."""
+    """Work on several copies: divided among all ranks, or repeated by the ranks of each copy."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The parameters' dtype."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"

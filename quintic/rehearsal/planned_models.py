@@ -24,7 +24,7 @@ class Sizes:
     """A decoder in the manner of Llama.
 
     Args:
-        layers: how many.
+        layers: their number.
         width: of the residual stream.
         heads: of queries.
         kv_heads: of keys and values.

@@ -47,7 +47,7 @@ class Load:
     """Matrices in the whole model; 0 for AdamW."""
     dtype: torch.dtype
     present: Tensor
-    """Whether the bucket is in a rank's plan."""
+    """True for ranks that have the bucket in their plan."""
     flops: Tensor
     workspace_bytes: Tensor
     bytes_sent: Tensor

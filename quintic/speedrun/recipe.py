@@ -64,7 +64,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
 
     Args:
         model: on its device, with initialised weights.
-        ranks: how many share the work; above 1 their gradients are averaged by the optimizer.
+        ranks: number of those that share the work; above 1 the optimizer averages their gradients.
     """
     sizes = model.config
     views = {

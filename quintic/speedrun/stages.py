@@ -63,16 +63,16 @@ class Track:
         extension_steps: of `extension`.
         final_long_window: in tokens, for the last validation; the rotary embedding does not grow with it.
         fall: share of the scheduled steps in which rates fall linearly.
-        final_rate: what they fall to.
+        final_rate: the rate at the end of the fall.
         momentum: (least, most); it rises in the first steps and falls in the last.
-        momentum_rise_steps: how many.
-        momentum_fall_steps: how many, of all steps.
+        momentum_rise_steps: first steps, in which the momentum rises.
+        momentum_fall_steps: last steps, in which it falls.
         untie_stage: number of the stage at whose beginning head and embedding part, after its first odd step: only odd
             steps move them.
         chunks: pieces of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step.
         pass_tokens: tokens up to which a rank's chunks go through the model together.
         eval_every: steps between validations.
-        validation_tokens: how many are scored.
+        validation_tokens: tokens to score.
         validation_chunk: tokens scored at once.
     """
 

@@ -89,7 +89,7 @@ class ModelConfig:
     l3_embeddings: int = 0
     """Rows of a lookup layer's tables; 0: one for 1,000 parameters, but at least one for each token."""
     l3_d_up: int = 0
-    """Channels that a lookup layer raises what it found to; 0: four times the width."""
+    """Channels between a lookup layer's read and its mixing product; 0: four times the width."""
     l3_k_max: int = 512
     """Rows of one token in a lookup layer, at most."""
     l3_tied: bool = True
@@ -140,9 +140,9 @@ class OptimConfig:
     momentum_warmup_steps: int = 100
     """Steps over which the momentum rises to --momentum."""
     momentum_end: float | None = None
-    """Where the momentum ends, going there while the learning rates fall; None keeps --momentum."""
+    """Muon's final momentum, reached while the learning rates fall; None keeps --momentum."""
     orthogonalizer: Literal["auto", "polar_express", "gram", "newton_schulz", "svd"] = "auto"
-    """How Muon orthogonalises its updates; 'auto' is Polar Express in the cheapest form for device and shape."""
+    """Muon's method of orthogonalisation; 'auto' is Polar Express in the cheapest form for device and shape."""
     normalize: Literal["neuron"] | None = None
     """'neuron' is NorMuon: updates evened out per neuron; None is plain Muon."""
     state_dtype: Literal["bf16"] | None = None
@@ -152,7 +152,7 @@ class OptimConfig:
     weight_decay: float = 0.3
     """Decay of the matrices under Muon, per unit of learning rate; falls to zero over the run."""
     decay_shape: Literal["linear", "cosine"] = "linear"
-    """How the weight decay falls: on a line, or on half a cosine."""
+    """Shape of the weight decay's fall: a line, or half a cosine."""
     adamw_weight_decay: float = 0.1
     """The same under --optimizer adamw."""
     cautious: bool = True
@@ -217,7 +217,7 @@ class ScheduleConfig:
     warmdown_frac: float = 0.4
     """Share of the steps over which they fall again at the end."""
     final_lr_frac: float = 0.0
-    """Where they end, as a share of their peak."""
+    """Final learning rates, as a share of their peak."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -245,7 +245,7 @@ class BaseRunConfig:
     seed: int = 1337
     """Seed of initialisation, data order and samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; 'auto' takes a GPU if there is one."""
+    """Device to compute on; 'auto' takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of activations; 'auto' is bfloat16 where the hardware has it, else float32. Of weights: --weights; in
     the speedrun they have the same."""
@@ -279,7 +279,7 @@ class RunConfig(BaseRunConfig):
     """Where, and with which scales: one for a tensor, in the head and the layers that it makes faster (auto) or in
     all whose sizes suit it (tensorwise), or in these one for each row and column, the more exact (rowwise)."""
     parallel: ParallelName = "sharded"
-    """How several devices (torchrun) share the work; see
+    """Division of the work among several devices (torchrun); see
     docs/how-to/train/several-gpus.md. One device needs none of it."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under --parallel hsdp; by default those of a host."""

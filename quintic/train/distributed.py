@@ -47,7 +47,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that names, logs and prints."""
+        """True for the rank that names, logs and prints."""
         return self.rank == 0
 
     def agree(self, make: Callable[[], T]) -> T:

@@ -113,14 +113,14 @@ class MetricsLog:
 
 
 def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
-    """Whether a run that continues from ``resume_step`` makes this record again; from 0, the evaluation of step 0."""
+    """Return whether a run that continues from ``resume_step`` makes this record again; from 0, that of step 0, too."""
     if record.get("kind") == "rollback":  # the spike that caused it comes after the step that it went back to
         return bool(record.get("step", 0) >= resume_step)
     return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
 
 
 def _ends_with_newline(path: Path) -> bool:
-    """Whether the file is empty or its last line is complete."""
+    """Return whether the file is empty or its last line is complete."""
     return path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
 
 

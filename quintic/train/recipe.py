@@ -168,8 +168,8 @@ def build_optimizer(
     Args:
         model: on any device, the meta device too.
         config: sections `model`, `optim` and `schedule` count.
-        on_gpu: whether it will run on a GPU; None for where the model is.
-        comms: how ranks share the work, see `Parallelism`.
+        on_gpu: it will run on a GPU; None for the model's device.
+        comms: division of the work among ranks, see `Parallelism`.
     """
     optim, constants = config.optim, _CONSTANTS[config.optim.recipe]
     scale = scale_of(config, model)

@@ -44,8 +44,8 @@ def loss_twin(problem: Problem, wanted: Wanted | None, chunk: int) -> tuple[Tens
     """Return losses (tokens,), gradient of x, and of weight, in plain PyTorch.
 
     Args:
-        problem: what to compute.
-        wanted: which gradients; None for the losses alone.
+        problem: the inputs.
+        wanted: the gradients to compute; None for the losses alone.
         chunk: tokens at a time.
     """
     x, fp8, dtype = problem.x, problem.fp8, loss_dtype(problem.x)

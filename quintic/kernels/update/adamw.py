@@ -160,7 +160,7 @@ def adamw_tensors_(
             memory.
         steps: (t,) int64 on the device: addresses of each tensor's count of steps, float32, before this one; changed.
         numels: (t,) int64 on the device: entries of each tensor.
-        programs: how the work is divided.
+        programs: from `adamw_programs`, on the device.
         hyperparameters: (k,) float64 on the device.
         weight_dtype: of the weights.
         gradient_dtype: of the gradients.

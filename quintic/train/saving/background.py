@@ -47,7 +47,7 @@ class Background:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the work ended with an error on this rank, which the next `wait` raises. Ranks may ask alone."""
+        """True if the work ended with an error on this rank, which the next `wait` raises. Ranks may ask alone."""
         return self._error is not None
 
     def start(self, work: Callable[[Ranks], object]) -> None:
