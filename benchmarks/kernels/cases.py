@@ -137,6 +137,7 @@ def products(where: Where) -> Iterator[Case]:
     flops = 12 * tokens * width * hidden
     case = functools.partial(Case, subject="linear", make=make, flops=flops, exact=exactly(plain))
     yield case(name="mlp_relu2", run=both_ways(mlp_relu2))
+    yield case(name="mlp_relu2, float8 forward", run=both_ways(functools.partial(mlp_relu2, fp8=True)))
     yield case(name="MLP in PyTorch, compiled", run=both_ways(where.compiled(plain)))
 
 

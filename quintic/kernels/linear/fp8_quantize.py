@@ -164,13 +164,13 @@ def _four_in_one(value, dtype: tl.constexpr, NATIVE: tl.constexpr):
             pack=1,
         )
     else:
-        words = _byte(first, dtype) | (_byte(second, dtype) << 8)
-        words |= (_byte(third, dtype) << 16) | (_byte(fourth, dtype) << 24)
+        words = byte_of(first, dtype) | (byte_of(second, dtype) << 8)
+        words |= (byte_of(third, dtype) << 16) | (byte_of(fourth, dtype) << 24)
     return words
 
 
 @jit
-def _byte(value, dtype: tl.constexpr):
+def byte_of(value, dtype: tl.constexpr):
     return value.to(dtype).to(tl.uint8, bitcast=True).to(tl.int32)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernel of a product that ends in relu(.)^2 or in its backward.
 
 The public function is in mlp.py. Forward `product_relu2` squares what is positive, backward it multiplies by 2 sqrt(s),
-s being the activation.
+s being the activation. Forward its operands may be 8-bit floats; then it writes the activation as such as well.
 """
 
 import functools
@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.jit import jit, tl
 from quintic.kernels.launch import launch
-from quintic.kernels.linear.fp8_quantize import needs_wide_offsets, tile_offsets
+from quintic.kernels.linear.fp8_quantize import byte_of, needs_wide_offsets, tile_offsets
 
-__all__ = ["product_relu2", "relu2_backward_twin"]
+__all__ = ["QuantizedActivation", "product_relu2", "relu2_backward_twin"]
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -36,8 +37,36 @@ def _relu2(value):
 
 
 @jit
+def _two_in_one(value, NATIVE: tl.constexpr):
+    """Return (rows, columns / 2) int16: two neighbours of each row of (rows, columns) float32 as e4m3 floats."""
+    # In words of two, which one thread has: Triton 3.6 mixes up 8-bit entries that move (see fp8_quantize.py).
+    low, high = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
+    if NATIVE:
+        words = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        # Squares are not negative; a comparison keeps NaN.
+        low = tl.where(low > 448.0, 448.0, low)
+        high = tl.where(high > 448.0, 448.0, high)
+        words = (byte_of(low, tl.float8e4nv) | (byte_of(high, tl.float8e4nv) << 8)).to(tl.int16)
+    return words
+
+
+@jit
 def _store_tile(
-    out, activation, total, row, column, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    out,
+    activation,
+    total,
+    unit,
+    words_unit,
+    row,
+    column,
+    BACKWARD: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Finish a tile and store it through descriptors, in two halves: a staging buffer of half the size."""
     halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
@@ -46,10 +75,14 @@ def _store_tile(
         left = _through_relu2(left, activation.load([row, column]))
         right = _through_relu2(right, activation.load([row, column + BLOCK_N // 2]))
     else:
-        left = _relu2(left)
-        right = _relu2(right)
+        left = _relu2(left * unit)
+        right = _relu2(right * unit)
     out.store([row, column], left.to(out.dtype))
+    if FP8:
+        activation.store([row, column // 2], _two_in_one(left * words_unit, NATIVE))
     out.store([row, column + BLOCK_N // 2], right.to(out.dtype))
+    if FP8:
+        activation.store([row, column // 2 + BLOCK_N // 4], _two_in_one(right * words_unit, NATIVE))
 
 
 @jit
@@ -65,7 +98,12 @@ def _product_kernel(
     a_column,
     b_row,
     b_column,
+    a_scale,
+    b_scale,
+    words_scale,
     BACKWARD: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -74,7 +112,14 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A product of a (m, k) with b, stored (n, k) or, TRANSPOSED, (k, n); then relu(.)^2 or its backward."""
+    """A product of a (m, k) with b, stored (n, k) or, TRANSPOSED, (k, n); then relu(.)^2 or its backward.
+
+    With FP8 `activation` is written: (m, n / 2) words of two e4m3 floats in units of `words_scale`.
+    """
+    unit, words_unit = 1.0, 1.0  # without FP8 nothing is multiplied by them
+    if FP8:
+        unit = tl.load(a_scale) * tl.load(b_scale)
+        words_unit = tl.div_rn(1.0, tl.load(words_scale))
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     # One program per multiprocessor takes several tiles: loads of the next one begin under the epilogue of the last.
@@ -94,7 +139,9 @@ def _product_kernel(
                 else:
                     right = b.load([column, start]).T
                 total = tl.dot(left, right, total)
-            _store_tile(out, activation, total, row, column, BACKWARD, BLOCK_M, BLOCK_N)
+            # fmt: off
+            _store_tile(out, activation, total, unit, words_unit, row, column, BACKWARD, FP8, NATIVE, BLOCK_M, BLOCK_N)
+            # fmt: on
         else:
             i, j = tile_offsets(WIDE, BLOCK_M, BLOCK_N)
             _, inner = tile_offsets(WIDE, BLOCK_M, BLOCK_K)
@@ -119,7 +166,12 @@ def _product_kernel(
             if BACKWARD:
                 total = _through_relu2(total, tl.load(activation + here, mask=mask, other=0.0))
             else:
-                total = _relu2(total)
+                total = _relu2(total * unit)
+            if FP8:
+                _, pair = tile_offsets(WIDE, BLOCK_M, BLOCK_N // 2)
+                words = wide_row * (n // 2) + wide_column // 2 + (i[:, None] * (n // 2) + pair[None, :])
+                words_mask = (i[:, None] < m - row) & (pair[None, :] < (n - column) // 2)
+                tl.store(activation + words, _two_in_one(total * words_unit, NATIVE), mask=words_mask)
             tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -158,24 +210,51 @@ def _device_limits(device: torch.device) -> tuple[int, bool]:
     return properties.multi_processor_count, torch.version.hip is None and properties.major in (9, 10)
 
 
-def product_relu2(a: Tensor, b: Tensor, *, transposed: bool = False, activation: Tensor | None = None) -> Tensor:
+class QuantizedActivation(NamedTuple):
+    """The scales of 8-bit operands of `product_relu2`, and where it writes the activation in 8 bits."""
+
+    a_scale: Tensor
+    """() float32: one unit of `a`."""
+    b_scale: Tensor
+    """() float32: one unit of `b`."""
+    scale: Tensor
+    """() float32: one unit of `values`."""
+    values: Tensor
+    """(m, n) e4m3, contiguous, n even: relu(a @ b.mT)^2, rounded once from float32, 448 for what is larger."""
+
+
+def product_relu2(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transposed: bool = False,
+    activation: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantized: QuantizedActivation | None = None,
+) -> Tensor:
     """Return relu(a @ b.mT)^2 or, with an activation s, 2 sqrt(s) (a @ b.mT), as a new contiguous (m, n).
 
     Args:
-        a: (m, k) bfloat16 or float16, any strides.
-        b: (n, k), or (k, n) if `transposed`, same dtype, any strides.
+        a: (m, k) bfloat16 or float16, any strides; e4m3, contiguous, with `quantized`.
+        b: (n, k), or (k, n) if `transposed`, same dtype, any strides; e4m3, (n, k) contiguous, with `quantized`.
         transposed: how `b` is stored.
         activation: (m, n) contiguous, same dtype, or None.
+        dtype: of the result; None for that of the operands.
+        quantized: None for 16-bit operands; sums of 8-bit products have about 14 bits on Hopper. No `activation` then.
     """
-    if b.stride(1) != 1 and b.stride(0) == 1:  # a view of what is stored the other way round
+    if b.stride(1) != 1 and b.stride(0) == 1 and quantized is None:  # a view of what is stored the other way round
         b, transposed = b.mT, not transposed
     (m, k), n = a.shape, b.shape[1] if transposed else b.shape[0]
-    out = a.new_empty((m, n))
+    out = a.new_empty((m, n), dtype=dtype)
     if 0 in (m, n, k):
         return out.zero_()
     programs, is_hopper = _device_limits(a.device)
-    tensors = [a, b, out, *([] if activation is None else [activation])]
-    descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in tensors)
+    place = out if activation is None else activation
+    scales: tuple[Tensor | None, ...] = (None,) * 3
+    if quantized is not None:
+        scales, place = quantized[:3], quantized.values.view(torch.int16)
+    operands = [a, b, place, out]
+    descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in operands)
     # Chosen from shape and device only.
     if not descriptors:
         tiling = _POINTERS
@@ -186,13 +265,12 @@ def product_relu2(a: Tensor, b: Tensor, *, transposed: bool = False, activation:
     block_m, block_n = tiling.block_m, tiling.block_n
     block_k = tiling.inner_bytes // a.element_size()
     tiles = _num_tiles(m, n, tiling)
-    place = out if activation is None else activation
-    operands = [a, b, place, out]
     if descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         b_block = [block_k, block_n] if transposed else [block_n, block_k]
-        blocks = [[block_m, block_k], b_block, [block_m, block_n // 2], [block_m, block_n // 2]]
+        place_block = [block_m, block_n // (2 if quantized is None else 4)]
+        blocks = [[block_m, block_k], b_block, place_block, [block_m, block_n // 2]]
         operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
     launch(
         _product_kernel,
@@ -203,7 +281,10 @@ def product_relu2(a: Tensor, b: Tensor, *, transposed: bool = False, activation:
         k,
         *a.stride(),
         *b.stride(),
+        *scales,
         BACKWARD=activation is not None,
+        FP8=quantized is not None,
+        NATIVE=not triton_is_interpreted(),
         TRANSPOSED=transposed,
         DESCRIPTORS=descriptors,
         WIDE=needs_wide_offsets(n, *a.stride(), *b.stride()),

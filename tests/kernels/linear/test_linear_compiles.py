@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 SCALARS = {"scale": "*fp32", "amax": "*i32", "factors": "*fp32"}
+SCALES = ("a_scale", "b_scale", "words_scale")
 STRIDES = dict.fromkeys(("a_column", "b_column"), 1)
 
 
@@ -23,28 +24,39 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("operand", ["bf16", "fp16"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("result", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["forward", "backward", "fp8"])
 @pytest.mark.parametrize("tiling", ["_LARGE", "_SMALL", "_POINTERS"])
-def test_products(operand, backward, tiling):
-    compiled = compile_product(getattr(relu2, tiling), tiling != "_POINTERS", operand, backward)
+def test_products(result, kind, tiling):
+    compiled = compile_product(getattr(relu2, tiling), tiling != "_POINTERS", result, kind)
     # What a multiprocessor of Hopper has, and what other GPUs have.
     assert compiled.metadata.shared <= (101_376 if tiling == "_POINTERS" else 232_448)
     assert "wgmma" in compiled.asm["ptx"]
+    assert tiling == "_POINTERS" or compiling.spilt_bytes(compiled) == 0
+    assert ("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3" in compiled.asm["ptx"]) == (
+        kind == "fp8" and tiling == "_LARGE"
+    )
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]) == (kind == "fp8")
 
 
-def compile_product(tiling, descriptors, operand, backward):
+def compile_product(tiling, descriptors, result, kind):
     """Backward, the second operand is stored the other way round, as it is in launches."""
-    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.inner_bytes // 2
-    b_block = [block_k, block_n] if backward else [block_n, block_k]
-    blocks = {"a": [block_m, block_k], "b": b_block, "activation": [block_m, block_n // 2], "out": None}
-    blocks["out"] = blocks["activation"]
-    types = {}
-    for name, block in blocks.items():
-        types[name] = f"tensordesc<{operand}{block}>".replace(" ", "") if descriptors else f"*{operand}"
+    backward, fp8 = kind == "backward", kind == "fp8"
+    operand = "fp8e4nv" if fp8 else result
+    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.inner_bytes // (1 if fp8 else 2)
+    blocks = {
+        "a": (operand, [block_m, block_k]),
+        "b": (operand, [block_k, block_n] if backward else [block_n, block_k]),
+        "activation": ("i16", [block_m, block_n // 4]) if fp8 else (result, [block_m, block_n // 2]),
+        "out": (result, [block_m, block_n // 2]),
+    }
+    types = dict.fromkeys(SCALES, "*fp32")
+    for name, (dtype, block) in blocks.items():
+        types[name] = f"tensordesc<{dtype}{block}>".replace(" ", "") if descriptors else f"*{dtype}"
     flags = {"BACKWARD": backward, "TRANSPOSED": backward, "DESCRIPTORS": descriptors, "WIDE": False}
+    flags |= {"FP8": fp8, "NATIVE": True}
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": tiling.group}
-    constants = {**flags, **sizes, **STRIDES}
+    constants = {**flags, **sizes, **STRIDES, **({} if fp8 else dict.fromkeys(SCALES))}
     aligned = [] if descriptors else ["a", "b", "activation", "out", "a_row", "b_row"]
     return compiling.compile_kernel(
         relu2._product_kernel, constants, types, tiling.num_warps, tiling.num_stages, aligned

@@ -9,7 +9,7 @@ from quintic.kernels.linear import fp8_quantize, relu2
 from quintic.kernels.linear.fp8 import Fp8LinearScales, fp8_linear
 from quintic.kernels.linear.fp8_quantize import LARGEST, quantized_layouts
 from quintic.kernels.linear.mlp import mlp_relu2
-from quintic.kernels.linear.relu2 import product_relu2
+from quintic.kernels.linear.relu2 import QuantizedActivation, product_relu2
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.
@@ -238,3 +238,114 @@ def test_8_bit_layers(shape, weight_dtype):
         assert torch.equal(found, again)
         # Hopper adds 8-bit products with about 14 bits forward.
         assert error(found, expected.double()) <= 3e-2
+
+
+def product_in_8_bits(a, b, dtype, units=(1.0, 1.0, 1.0)):
+    """Return the 16-bit activation of e4m3 operands, and the 8-bit one."""
+    values = torch.empty(a.shape[0], b.shape[0], dtype=torch.float8_e4m3fn, device=DEVICE)
+    a, b = (each.to(DEVICE, torch.float8_e4m3fn) for each in (a, b))
+    scales = (torch.tensor(unit, device=DEVICE) for unit in units)
+    out = product_relu2(a, b, dtype=dtype, quantized=QuantizedActivation(*scales, values))
+    return out, values
+
+
+def placed(rows, inner, features):
+    """Return operands whose products are entries of the second, and the products: squares of them are e4m3 floats."""
+    b = torch.tensor([-3.0, -1.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[torch.randint(9, (features, inner))]
+    chosen = torch.randint(inner, (rows,))
+    return F.one_hot(chosen, inner).float(), b, b[:, chosen].mT
+
+
+# As SHAPES, of multiples of 16, which 8-bit products need.
+SHAPES_OF_8_BITS = [(1, 16, 16), (3, 48, 32), (130, 80, 272), (259, 144, 528)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES_OF_8_BITS, ids=str)
+@pytest.mark.parametrize("tiling", [*TILINGS, "wide"])
+def test_the_activation_in_8_bits_is_in_its_place(shape, dtype, tiling, monkeypatch):
+    for name in TILINGS if tiling != "wide" else ():
+        monkeypatch.setattr(relu2, name, getattr(relu2, tiling))
+    if tiling in ("wide", "_POINTERS"):
+        monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
+    if tiling == "wide":
+        monkeypatch.setattr(relu2, "needs_wide_offsets", lambda *strides: True)
+    a, b, pre = placed(*shape)
+    out, values = product_in_8_bits(a, b, dtype, units=(0.5, 4.0, 0.25))
+    expected = (2 * pre).relu().square()
+    assert out.dtype == dtype
+    assert torch.equal(out.float().cpu(), expected)
+    assert torch.equal(values.float().cpu(), 4 * expected.clamp(max=112))
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_activations_in_8_bits_saturate_and_keep_not_a_number(descriptors, monkeypatch):
+    if not descriptors:
+        monkeypatch.setattr(relu2, "_fits_descriptor", lambda tensor: False)
+    a, b = torch.zeros(20, 16), torch.ones(32, 16)
+    a[3], a[7, 0] = 4.0, 32.0
+    ones, nan = (1.0, 1.0, 1.0), float("nan")
+    # The interpreter has no 8-bit not-a-number.
+    for bad, units in [(0.0, ones), *([(nan, ones), (0.0, (1.0, nan, 1.0))] if HAS_FP8 else [])]:
+        a[5] = bad
+        expected = ((a @ b.mT) * units[1]).square()
+        out, values = product_in_8_bits(a, b, torch.float16, units)
+        torch.testing.assert_close(out.float().cpu(), expected, equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(values.float().cpu(), expected.clamp(max=448), equal_nan=True, rtol=0, atol=0)
+
+
+def mlp_operands(shape, dtype):
+    """Return x with rows of RMS 1, up, and down as a view of what is stored (h, o)."""
+    x, up = operands(shape, dtype, spread=0.5)
+    down = (torch.randn(shape[2], shape[1]) / shape[2] ** 0.5).to(DEVICE, dtype)
+    return F.rms_norm(x, (shape[1],)), up, down.mT
+
+
+def run_mlp(function, inputs, grad, **options):
+    leaves = [value.detach().clone(memory_format=torch.preserve_format).requires_grad_() for value in inputs]
+    out = function(*leaves, **options)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_mlp_in_8_bits_is_close(dtype):
+    # Also where the interpreter rounds to 8 bits in another way.
+    x, up, down = mlp_operands((70, 64, 144), dtype)
+    exact = F.linear(F.linear(x.double(), up.double()).relu().square(), down.double())
+    found = mlp_relu2(x, up, down, fp8=True, kernels="triton")
+    assert found.dtype == dtype
+    assert error(found, exact) < (0.07 if HAS_FP8 else 0.25)
+    zero = torch.zeros_like(down)
+    assert not mlp_relu2(x, up, zero, fp8=True, kernels="triton").any()
+    assert not mlp_relu2(x, torch.zeros_like(up), down, fp8=True, kernels="triton").any()
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 128, 512), (1000, 256, 1024), (49152, 768, 3072)])
+def test_an_mlp_in_8_bits_is_that_of_the_twin(shape, dtype):
+    inputs = mlp_operands(shape, dtype)
+    grad = torch.randn(shape[0], shape[1], device=DEVICE)
+    found, again, twin = (
+        run_mlp(mlp_relu2, inputs, grad, fp8=True, kernels=kernels) for kernels in ("triton", "triton", "torch")
+    )
+    plain = run_mlp(mlp_relu2, inputs, grad)
+    for ours, repeated, theirs, in_16_bits in zip(found, again, twin, plain, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, repeated)
+        # Hopper adds 8-bit products with about 14 bits.
+        assert error(ours, theirs.double()) <= 2e-2
+        assert error(ours, in_16_bits.double()) <= 7e-2
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_mlp_in_8_bits_compiles_as_one_graph(dtype):
+    inputs = mlp_operands((1000, 256, 1024), dtype)
+    grad = torch.randn(1000, 256, device=DEVICE)
+    eager = run_mlp(mlp_relu2, inputs, grad, fp8=True)
+    for ours, theirs in zip(
+        run_mlp(torch.compile(mlp_relu2, fullgraph=True), inputs, grad, fp8=True), eager, strict=True
+    ):
+        assert error(ours, theirs.double()) <= 4e-3  # of the last bit of the activation's scale
