@@ -5,6 +5,7 @@ import torch
 
 from quintic.kernels.attention.attention import (
     AttentionName,
+    DocumentMask,
     attention,
     choose_attention,
     document_mask,
@@ -120,3 +121,30 @@ def test_gpu_implementations_equal_sdpa(name, window, kv_heads):
     for reference, found in zip(*outs, strict=True):
         error = (found.float() - reference.float()).norm() / reference.float().norm()
         assert float(error) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["varlen", "fa3", "fa4"])
+def test_gpu_in_a_graph_of_the_device(name):
+    """Both passes, captured: the race does so, and lets documents change between replays."""
+    if obstacle_to_attention(name, torch.device("cuda"), torch.bfloat16) is not None:
+        pytest.skip(f"{name} is not installed, or not for this device")
+    q, k, v = (t.cuda().bfloat16().requires_grad_() for t in case(rows=1, length=256, dim=64)[1:])
+    starts = torch.tensor([0, 100, 256, 256], dtype=torch.int32, device="cuda")
+
+    def both():
+        out = attention(q, k, v, DocumentMask(name, document_starts=starts), 50)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    starts.copy_(torch.tensor([0, 30, 40, 256]))
+    graph.replay()
+    for found, expected in zip(captured, both(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
