@@ -135,6 +135,24 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
     assert start.resumed is None
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", (None, None)),
+        ("--fp8", (True, None)),
+        ("--no-fp8 --steps 3", (False, None)),
+        ("--fp8 --compile", (True, True)),
+        ("--no_compile --fp8 --seed 1", (True, False)),
+        ("--fp8 None --compile=True", (None, True)),
+    ],
+)
+def test_switches_need_no_value(options: str, expected: tuple[bool | None, bool | None]) -> None:
+    from quintic.commands.options import training_options
+
+    run = training_options(options.split(), command="train").config.run
+    assert (run.fp8, run.compile) == expected
+
+
 def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
     from quintic.commands.options import training_options
 

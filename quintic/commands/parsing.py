@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
 import shutil
 import sys
@@ -37,6 +38,7 @@ def parse(
     """
     import tyro
 
+    arguments = _spelled_out(arguments, dict(options_of(kind)))
     if not any(argument in ("-h", "--help") for argument in arguments):
         _check(arguments, dict(options_of(kind)), command)
     errors = io.StringIO()
@@ -98,8 +100,26 @@ def options_of(kind: Any) -> Iterator[tuple[str, Any]]:
             yield from options_of(hint)
         else:
             yield "--" + name.replace("_", "-"), hint
-            if hint is bool:
+            if hint is bool or _is_switch(hint):
                 yield "--no-" + name.replace("_", "-"), hint
+
+
+def _is_switch(hint: Any) -> bool:
+    """Return whether an option is on, off, or left to the command."""
+    return set(typing.get_args(hint)) == {bool, types.NoneType}
+
+
+def _spelled_out(arguments: list[str], hints: dict[str, Any]) -> list[str]:
+    """Return the arguments with values for switches: `--x True` for `--x`, `--x False` for `--no-x`."""
+    words: list[str] = []
+    for argument, following in itertools.pairwise([*arguments, "--"]):
+        option = argument.replace("_", "-")
+        words.append(argument)
+        if _is_switch(hints.get(option)) and option.startswith("--no-"):
+            words[-1:] = [option.replace("--no-", "--", 1), "False"]
+        elif _is_switch(hints.get(option)) and following.startswith("--"):
+            words.append("True")
+    return words
 
 
 def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
