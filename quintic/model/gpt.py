@@ -212,11 +212,11 @@ class GPT(nn.Module):
 
         Args:
             recipe: where scales come from in linear layers, of which all that suit tensor cores take part, or
-                `"auto"`: those that become faster, with one scale for each tensor. The head has one for each tensor
-                with all of them.
+                `"auto"`: those that become faster, with one scale for each tensor, and the forward pass alone of MLPs
+                that do not. The head has one for each tensor with all of them.
 
         Returns:
-            How many linear layers multiply in 8 bits, the head among them.
+            How many linear layers multiply in 8 bits in both passes, the head among them.
         """
         linears = [module for module in self.modules() if isinstance(module, Linear) and takes_fp8(module.weight)]
         for linear in linears:
@@ -224,6 +224,9 @@ class GPT(nn.Module):
                 linear.fp8 = recipe
             elif linear is self.head or pays_in_fp8(linear.weight):
                 linear.fp8 = "tensorwise"
+        for block in self._blocks():
+            mlp = block.mlp
+            mlp.fp8_forward = recipe == "auto" and takes_fp8(mlp.up.weight) and mlp.up.fp8 is None
         return sum(linear.fp8 is not None for linear in linears)
 
     @torch.no_grad()

@@ -166,19 +166,22 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a squared ReLU between them (Primer, arXiv 2109.08668).
 
-    On a GPU the element-wise work is done inside the products (`mlp_relu2`).
+    On a GPU the element-wise work is done inside the products (`mlp_relu2`). Inputs have a root mean square of 1.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = Linear(width, 4 * width)
         self.down = Linear(4 * width, width)
+        self.fp8_forward = False
+        """Whether training multiplies in 8 bits forward and not backward, where `up` and `down` do not in both."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for (..., C)."""
         in_8_bits = self.up.fp8 is not None and self.up.learns()
         if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
-            return mlp_relu2(x, self.up.weight.to(x.dtype), self.down.weight.to(x.dtype))
+            fp8 = self.fp8_forward and self.up.learns()
+            return mlp_relu2(x, self.up.weight.to(x.dtype), self.down.weight.to(x.dtype), fp8=fp8)
         out: Tensor = self.down(F.relu(self.up(x)).square())
         return out
 

@@ -148,6 +148,20 @@ def test_auto_takes_the_head_and_what_becomes_faster():
         taking = {name for name, one in built.named_modules() if isinstance(one, Linear) and one.fp8 == "tensorwise"}
         assert expected <= taking
         assert len(taking) == count == (1 if width == 128 else 5)  # keys and values are of 64 channels
+        assert built.blocks[0].mlp.fp8_forward == (width == 128)
+
+
+def test_an_mlp_whose_layers_are_not_in_8_bits_is_so_forward(monkeypatch):
+    mlp, x = model().blocks[0].mlp, layers.rms_norm(torch.randn(2, 32, 128)).requires_grad_()
+    monkeypatch.setattr(layers, "_fuses", lambda *tensors: True)
+    exact, expected = mlp(x), layers.mlp_relu2(x, mlp.up.weight, mlp.down.weight, fp8=True)
+    mlp.fp8_forward = True
+    assert torch.equal(mlp(x), expected)
+    assert not torch.equal(expected, exact)
+    with torch.no_grad():
+        assert torch.equal(mlp(x), exact)
+    mlp.eval()
+    assert torch.equal(mlp(x), exact)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

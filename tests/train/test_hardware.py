@@ -27,6 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(hardware, "multiplies_fp8", lambda device, recipe: False)
 
 
 @pytest.fixture
@@ -161,6 +162,7 @@ def test_which_gpus_have_8_bit_products(
     fp8_quantize._has_fp8.cache_clear()
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -175,8 +177,6 @@ def test_which_gpus_have_8_bit_products(
 def test_gpus_that_have_8_bit_products_take_them_with_bfloat16(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(hardware, "choose_attention", lambda name, **where: "varlen")
     monkeypatch.setattr(hardware, "multiplies_fp8", lambda device, recipe: True)
     chosen = choose_hardware(RunConfig(**options))
