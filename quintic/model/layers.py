@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.kernels.linear.mlp import mlp_relu2
@@ -20,7 +20,7 @@ from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
 
-# How many leading channels the value-embedding gate reads: enough for a decision, too few to cost anything.
+# Leading channels that the value-embedding gate reads: enough for a decision, too few to cost anything.
 GATE_CHANNELS = 12
 
 # Queries and keys have unit RMS; this sharpens their products (q.k / sqrt(D) has scale QK_GAIN^2 sqrt(D) at most).
@@ -37,18 +37,15 @@ def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
 
     Every rank has the whole tensor already: nothing is sent.
     """
-    if type(tensor.data) is Tensor:
+    if not isinstance(tensor, DTensor):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # a second, which one device need not pay
-
-    assert isinstance(tensor, DTensor)
     return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 class Linear(nn.Linear):
     """A linear layer without bias whose weight is cast to the dtype of the input.
 
-    With `fp8`, training multiplies in 8 bits; evaluation, and what needs no gradient, never does.
+    With `fp8`, training multiplies in 8 bits; evaluation and passes without gradients never do.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:

@@ -26,8 +26,8 @@ class LookupLayer(nn.Module):
     Args:
         width: channels of the residual stream, of keys and of values.
         rows: of the tables.
-        d_up: channels that what was looked up is raised to before it is mixed.
-        tied: whether the values are the keys (the paper finds no loss of quality), which halves the tables.
+        d_up: channels between the read and the mixing product.
+        tied: the values are the keys (the paper finds no loss of quality), which halves the tables.
     """
 
     def __init__(self, width: int, rows: int, d_up: int, *, tied: bool) -> None:
@@ -50,6 +50,6 @@ class LookupLayer(nn.Module):
             plan: from `plan_lookup`, for the tokens of these positions.
         """
         read_BTC = rms_norm(x_BTC)
-        found_BTU = rms_norm(self.up(lookup(read_BTC, self.keys, self.values, offsets, plan)))
-        out_BTC: Tensor = x_BTC + self.mix(torch.cat([found_BTU, read_BTC], dim=-1))
+        raised_BTU = rms_norm(self.up(lookup(read_BTC, self.keys, self.values, offsets, plan)))
+        out_BTC: Tensor = x_BTC + self.mix(torch.cat([raised_BTU, read_BTC], dim=-1))
         return out_BTC
