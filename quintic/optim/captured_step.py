@@ -105,10 +105,10 @@ class CapturedStep:
             RuntimeError: a parameter has a gradient now that had none when the step was captured, or the other way
                 round, or one with other placements; nothing was changed.
         """
-        optimizer, found = self._optimizer, self._fingerprint()
-        if found != self._captured:
+        optimizer, fingerprint = self._optimizer, self._fingerprint()
+        if fingerprint != self._captured:
             self.close()
-            self._captured = found
+            self._captured = fingerprint
         pending_steps = optimizer.next_pending_steps()
         # What a CUDA graph can hold, and the sparse rest: in each the other's groups wait.
         sparse = self._sparse_groups()
@@ -226,8 +226,8 @@ def _bring_gradients(captured: Sequence[tuple[str, Tensor, Tensor | None]]) -> N
 def _check_devices(optimizer: Muon, params: Iterable[Tensor]) -> None:
     devices = {param.device for param in params}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        found = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {found or 'none'}")
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"a CUDA graph needs all parameters on one CUDA device, these are on {names or 'none'}")
     for bucket in optimizer.plan():
         if bucket.kernels == "torch":
             raise ValueError(

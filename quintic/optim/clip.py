@@ -201,7 +201,7 @@ def _squared_norms(
         if mesh is None or mesh.get_coordinate() is not None:
             places.setdefault((mesh, param.device), []).append(place)
     names: list[str] = []
-    found = [torch.zeros(0, dtype=_wide(device), device=device)]
+    parts = [torch.zeros(0, dtype=_wide(device), device=device)]
     # In one order everywhere: ranks of several meshes wait for each other.
     for (mesh, where), members in sorted(places.items(), key=lambda item: _ranks(item[0][0])):
         zero = torch.zeros((), dtype=_wide(where), device=where)
@@ -209,8 +209,8 @@ def _squared_norms(
         if mesh is not None:
             squares = _over_mesh(squares, mesh, [gradients[place].param for place in members], communicators)
         names += [gradients[place].name for place in members]
-        found.append(squares.to(device))
-    return names, found
+        parts.append(squares.to(device))
+    return names, parts
 
 
 def _ranks(mesh: "DeviceMesh | None") -> list[int]:
@@ -229,19 +229,19 @@ def _squared_norms_of_parts(
 
 def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     """Return the 2-norm of each gradient that has entries, by its place."""
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     for (device, _), tensors in _alike(gradients).items():
-        found |= zip(tensors, torch._foreach_norm(list(tensors.values()), 2, dtype=_wide(device)), strict=True)
-    return found
+        norms |= zip(tensors, torch._foreach_norm(list(tensors.values()), 2, dtype=_wide(device)), strict=True)
+    return norms
 
 
 def _alike(gradients: Sequence[_Gradient]) -> dict[tuple[torch.device, torch.dtype], dict[int, Tensor]]:
     """Return the gradients that have entries by their places, by device and dtype: what one launch takes."""
-    found: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    together: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for place, (_, _, local) in enumerate(gradients):
         if local is not None and local.numel():
-            found.setdefault((local.device, local.dtype), {})[place] = local
-    return found
+            together.setdefault((local.device, local.dtype), {})[place] = local
+    return together
 
 
 def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
@@ -256,15 +256,17 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], commu
         squares = squares[upload(host_tensor(places), squares.device)]
     squares = squares.view(*mesh.mesh.shape, len(params))
     for axis in range(mesh.ndim):
-        found = squares
+        of_ranks = squares
         is_copy = [param.placements[axis].is_replicate() for param in params]
         # Of copies the largest counts: they are equal, unless a rank lacks the gradient.
         if all(is_copy):
-            squares = found.amax(dim=0)
+            squares = of_ranks.amax(dim=0)
         elif not any(is_copy):
-            squares = found.sum(dim=0)
+            squares = of_ranks.sum(dim=0)
         else:
-            squares = torch.where(upload(host_tensor(is_copy), squares.device), found.amax(dim=0), found.sum(dim=0))
+            squares = torch.where(
+                upload(host_tensor(is_copy), squares.device), of_ranks.amax(dim=0), of_ranks.sum(dim=0)
+            )
     return squares
 
 

@@ -198,12 +198,12 @@ def _read(
                 f"state dict {number} has other parameters than state dict 0: pass those of the ranks of one optimizer"
             )
     states = [rank["state"] for rank in ranks]
-    found: list[SavedState] = []
+    states_read: list[SavedState] = []
     labels = iter(_names(groups, keys, states[0], source, names, owned))
     for group in groups:
         members = [_member(key, next(labels), source, states[0], owned) for key in group["params"]]
-        found += READERS[source](group, members, states)
-    return found
+        states_read += READERS[source](group, members, states)
+    return states_read
 
 
 def _names(

@@ -78,9 +78,9 @@ class OptimizerBase(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
-        found: list[dict[str, Any]] = self._own("param_groups")
+        groups: list[dict[str, Any]] = self._own("param_groups")
         self._cycled.follow()
-        return found
+        return groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
@@ -93,10 +93,10 @@ class OptimizerBase(Optimizer):
 
         Waits for state on its way to host memory (`offload`): ask again after every step.
         """
-        found: defaultdict[Tensor, Any] = self._own("state")
+        state: defaultdict[Tensor, Any] = self._own("state")
         if not self._is_state_lent:
-            self._current.give_state(self.param_groups, found)
-        return found
+            self._current.give_state(self.param_groups, state)
+        return state
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:

@@ -118,9 +118,9 @@ class StepsMade:
 
     def copy(self) -> "StepsMade":
         """Return a copy that later steps do not change."""
-        found = copy(self)
-        found._skipped = None if self._skipped is None else self._skipped.clone()
-        return found
+        twin = copy(self)
+        twin._skipped = None if self._skipped is None else self._skipped.clone()
+        return twin
 
     def restore(self, kept: "StepsMade") -> None:
         """Take back what was known when `copy` was called."""

@@ -208,10 +208,10 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
     pairs |= {(n, n) for n, (one, other) in enumerate(sides) if not one["params"] and not other["params"]}
     while pairs:
         own, saved = ({number} for number in pairs.pop())
-        while found := {pair for pair in pairs if pair[0] in own or pair[1] in saved}:
-            pairs -= found
-            own |= {pair[0] for pair in found}
-            saved |= {pair[1] for pair in found}
+        while linked := {pair for pair in pairs if pair[0] in own or pair[1] in saved}:
+            pairs -= linked
+            own |= {pair[0] for pair in linked}
+            saved |= {pair[1] for pair in linked}
         yield own, saved
 
 

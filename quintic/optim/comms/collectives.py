@@ -109,9 +109,9 @@ def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
     """
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def has_process_group() -> bool:

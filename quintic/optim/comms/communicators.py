@@ -44,11 +44,11 @@ class Communicators:
 
         All ranks that share parameters must call it.
         """
-        for group, found in zip(groups, layouts, strict=True):
+        for group, of_group in zip(groups, layouts, strict=True):
             bound = bound_ranks(group)
             if bound:
                 self._find(bound, group.params[0], group)
-            for param, layout in zip(group.params, found, strict=True):
+            for param, layout in zip(group.params, of_group, strict=True):
                 if layout is None or this_rank() not in layout.ranks:
                     continue
                 ranks = tuple(sorted(layout.ranks))
@@ -94,7 +94,7 @@ class Communicators:
 
 def _group_of(ranks: tuple[int, ...], candidates: Iterable[ProcessGroup | None]) -> ProcessGroup:
     """Return the first candidate that has these ranks, or else a new process group."""
-    fitting = (found for found in candidates if found is not None and group_ranks(found) == ranks)
+    fitting = (candidate for candidate in candidates if candidate is not None and group_ranks(candidate) == ranks)
     return next(fitting, None) or new_group(ranks)
 
 

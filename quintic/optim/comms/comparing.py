@@ -46,7 +46,7 @@ def described(
     groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]]
 ) -> dict[tuple[int, ...], list[tuple[Place, str]]]:
     """Return {sharing ranks: [((group, index), description) of each parameter that they share]}."""
-    found: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
+    by_ranks: dict[tuple[int, ...], list[tuple[Place, str]]] = {}
     # Which dtype is the fast one decides of what size updates travel, and processors differ.
     processor = "" if cpu_multiplies_bfloat16() else " without bfloat16 products"
     for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True)):
@@ -60,8 +60,8 @@ def described(
                     f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} ({kind}) with "
                     f"{options}"
                 )
-                found.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
-    return dict(sorted(found.items()))
+                by_ranks.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
+    return dict(sorted(by_ranks.items()))
 
 
 def _text(option: object) -> str:

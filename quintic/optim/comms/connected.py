@@ -51,7 +51,7 @@ class Facts(NamedTuple):
 def facts_of(groups: Sequence[Group], layouts: Sequence[Sequence[Layout | None]], problem: str | None = None) -> Facts:
     """Return this rank's facts about its parameter groups, with the problem that prevents a step, if any."""
     of_params = [layout for of_group in layouts for layout in of_group]
-    sharing = {tuple(sorted(found.ranks)) for found in of_params if found and this_rank() in found.ranks}
+    sharing = {tuple(sorted(layout.ranks)) for layout in of_params if layout and this_rank() in layout.ranks}
     bound = {bound_ranks(group) for group in groups} - {()}
     asking = [group.on_nonfinite for group in groups if group.on_nonfinite != "propagate" and group.params]
     return Facts(
@@ -108,14 +108,14 @@ class Connected:
         """Global ranks, in ascending order."""
         self.is_alone = len(facts) == 1
         """Whether this rank decides by itself."""
-        self.asks = any(found.asks for found in facts.values())
+        self.asks = any(theirs.asks for theirs in facts.values())
         """Whether any of them acts on gradients that are not finite."""
-        self.may_raise = any(found.raises for found in facts.values())
+        self.may_raise = any(theirs.raises for theirs in facts.values())
         """Whether any of them raises in that case: then all of them do."""
-        self._all_share_all = all(found.sets == (self.ranks,) and not found.has_own for found in facts.values())
-        self._have_equal_names = len({found.names for found in facts.values()}) == 1
+        self._all_share_all = all(theirs.sets == (self.ranks,) and not theirs.has_own for theirs in facts.values())
+        self._have_equal_names = len({theirs.names for theirs in facts.values()}) == 1
         self._slots: dict[str, int] | None = None
-        own, shared = _devices(groups), set.intersection(*(set(found.devices) for found in facts.values()))
+        own, shared = _devices(groups), set.intersection(*(set(theirs.devices) for theirs in facts.values()))
         # Of devices of several types, one that all ranks have; an accelerator, for which the host need not wait.
         kind = min(shared, key=lambda name: (name == "cpu", name), default="cpu")
         self.device = own.get(kind, torch.device("cpu"))
@@ -146,9 +146,9 @@ class Connected:
         by_name.index_add_(0, upload(host_tensor([slots[name] for name in names], torch.int64), self.device), here)
         # What the largest of NaN and a number is, differs between libraries.
         by_name[-1] = by_name.isnan().any()
-        found = start_all_max(by_name.nan_to_num(0.0, math.inf), self._process_group()).wait()
-        total = found[:-1].sum()
-        return torch.where(found[-1] > 0, math.nan, total).to(values.device)
+        largest = start_all_max(by_name.nan_to_num(0.0, math.inf), self._process_group()).wait()
+        total = largest[:-1].sum()
+        return torch.where(largest[-1] > 0, math.nan, total).to(values.device)
 
     def _slots_of_names(self) -> dict[str, int]:
         """Return the place of each parameter in a vector of all; the first time all ranks must call it."""
@@ -169,12 +169,12 @@ def _names(groups: Sequence[Group]) -> list[str]:
 
 def _devices(groups: Sequence[Group]) -> dict[str, torch.device]:
     """Return the first device of each type, by type, in alphabetical order."""
-    found: dict[str, torch.device] = {}
+    by_type: dict[str, torch.device] = {}
     for group in groups:
         for param in group.params:
             device = local_tensor(param).device
-            found.setdefault(device.type, device)
-    return dict(sorted(found.items()))
+            by_type.setdefault(device.type, device)
+    return dict(sorted(by_type.items()))
 
 
 def _interned(known: Mapping[int, Facts]) -> dict[int, Facts]:

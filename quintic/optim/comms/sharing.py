@@ -21,7 +21,7 @@ def layouts_of(group: Group) -> list[Layout | None]:
     Raises:
         ValueError: a `DTensor` in a group whose `comms` is for plain tensors, or one with a layout that is unknown.
     """
-    found: list[Layout | None] = []
+    layouts: list[Layout | None] = []
     for name, param in zip(group.param_names, group.params, strict=True):
         layout = layout_of(name, param)
         if layout is not None and group.comms != "none":
@@ -31,8 +31,8 @@ def layouts_of(group: Group) -> list[Layout | None]:
             )
         if group.comms != "none" and has_process_group():
             layout = replicated_layout(param.shape, group_ranks(group.process_group))
-        found.append(None if layout is None or len(layout.ranks) == 1 else layout)
-    return found
+        layouts.append(None if layout is None or len(layout.ranks) == 1 else layout)
+    return layouts
 
 
 def bound_ranks(group: Group) -> tuple[int, ...]:

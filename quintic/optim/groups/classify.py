@@ -78,14 +78,14 @@ def choose(
         certain = _by_type(use, param, heads, convolutions)
         if certain is not None:
             return certain
-    found = known.get(param, ())
-    if found:
-        problem = next((k.problem for k in found if k.problem is not None), None)
+    entries = known.get(param, ())
+    if entries:
+        problem = next((k.problem for k in entries if k.problem is not None), None)
         if problem is not None:
-            return f" ({found[0].entry.why}; but {problem})"
-        if any(k.view != found[0].view for k in found):
-            return f" (its uses disagree: {found[0].entry.why}, {found[-1].entry.why})"
-        view, why = found[0].view, found[0].entry.why
+            return f" ({entries[0].entry.why}; but {problem})"
+        if any(k.view != entries[0].view for k in entries):
+            return f" (its uses disagree: {entries[0].entry.why}, {entries[-1].entry.why})"
+        view, why = entries[0].view, entries[0].entry.why
         return _adamw(why) if view is None else Choice("muon", view, why)
     for use in uses:
         adapted = _as_adapted(use, known)
@@ -229,12 +229,12 @@ def _as_adapted(use: Use, known: Mapping[Tensor, Sequence[Found]]) -> Choice | N
     if base is None or use.above[0] is not getattr(tuner, "lora_B", None):
         return None
     weight = stored(base, "weight")
-    found = known.get(weight, ()) if weight is not None else ()
-    view = found[0].view if found else None
+    entries = known.get(weight, ()) if weight is not None else ()
+    view = entries[0].view if entries else None
     if not isinstance(view, Split):
         return None
     # The factor is stored as (out, rank), however the weight is.
-    return Choice("muon", replace(view, transposed=False), f"adapter: {found[0].entry.why}")
+    return Choice("muon", replace(view, transposed=False), f"adapter: {entries[0].entry.why}")
 
 
 def _of_adapted(use: Use, heads: Mapping[nn.Module, str]) -> str | None:

@@ -219,9 +219,9 @@ def _without_matrices(model: nn.Module, decisions: Sequence[Decision]) -> str | 
     """Return why a model with layers gives Muon no matrix, and what to do; None if that was to be expected."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)]
     decided: dict[Tensor, Decision] = {decision.param: decision for decision in decisions}
-    found = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
-    trained = [decision for decision in found if decision is not None]
-    if not found or any(decision.by_rule for decision in trained):
+    choices = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
+    trained = [decision for decision in choices if decision is not None]
+    if not choices or any(decision.by_rule for decision in trained):
         return None
     if not trained:
         return "none of its linear layers is trained; make the groups after requires_grad is set as it shall be"

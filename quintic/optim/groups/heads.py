@@ -137,11 +137,11 @@ def _by_size(layers: Mapping[str, _Layer], modules: dict[str, nn.Module], sizes:
         if linear.out_features in vocabularies and (recurring[numberless(name)] == 1 or "." not in name)
     ]
     plain = [name for name in sized if not NUMBER.search(name)]
-    found: dict[nn.Module, str] = {}
+    heads: dict[nn.Module, str] = {}
     for name in plain or sorted(sized, key=_natural_order)[-1:]:
         rows = linears[name].out_features
-        found[linears[name]] = f"output head (as many outputs as {vocabularies[rows] or 'the embedding'} has rows)"
-    return found
+        heads[linears[name]] = f"output head (as many outputs as {vocabularies[rows] or 'the embedding'} has rows)"
+    return heads
 
 
 def _sizes(layer: _Layer) -> tuple[int, int]:

@@ -96,11 +96,11 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 def spellings(name: str) -> list[str]:
     """Return the names that a name with wrappers may mean, the likeliest first and each once."""
     shorter = _unmarked(name)
-    found = [name, shorter]
+    names = [name, shorter]
     while shorter.startswith(f"{_HELD}."):
         shorter = shorter.removeprefix(f"{_HELD}.")
-        found.append(shorter)
-    return list(dict.fromkeys([*found, without_holders(shorter)]))
+        names.append(shorter)
+    return list(dict.fromkeys([*names, without_holders(shorter)]))
 
 
 def known_as(name: str, known: Collection[str]) -> str:

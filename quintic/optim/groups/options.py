@@ -114,13 +114,13 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
     places = [(group, index) for group in groups for index in range(len(group.params))]
     if isinstance(param, str):
         meant = known_as(param, {group.param_names[index] for group, index in places})
-        found = next((place for place in places if place[0].param_names[place[1]] == meant), None)
+        match = next((place for place in places if place[0].param_names[place[1]] == meant), None)
     else:
-        found = next((place for place in places if place[0].params[place[1]] is param), None)
-    if found is None:
+        match = next((place for place in places if place[0].params[place[1]] is param), None)
+    if match is None:
         which = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
         raise ValueError(f"{what} {which}, which is no parameter of the optimizer")
-    return found
+    return match
 
 
 _OPTIONS = tuple(

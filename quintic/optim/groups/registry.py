@@ -48,7 +48,7 @@ def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
     by_child: dict[str, list[KnownView]] = {}
     for entry in KNOWN_VIEWS:
         by_child.setdefault(entry.parameter.partition(".")[0], []).append(entry)
-    found: dict[Tensor, list[Found]] = {}
+    by_param: dict[Tensor, list[Found]] = {}
     for owner in modules:
         decided: set[str] = set()
         for child in first_names(owner):
@@ -59,15 +59,15 @@ def known_views(modules: Iterable[nn.Module]) -> dict[Tensor, list[Found]]:
                 one = _found(entry, owner, param)
                 if one is not None:
                     decided.add(entry.parameter)
-                    found.setdefault(param, []).append(one)
-    for param, several in found.items():
+                    by_param.setdefault(param, []).append(one)
+    for param, several in by_param.items():
         longest = max(_depth(one) for one in several)
-        found[param] = [one for one in several if _depth(one) == longest]
-    return found
+        by_param[param] = [one for one in several if _depth(one) == longest]
+    return by_param
 
 
-def _depth(found: Found) -> int:
-    return found.entry.parameter.count(".")
+def _depth(match: Found) -> int:
+    return match.entry.parameter.count(".")
 
 
 def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:

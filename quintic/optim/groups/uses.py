@@ -57,7 +57,7 @@ def uses_of(model: nn.Module) -> dict[Tensor, list[Use]]:
     """Return the uses of every parameter, in the order of the model's modules."""
     clean = clean_names(model)
     modules: dict[str, nn.Module] = {}
-    found: dict[Tensor, list[Use]] = {}
+    uses: dict[Tensor, list[Use]] = {}
     # With duplicates: a module that is registered twice may be recognisable under its second name only.
     for name, module in model.named_modules(remove_duplicate=False):
         # Of a wrapper and what it holds, which have the same name, the latter.
@@ -72,8 +72,8 @@ def uses_of(model: nn.Module) -> dict[Tensor, list[Use]]:
                 own = own.removesuffix("parametrizations").removesuffix(".")
             above = tuple(modules[higher] for higher in _prefixes(own))
             given = f"{name}.{key}" if name else key
-            found.setdefault(param, []).append(Use(clean[given], given, modules[own], attribute, own, above))
-    return found
+            uses.setdefault(param, []).append(Use(clean[given], given, modules[own], attribute, own, above))
+    return uses
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -127,10 +127,10 @@ def stored(module: nn.Module, path: str) -> Tensor | None:
             return None
         module = _adapted(unwrapped(child))
     candidates = [attribute, *(attribute + suffix for suffix in _SCALED)]
-    found = next((p for key in candidates if (p := module._parameters.get(key)) is not None), None)
+    param = next((p for key in candidates if (p := module._parameters.get(key)) is not None), None)
     parametrizations = module._modules.get("parametrizations")
     kept = parametrizations._modules.get(attribute) if parametrizations is not None else None
-    if found is None and isinstance(kept, ParametrizationList):
+    if param is None and isinstance(kept, ParametrizationList):
         key = _scaled_key(kept)
-        found = None if key is None else kept._parameters.get(key)
-    return found
+        param = None if key is None else kept._parameters.get(key)
+    return param

@@ -76,11 +76,11 @@ class Units:
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the widest that directions of weights of a dtype have."""
-        return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda found: found.itemsize)
+        return max((direction_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the widest that updates of weights of a dtype have."""
-        return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda found: found.itemsize)
+        return max((update_dtype(kind.form, dtype) for kind in self.kinds), key=lambda one: one.itemsize)
 
     @cached_property
     def own(self) -> tuple[ParameterUnit, ...]:

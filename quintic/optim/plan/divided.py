@@ -51,8 +51,8 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
             kind = None if part.unit is None else (size_of(part.unit.box), part.unit.view)
             key = (kind, param.dtype, param.device, kernels, part.index if alone else None)
             together.setdefault(key, []).append(part)
-    for (kind, dtype, device, kernels, alone), found in together.items():
-        chunks = [found] if alone is not None else _chunks(found, group, len(ranks), dtype)
+    for (kind, dtype, device, kernels, alone), alike in together.items():
+        chunks = [alike] if alone is not None else _chunks(alike, group, len(ranks), dtype)
         for parts in chunks:
             own = [part for part in parts if ranks[part.owner] == rank]
             of_kind: type[Divided] = Divided

@@ -90,8 +90,8 @@ def shared_buckets(
     Also buckets are among them that take no part in some ranks' plans, because those own nothing of what is local.
     """
     shares: list[_Share] = []
-    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
-        for index, layout in enumerate(found):
+    for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
+        for index, layout in enumerate(of_group):
             if layout is not None:
                 shares += _shares(number, group, index, layout)
     units_of = {key: _units_of(key, param_groups[key.group]) for key in dict.fromkeys(share.key for share in shares)}
@@ -139,10 +139,10 @@ def _cuts(layout: Layout, view: View) -> tuple[tuple[Unit, Exchange, tuple[int, 
 
 
 def _piece(box: Box, unit: Box) -> Box | None:
-    found = intersection(box, unit)
-    if found is None:
+    common = intersection(box, unit)
+    if common is None:
         return None
-    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(found, unit, strict=True))
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(common, unit, strict=True))
 
 
 def _owners(shares: Sequence[_Share], units_of: Mapping[Key, Units]) -> tuple[list[int], float]:
@@ -158,10 +158,10 @@ def _owners(shares: Sequence[_Share], units_of: Mapping[Key, Units]) -> tuple[li
     owners, worst = [0] * len(shares), 1.0
     for ranks, members in together.items():
         costs, holders = [cost_of[shares[i].key] for i in members], [shares[i].holders for i in members]
-        found = assign_owners(costs, holders, len(ranks))
-        for i, owner in zip(members, found, strict=True):
+        assigned = assign_owners(costs, holders, len(ranks))
+        for i, owner in zip(members, assigned, strict=True):
             owners[i] = owner
-        worst = max(worst, balance(loads_of(costs, found, len(ranks))))
+        worst = max(worst, balance(loads_of(costs, assigned, len(ranks))))
     return owners, worst
 
 
@@ -223,14 +223,14 @@ def _members(
         layout = layouts[unit.index]
         assert layout is not None
         box = layout.box_of(rank)
-        found = intersection(unit.unit.box, box)
-        assert found is not None
+        common = intersection(unit.unit.box, box)
+        assert common is not None
         yield Member(
             name=unit.name,
             index=unit.index,
             num_matrices=1,
             first_matrix=unit.first_matrices[0],
-            piece=relative(found, box),
+            piece=relative(common, box),
         )
 
 

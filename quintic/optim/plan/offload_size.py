@@ -59,16 +59,16 @@ def offloaded_entries(group: Group, dtype: torch.dtype) -> int | None:
     return max(1, min(OFFLOAD_BYTES, OFFLOAD_BYTES if budget is None else budget // RING_BUFFERS) // per_entry)
 
 
-def buffers(found: Sequence[Offloaded], kind: int) -> tuple[int, int]:
+def buffers(offloaded: Sequence[Offloaded], kind: int) -> tuple[int, int]:
     """Return the number of buffers on one device, in which the state of its buckets takes turns, and the bytes of each.
 
     Kind 0 is what directions need, 1 what weights need.
     """
-    sizes = [one.weights if kind else one.directions for one in found]
-    number = sum(one.num_loads for one, size in zip(found, sizes, strict=True) if size)
+    sizes = [one.weights if kind else one.directions for one in offloaded]
+    number = sum(one.num_loads for one, size in zip(offloaded, sizes, strict=True) if size)
     return min(number, RING_BUFFERS), max(sizes, default=0)
 
 
-def buffer_bytes(found: Sequence[Offloaded]) -> int:
+def buffer_bytes(offloaded: Sequence[Offloaded]) -> int:
     """Return the bytes of all buffers on one device."""
-    return sum(number * size for number, size in (buffers(found, 0), buffers(found, 1)))
+    return sum(number * size for number, size in (buffers(offloaded, 0), buffers(offloaded, 1)))

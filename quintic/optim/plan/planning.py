@@ -50,14 +50,14 @@ def build_plan(
     """
     shared, balance = shared_buckets(param_groups, layouts)
     buckets: list[Bucket] = []
-    for number, (group, found) in enumerate(zip(param_groups, layouts, strict=True)):
+    for number, (group, of_group) in enumerate(zip(param_groups, layouts, strict=True)):
         if divided and number in divided:
             buckets += divided_buckets(number, group, divided[number], rank)
             continue
         for one in shared:
             if one.key.group == number and rank in one.exchange.ranks:
-                buckets += gathered_buckets(one, found, rank)
-        buckets += local_buckets(number, group, [index for index, layout in enumerate(found) if layout is None])
+                buckets += gathered_buckets(one, of_group, rank)
+        buckets += local_buckets(number, group, [index for index, layout in enumerate(of_group) if layout is None])
     moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.travels]
     in_order, schedule = arranged(moving, param_groups, orders or Orders())
     still = [bucket for bucket in buckets if not bucket.travels]
@@ -76,12 +76,12 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
         name, param = group.param_names[index], local_tensor(group.params[index])
         key = (param.dtype, param.device, choose_kernels(group.kernels, param))
         members.setdefault(key, []).append(Member(name=name, index=index))
-    for (dtype, device, kernels), found in members.items():
-        numels = [local_tensor(group.params[member.index]).numel() for member in found]
+    for (dtype, device, kernels), alike in members.items():
+        numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
             algorithm="adamw",
             group=group_index,
-            members=tuple(found),
+            members=tuple(alike),
             dtype=dtype,
             device=device,
             kernels=kernels,
@@ -92,7 +92,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
 
 def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
     # Shape and strides of each matrix in memory: what one launch of a kernel can handle.
-    found: dict[tuple[Any, ...], list[Member]] = {}
+    by_kind: dict[tuple[Any, ...], list[Member]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
         kernels = choose_kernels(group.kernels, param)
@@ -101,9 +101,9 @@ def _muon_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Ite
             b = block.shape[0]
             key = (block.shape[1:], block.stride()[1:], param.dtype, param.device, kernels)
             member = Member(name=name, index=index, block=number, num_matrices=b, first_matrix=first)
-            found.setdefault(key, []).append(member)
+            by_kind.setdefault(key, []).append(member)
             first += b
-    for (block_shape, strides, dtype, device, kernels), members in found.items():
+    for (block_shape, strides, dtype, device, kernels), members in by_kind.items():
         m, n = block_shape[:2].numel(), block_shape[2:].numel()
         form = form_of(group, m, n, dtype, device)
         of = Matrices.of_group(group, dtype, device, kernels)

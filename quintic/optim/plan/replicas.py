@@ -115,10 +115,10 @@ def renumbered(hosts: Iterable[int]) -> list[int]:
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
-def _joined(found: Sequence[tuple[set[int], set[int]]]) -> list[set[int]]:
+def _joined(sets: Sequence[tuple[set[int], set[int]]]) -> list[set[int]]:
     """Return sets of ranks, with those made one that have a host in common, be it through others."""
     joined: list[tuple[set[int], set[int]]] = []
-    for ranks, hosts in found:
+    for ranks, hosts in sets:
         meeting = [other for other in joined if other[1] & hosts]
         joined = [other for other in joined if not other[1] & hosts]
         joined.append((ranks.union(*(one for one, _ in meeting)), hosts.union(*(one for _, one in meeting))))
@@ -137,8 +137,8 @@ def choose_ways(
     `build_plan`; hosts have for ranks in ascending order, as far as known, a number for each, equal on one host.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Group, Layout]]] = {}
-    for group, found in zip(param_groups, layouts, strict=True):
-        for layout in found:
+    for group, of_group in zip(param_groups, layouts, strict=True):
+        for layout in of_group:
             if layout is not None:
                 by_ranks.setdefault(tuple(sorted(layout.ranks)), []).append((group, layout))
     choices = {}
@@ -177,12 +177,12 @@ def divided_layouts(
         way: Way = "repeat" if replicas == "repeat" else "divide"
         if replicas == "auto" and ranks in choices:
             way = choices[ranks].way
-        own = next(found for found in dividing_sets(layout, way, hosts.get(ranks, ())) if rank in found)
+        own = next(members for members in dividing_sets(layout, way, hosts.get(ranks, ())) if rank in members)
         return layout.among(own) if len(own) > 1 else None
 
     return [
-        [None if layout is None else divided(layout, group.replicas) for layout in found]
-        for group, found in zip(param_groups, layouts, strict=True)
+        [None if layout is None else divided(layout, group.replicas) for layout in of_group]
+        for group, of_group in zip(param_groups, layouts, strict=True)
     ]
 
 

@@ -134,11 +134,11 @@ def overlapping(launch_order: Sequence[int], memory: Sequence[Stages], budget: i
 def restricted(schedule: Schedule, kept: Sequence[int]) -> Schedule:
     """Return the schedule of some of the steps, by their numbers in ascending order, whose new numbers are 0, 1, ..."""
     new = {number: place for place, number in enumerate(kept)}
-    found = [None if number is None else new[number] for number in schedule if number is None or number in new]
-    if kept and found[0] is None:
+    order = [None if number is None else new[number] for number in schedule if number is None or number in new]
+    if kept and order[0] is None:
         # What was to start first is left out.
-        found[:2] = found[1::-1]
-    return found
+        order[:2] = order[1::-1]
+    return order
 
 
 def overlapping_bytes(stages: Sequence[Stages], schedule: Schedule, alone: int) -> int:

@@ -192,12 +192,12 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
     is_usual = min(found_norms) > _MIN_NORM and max(found_norms) < _MAX_NORM
     if len(x) > 1 and x.dtype == out.dtype == work and is_usual:
         # The same in one call, for many.
-        factors = torch.tensor([norm / found for found in found_norms], dtype=work, device="cpu")
+        factors = torch.tensor([norm / size for size in found_norms], dtype=work, device="cpu")
         torch.mul(x, factors.view(-1, 1, 1), out=out)
         return
-    for matrix, found, target in zip(x, found_norms, out, strict=True):
-        if _MIN_NORM < found < _MAX_NORM:
-            _scale(matrix, norm / found, target)
+    for matrix, size, target in zip(x, found_norms, out, strict=True):
+        if _MIN_NORM < size < _MAX_NORM:
+            _scale(matrix, norm / size, target)
             continue
         peak = float(torch.linalg.vector_norm(matrix, math.inf, dtype=work))
         if peak == 0 or not math.isfinite(peak):
@@ -208,16 +208,16 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
         small = torch.promote_types(matrix.dtype, target.dtype) != target.dtype
         near_one = (matrix.clone() if small else target.copy_(matrix)).mul_(2.0 ** (exponent // 2))
         near_one.mul_(2.0 ** (exponent - exponent // 2))
-        (found,) = _norms(near_one[None], work)
-        _scale(near_one, norm / found, target)
+        (size,) = _norms(near_one[None], work)
+        _scale(near_one, norm / size, target)
 
 
 def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
     """Return the Frobenius norm of each matrix."""
     # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
     of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    found: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
-    return found
+    norms: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
+    return norms
 
 
 def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:

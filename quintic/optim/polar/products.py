@@ -138,8 +138,8 @@ def _batched(a: Tensor, b: Tensor, alpha: float, c: Tensor | None, beta: float, 
 
 def _alone(a: Tensor, i: int) -> Tensor:
     """Return a matrix of a batch as a batch of one, placed in memory as a tensor of its own would be."""
-    found = a[i : i + 1]
-    return found if _is_aligned(found) else found.clone()
+    matrix = a[i : i + 1]
+    return matrix if _is_aligned(matrix) else matrix.clone()
 
 
 def _is_aligned(a: Tensor) -> bool:

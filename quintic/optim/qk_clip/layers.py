@@ -55,7 +55,7 @@ class Features(NamedTuple):
 
     def count(self, role: Role) -> int:
         """Return the number of features that have a role."""
-        return self.groups * sum(size for found, size in self.segments if found == role)
+        return self.groups * sum(size for other, size in self.segments if other == role)
 
 
 class Scaled(NamedTuple):
@@ -138,9 +138,9 @@ class HeadSearch:
             roles: list[Role] = ["none"] * (max(self.parts) + 1)
             roles[self.parts[0]], roles[self.parts[1]] = "query", "key"
             return self._built((fused, self._split_rows(fused, tuple(roles))))
-        found = _listed(p.name for p in (query, key or latent_up) if p)
+        names = _listed(p.name for p in (query, key or latent_up) if p)
         raise self._error(
-            f"a query and a key projection are needed below it, found {found}; they must be parameters of the "
+            f"a query and a key projection are needed below it, found {names}; they must be parameters of the "
             f"optimizer, and names other than q_proj, k_proj, query, key, wq, wk, to_q, to_k, qkv, ... are given as "
             f"quintic.QKClip(names={{'yours': 'q_proj', ...}})"
         )
@@ -251,11 +251,11 @@ class HeadSearch:
 
     def _one(self, names: frozenset[str]) -> _Projection | None:
         """Return the only projection called so, the layer's own before those of modules inside it."""
-        found = [p for p in self.below if not p.is_bias and p.means(self.names) in names]
-        found = [p for p in found if p.module == self.scope] or found
-        if len(found) > 1:
-            raise self._error(f"it has {_listed(p.name for p in found)}; give the name of one attention module")
-        return found[0] if found else None
+        matches = [p for p in self.below if not p.is_bias and p.means(self.names) in names]
+        matches = [p for p in matches if p.module == self.scope] or matches
+        if len(matches) > 1:
+            raise self._error(f"it has {_listed(p.name for p in matches)}; give the name of one attention module")
+        return matches[0] if matches else None
 
     def _refuse_norms(self, query: _Projection, latent_size: int | None = None) -> None:
         scope = self.scope if _is_below(query.module, self.scope) else query.module

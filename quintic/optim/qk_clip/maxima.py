@@ -68,8 +68,8 @@ class Maxima:
         for this one elsewhere, too.
         """
         if self._group is None:
-            self.slots = {layer: found.slot for layer, found in seen.items()}
-            self._alone = {layer: found.maxima for layer, found in seen.items()}
+            self.slots = {layer: one.slot for layer, one in seen.items()}
+            self._alone = {layer: one.maxima for layer, one in seen.items()}
             return problem
         self._take()  # what is left of a step that raised before its end
         seen = _together(self._late, seen)
@@ -78,7 +78,7 @@ class Maxima:
             problem = self._agree(seen, problem, self._group)
             if problem is not None:
                 return problem
-        new = {layer: found for layer, found in seen.items() if layer not in self.slots}
+        new = {layer: one for layer, one in seen.items() if layer not in self.slots}
         has_news = bool(new) or problem is not None
         if has_news and is_capturing(self._device):
             raise RuntimeError(
@@ -131,16 +131,16 @@ class Maxima:
 
         Returns what is wrong on any rank, or that ranks differ in what they say of a layer: nothing was changed then.
         """
-        new = {layer: found.slot for layer, found in seen.items() if layer not in self.slots}
+        new = {layer: one.slot for layer, one in seen.items() if layer not in self.slots}
         text = None if problem is None else str(problem)
         everyone = dict(zip(group_ranks(group), all_gather_values((text, new), group), strict=True))
         for rank, (theirs, _) in everyone.items():
             if theirs is not None:
                 return problem or ValueError(f"on rank {rank}: {theirs}")
-        found: dict[Layer, tuple[int, Slot]] = {}
+        first_slots: dict[Layer, tuple[int, Slot]] = {}
         for rank, (_, slots) in everyone.items():
             for layer, slot in slots.items():
-                first, expected = found.setdefault(layer, (rank, slot))
+                first, expected = first_slots.setdefault(layer, (rank, slot))
                 if slot.num_heads != expected.num_heads:
                     return ValueError(
                         f"qk_logits[{layer!r}] has {expected.num_heads} maxima on rank {first} and {slot.num_heads} on "
@@ -153,8 +153,8 @@ class Maxima:
                         f"{', '.join(slot.names)} on rank {rank}; name parameters alike on all ranks"
                     )
         # In one order on all ranks.
-        for layer in sorted(found, key=lambda layer: (isinstance(layer, int), str(layer))):
-            slot = found[layer][1]
+        for layer in sorted(first_slots, key=lambda layer: (isinstance(layer, int), str(layer))):
+            slot = first_slots[layer][1]
             self.slots[layer] = slot
             self._unseen[layer] = upload(torch.full((slot.num_heads,), -math.inf, device="cpu"), self._device)
         return None
@@ -162,8 +162,8 @@ class Maxima:
 
 def _together(late: Mapping[Layer, Seen], seen: Mapping[Layer, Seen]) -> dict[Layer, Seen]:
     """Return the largest logits of the layers that either has."""
-    found = {**late, **seen}
+    together = {**late, **seen}
     for layer in late.keys() & seen.keys():
         maxima = torch.maximum(late[layer].maxima, seen[layer].maxima.to(late[layer].maxima.device))
-        found[layer] = seen[layer]._replace(maxima=maxima)
-    return found
+        together[layer] = seen[layer]._replace(maxima=maxima)
+    return together

@@ -60,13 +60,13 @@ class QKStep:
                 seen[ranks][layer] = Seen(Slot(clip.num_heads, clip.names), _own_maxima(layer, maxima, ranks))
         except ValueError as error:
             problem = error
-        problems = [found.start(seen[ranks], problem) for ranks, found in self._maxima.items()]
+        problems = [reduction.start(seen[ranks], problem) for ranks, reduction in self._maxima.items()]
         for problem in problems:
             if problem is not None:
                 self._layers = known
                 raise problem
-        for found in self._maxima.values():
-            for layer, slot in found.slots.items():
+        for reduction in self._maxima.values():
+            for layer, slot in reduction.slots.items():
                 if layer not in self._layers and not self._held.keys().isdisjoint(slot.names):
                     self._resolved(layer, slot.num_heads)
 
@@ -74,8 +74,8 @@ class QKStep:
     def finish(self, go: Tensor | None) -> None:
         """Scale what this rank holds, unless `go`, () int32, is zero. All ranks that share parameters must call it."""
         scaled: list[str] = []
-        for found in self._maxima.values():
-            for layer, maxima in found.finish().items():
+        for reduction in self._maxima.values():
+            for layer, maxima in reduction.finish().items():
                 if layer not in self._layers:
                     continue  # other ranks of these have it, this one has not
                 for name, factors in self._layers[layer].factors(maxima).items():
@@ -135,20 +135,20 @@ class QKStep:
 
     def _resolved(self, layer: Layer, num_heads: int) -> LayerClip:
         if layer not in self._layers:
-            found = self.clip.resolve(
+            resolved = self.clip.resolve(
                 layer,
                 {name: held.param.shape for name, held in self._held.items()},
                 num_heads,
                 views={name: held.group.view for name, held in self._held.items()},
             )
             for other, clip in self._layers.items():
-                both = sorted(set(clip.names) & set(found.names))
+                both = sorted(set(clip.names) & set(resolved.names))
                 if both:
                     raise ValueError(
                         f"qk_logits[{layer!r}] and qk_logits[{other!r}] both mean {both[0]}; call a layer by one name, "
                         f"on all ranks and in all steps"
                     )
-            self._layers[layer] = found
+            self._layers[layer] = resolved
         return self._layers[layer]
 
     # -- what this rank holds
@@ -180,10 +180,10 @@ class QKStep:
             if held.divided is not None and master_of(self._state[held.param]) is not None:
                 key = held.divided.ranks, held.param.dtype, held.param.device
                 together.setdefault(key, []).append(held)
-        for (ranks, dtype, _), found in together.items():
-            limits = [held.group.max_workspace_bytes for held in found]
+        for (ranks, dtype, _), parameters in together.items():
+            limits = [held.group.max_workspace_bytes for held in parameters]
             limit = min((value for value in limits if value is not None), default=2**62)
-            for some in _runs_within(found, limit // dtype.itemsize):
+            for some in _runs_within(parameters, limit // dtype.itemsize):
                 wholes = [(held.param.detach(), held.divided) for held in some if held.divided is not None]
                 share_parts(wholes, self._communicators[ranks])
 
@@ -201,7 +201,8 @@ def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
 
     # A maximum still to be taken over a dimension of the mesh is what is done here anyway.
     placements = [
-        Replicate() if isinstance(found, Partial) and found.reduce_op == "max" else found for found in maxima.placements
+        Replicate() if isinstance(placement, Partial) and placement.reduce_op == "max" else placement
+        for placement in maxima.placements
     ]
     try:
         layout = mesh_layout(maxima.shape, mesh.mesh, placements)
@@ -212,10 +213,10 @@ def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
             f"qk_logits[{layer!r}] is a DTensor on the ranks {sorted(layout.ranks)}, but its maxima are taken over "
             f"{sorted(ranks)}, which share the parameters; give quintic.QKClip(process_group=...) with all of them"
         )
-    found = local.new_full(maxima.shape, -math.inf, dtype=torch.float32)
+    own = local.new_full(maxima.shape, -math.inf, dtype=torch.float32)
     box = layout.box_of(this_rank())
-    found[relative(box, ((0, maxima.numel()),))] = local.float()
-    return found
+    own[relative(box, ((0, maxima.numel()),))] = local.float()
+    return own
 
 
 def _multiply(weight: Tensor, master: Tensor | None, factor: Tensor) -> None:
@@ -229,11 +230,11 @@ def _multiply(weight: Tensor, master: Tensor | None, factor: Tensor) -> None:
         master.copy_(here, non_blocking=True)
 
 
-def _runs_within(found: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
+def _runs_within(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
     """Divide parameters into runs of at most `limit` entries together; a larger one is alone."""
     runs: list[list[Parameter]] = []
     entries = 0
-    for held in found:
+    for held in parameters:
         if not runs or entries + held.param.numel() > limit:
             runs.append([])
             entries = 0

@@ -69,14 +69,14 @@ class DeviceHyperparameters:
         self.is_live = False
         """Whether a value is a tensor on the device, which may change there."""
 
-    def update(self, found: Sequence[float | Tensor], lr_ratio: float) -> None:
+    def update(self, hyperparameters: Sequence[float | Tensor], lr_ratio: float) -> None:
         """Bring the values, in the order of `HYPERPARAMETERS`, up to date on the device; the first times a ratio.
 
         A value that is itself a tensor on the device is copied there, without the host, also inside a captured graph.
         """
-        live = [isinstance(value, Tensor) and value.device == self.values.device for value in found]
+        live = [isinstance(value, Tensor) and value.device == self.values.device for value in hyperparameters]
         self.is_live = any(live)
-        lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(found, live, strict=True))
+        lr, *others = (0.0 if is_live else float(value) for value, is_live in zip(hyperparameters, live, strict=True))
         numbers = (lr * lr_ratio, *others)
         if numbers != self._uploaded:
             if is_capturing(self.values.device):
@@ -86,7 +86,7 @@ class DeviceHyperparameters:
                 )
             self.values.copy_(upload(host_tensor(numbers, torch.float64), self.values.device))
             self._uploaded = numbers
-        for index, (value, is_live) in enumerate(zip(found, live, strict=True)):
+        for index, (value, is_live) in enumerate(zip(hyperparameters, live, strict=True)):
             if is_live and isinstance(value, Tensor):
                 self.values[index].copy_(value)
         if live[0] and lr_ratio != 1:

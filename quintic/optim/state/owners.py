@@ -29,11 +29,11 @@ def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ra
     """
     by_size = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     pinned_first = sorted(by_size, key=lambda item: len(holders[item]) != 1)
-    found = _assigned(pinned_first, costs, holders, num_ranks)
+    assigned = _assigned(pinned_first, costs, holders, num_ranks)
     if pinned_first == by_size:
-        return found
+        return assigned
     other = _assigned(by_size, costs, holders, num_ranks)
-    return min(found, other, key=lambda owners: max(loads_of(costs, owners, num_ranks)))
+    return min(assigned, other, key=lambda owners: max(loads_of(costs, owners, num_ranks)))
 
 
 def _assigned(

@@ -135,15 +135,15 @@ class Parameter:
 @lru_cache(maxsize=1024)
 def _holders(layout: Layout, view: View) -> Mapping[tuple[int, int], tuple[int, ...]]:
     """Return the ranks that hold a matrix, of those matrices of which one rank of each copy alone holds anything."""
-    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    of_matrices: dict[tuple[int, int], tuple[int, ...]] = {}
     if layout.is_replicated:
-        return found
+        return of_matrices
     for unit in view.units(layout.shape):
         rows = zip(layout.ranks, layout.boxes, strict=True)
         holders = tuple(rank for rank, box in rows if intersection(box, unit.box) is not None)
         if len(holders) == layout.num_copies:
-            found |= dict.fromkeys(unit.matrices, holders)
-    return found
+            of_matrices |= dict.fromkeys(unit.matrices, holders)
+    return of_matrices
 
 
 def share_parts(wholes: Sequence[tuple[Tensor, DividedState]], group: ProcessGroup) -> None:
@@ -180,7 +180,7 @@ def all_parameters(groups: Sequence[Group], communicators: Communicators) -> lis
 def connected_parameters(groups: Sequence[Group], communicators: Communicators) -> list[Parameter]:
     """Return the parameters that this rank has a part in, their ranks connected; all that share some must call it."""
     communicators.connect(groups, list(map(layouts_of, groups)))
-    return [found for found in all_parameters(groups, communicators) if found.is_here]
+    return [parameter for parameter in all_parameters(groups, communicators) if parameter.is_here]
 
 
 def whole_states(
@@ -191,14 +191,14 @@ def whole_states(
     The latter are changed in place where no state is divided. All ranks that share parameters with such state must
     call it; without any, nothing is communicated. Temporary memory: one parameter's state, besides the result.
     """
-    apart = [found for found in all_parameters(groups, communicators) if _has_state_apart(found)]
+    apart = [parameter for parameter in all_parameters(groups, communicators) if _has_state_apart(parameter)]
     if not apart:
         return {}
-    layouts = {found.param: found.layout for found in apart}
+    layouts = {parameter.param: parameter.layout for parameter in apart}
     communicators.connect(groups, [[layouts.get(param) for param in group.params] for group in groups])
     wholes: dict[Tensor, dict[str, Tensor]] = {}
     # In one order everywhere: ranks of several process groups wait for each other.
-    for one in sorted((found for found in apart if found.is_here), key=lambda one: one.ranks):
+    for one in sorted((parameter for parameter in apart if parameter.is_here), key=lambda one: one.ranks):
         state = states[one.param]
         if one.divided is None:
             moments = state["second_momentum_buffer"]
@@ -231,7 +231,7 @@ def carry(
     transposed: bool,
 ) -> None:
     """Do as `Muon.carry_state`, given the state of all parameters, which is changed."""
-    by_param = {found.param: found for found in all_parameters(groups, communicators)}
+    by_param = {parameter.param: parameter for parameter in all_parameters(groups, communicators)}
     places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
     given, taken = (by_param[group.params[index]] for group, index in places)
     _check_carried(given, taken, transposed=transposed)

@@ -101,13 +101,13 @@ class DividedState(NamedTuple):
 
 def divided_parameters(groups: Sequence[Group]) -> dict[Tensor, DividedState]:
     """Return the parameters whose state is divided among ranks."""
-    found: dict[Tensor, DividedState] = {}
+    divided: dict[Tensor, DividedState] = {}
     for group in groups:
         ranks = dividing_ranks(group, layouts_of(group))
         if ranks:
             rows = zip(group.params, parts_of(group, ranks), strict=True)
-            found |= {param: DividedState(parts, ranks) for param, parts in rows}
-    return found
+            divided |= {param: DividedState(parts, ranks) for param, parts in rows}
+    return divided
 
 
 def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
@@ -116,18 +116,18 @@ def parts_of(group: Group, ranks: Sequence[int]) -> list[list[Part]]:
     if group.algorithm == "muon":
         return _parts_of_matrices(group, num_ranks)
     loads = [0] * num_ranks
-    found: list[list[Part]] = []
+    of_params: list[list[Part]] = []
     for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
         numel = param.numel()
         if numel < _LEAST_ENTRIES * num_ranks:
             owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
             loads[owner] += numel
-            found.append([Part(name, index, 0, numel, owner)] if numel else [])
+            of_params.append([Part(name, index, 0, numel, owner)] if numel else [])
             continue
         size = _range_size(param, num_ranks)
         ranges = [(min(owner * size, numel), min((owner + 1) * size, numel)) for owner in range(num_ranks)]
-        found.append([Part(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
-    return found
+        of_params.append([Part(name, index, a, b, owner) for owner, (a, b) in enumerate(ranges) if a < b])
+    return of_params
 
 
 def _range_size(param: Tensor, num_ranks: int) -> int:
@@ -150,11 +150,11 @@ def _parts_of_matrices(group: Group, num_ranks: int) -> list[list[Part]]:
             if start < stop:
                 shares.append((index, start, stop, unit))
                 costs.append(sum(count * shape_cost(m, n) for count, m, n in unit.view.shapes(size_of(unit.box))))
-    found: list[list[Part]] = [[] for _ in group.params]
+    of_params: list[list[Part]] = [[] for _ in group.params]
     for (index, start, stop, unit), owner in zip(shares, _owners(shares, costs, num_ranks), strict=True):
-        offset = sum(part.numel for part in found[index] if part.owner == owner)
-        found[index].append(Part(group.param_names[index], index, start, stop, owner, offset, unit))
-    return found
+        offset = sum(part.numel for part in of_params[index] if part.owner == owner)
+        of_params[index].append(Part(group.param_names[index], index, start, stop, owner, offset, unit))
+    return of_params
 
 
 def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:

@@ -34,21 +34,21 @@ class Needed(NamedTuple):
 def needed_state(param: Tensor, group: Group) -> dict[str, Needed]:
     """Return the forms of the state of a parameter of a validated group, by name; an error if its view does not fit."""
     dtype = dtype_of_averages(param.dtype, group.state_dtype)
-    found: dict[str, Needed] = {}
+    needed: dict[str, Needed] = {}
     if group.algorithm == "adamw":
-        found["step"] = Needed(torch.float32, ())
-        found |= dict.fromkeys(("exp_avg", "exp_avg_sq"), Needed(dtype, None))
+        needed["step"] = Needed(torch.float32, ())
+        needed |= dict.fromkeys(("exp_avg", "exp_avg_sq"), Needed(dtype, None))
     else:
-        found["momentum_buffer"] = Needed(dtype, None)
+        needed["momentum_buffer"] = Needed(dtype, None)
         if group.normalize == "neuron":
             wide = torch.promote_types(param.dtype, torch.float32)
-            found["second_momentum_buffer"] = Needed(wide, (num_second_moments(param.shape, group.view),))
+            needed["second_momentum_buffer"] = Needed(wide, (num_second_moments(param.shape, group.view),))
     if param.dtype.itemsize < 4 and group.master is not None:
         if group.master == "fp32":
-            found["master"] = Needed(torch.float32, None)
+            needed["master"] = Needed(torch.float32, None)
         else:
-            found["mantissa"] = Needed(torch.uint16, None)
-    return found
+            needed["mantissa"] = Needed(torch.uint16, None)
+    return needed
 
 
 def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
@@ -148,6 +148,6 @@ def _on_device(value: Tensor, device: torch.device) -> Tensor:
     local = local_tensor(value)
     if local.device == device:
         return value
-    found = torch.empty_like(value, device=device)
-    local_tensor(found).copy_(local, non_blocking=True)
-    return found
+    moved = torch.empty_like(value, device=device)
+    local_tensor(moved).copy_(local, non_blocking=True)
+    return moved

@@ -89,8 +89,8 @@ class Upkeep:
     def is_current(self, groups: _Groups, states: _States) -> bool:
         """Return whether the state is what the parameters of the last look need."""
         if self.is_given:
-            found = _tensors_of(groups, states)
-            self.is_outdated |= len(found) != len(self._tensors) or not all(map(is_, found, self._tensors))
+            tensors = _tensors_of(groups, states)
+            self.is_outdated |= len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors))
             self.is_given = False
         return not self.is_outdated
 
@@ -104,9 +104,9 @@ class Upkeep:
         divisions: _Divisions = {}
         for (number, _), entry in places.items():
             divisions.setdefault((number, entry.name), []).append(entry.division)
-        for (number, name), found in divisions.items():
+        for (number, name), current in divisions.items():
             used = self._used.get((number, name), ())
-            if any(used) and used != found:
+            if any(used) and used != current:
                 raise _divided_otherwise(name)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
@@ -147,21 +147,21 @@ class Upkeep:
 def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
     """Return the parameters that are there now, by their places."""
     divided = divided_parameters(groups)
-    found: dict[_Place, _Entry] = {}
+    entries: dict[_Place, _Entry] = {}
     for group in groups:
         for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
             this = divided.get(param)
             own, division = (None, None) if this is None else (this.own, this.division(param))
-            found[group.number, index] = _Entry(name, param, group, param.dtype, own, division)
-    return found
+            entries[group.number, index] = _Entry(name, param, group, param.dtype, own, division)
+    return entries
 
 
 def _tensors_of(groups: _Groups, states: _States) -> list[object]:
-    found: list[object] = []
+    tensors: list[object] = []
     for group in groups:
         for param in group.params:
-            found += states.get(param, {}).values()
-    return found
+            tensors += states.get(param, {}).values()
+    return tensors
 
 
 def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:

@@ -81,29 +81,29 @@ class Agreements:
         self._communicators.connect(self._groups, self._layouts)
         self._sums, self._summing = [], []
         problem = None
-        for ranks, found in described(self._groups, self._layouts).items():
-            descriptions = [description for _, description in found]
+        for ranks, shared in described(self._groups, self._layouts).items():
+            descriptions = [description for _, description in shared]
             way = self._choices[ranks].way if ranks in self._choices else None
             everything = [*descriptions, str(self._orders), f"replicas={way}"]
             differs = difference(everything, ranks, self._communicators[ranks])
             if differs is not None:
                 problem = problem or differs
                 continue
-            params = [self._groups[group].params[index] for (group, index), _ in found]
-            names = [self._groups[group].param_names[index] for (group, index), _ in found]
-            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in found]
+            params = [self._groups[group].params[index] for (group, index), _ in shared]
+            names = [self._groups[group].param_names[index] for (group, index), _ in shared]
+            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in shared]
             self.partial.watch(names, params)
             watched = [param for param in params if self.partial.is_watched(param)]
             differs = self.partial.exchange(watched, self._communicators[ranks]) if watched else None
             if differs is not None:
                 problem = problem or differs
                 continue
-            rows = zip(params, found, strict=True)
+            rows = zip(params, shared, strict=True)
             self._sums += [(param, group) for param, ((group, _), _) in rows if self.partial.is_watched(param)]
             self._counted[ranks] = _Counted(params, needed, self._communicators[ranks], self.partial)
             if any(map(self.partial.is_sum, params)):
                 self._summing.append(self._counted[ranks])
-            self._places |= {place: (ranks, number) for number, (place, _) in enumerate(found)}
+            self._places |= {place: (ranks, number) for number, (place, _) in enumerate(shared)}
         facts = exchanged(facts_of(self._groups, self._layouts, problem), self._communicators)
         for rank, theirs in sorted(facts.items()):
             if theirs.problem is not None:
@@ -189,16 +189,16 @@ class Agreements:
 
     def _select(self, places: Sequence[Place], device: torch.device) -> "_Selected":
         """Return for the ranks that share some of these parameters which they are, here and among those counted."""
-        found: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
+        by_ranks: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         for position, place in enumerate(places):
             if place in self._places:
                 ranks, number = self._places[place]
-                positions, numbers = found.setdefault(ranks, ([], []))
+                positions, numbers = by_ranks.setdefault(ranks, ([], []))
                 positions.append(position)
                 numbers.append(number)
         return [
             (ranks, upload(host_tensor(positions), device), upload(host_tensor(numbers), device))
-            for ranks, (positions, numbers) in found.items()
+            for ranks, (positions, numbers) in by_ranks.items()
         ]
 
 

@@ -56,15 +56,15 @@ class PlanWide:
 
     def hyperparameters_of(self, number: int, device: torch.device) -> DeviceHyperparameters:
         """Return a group's hyperparameters on a device, up to date."""
-        found = self.hyperparameters.get((number, device))
-        if found is None:
-            found = self.hyperparameters[number, device] = DeviceHyperparameters(device)
+        on_device = self.hyperparameters.get((number, device))
+        if on_device is None:
+            on_device = self.hyperparameters[number, device] = DeviceHyperparameters(device)
         group = self.groups[number]
         # Most steps ask once for each bucket, and a group is another object when it has changed.
-        if found.is_of is not group:
-            found.update(group.hyperparameters, group.lr_ratio)
-            found.is_of = None if found.is_live else group
-        return found
+        if on_device.is_of is not group:
+            on_device.update(group.hyperparameters, group.lr_ratio)
+            on_device.is_of = None if on_device.is_live else group
+        return on_device
 
 
 class BucketStep:
@@ -162,10 +162,10 @@ class BucketStep:
         for part in parts:
             of_part = stepped if stepped is None or stepped.ndim == 0 else stepped[part.members]
             if bucket.kernels == "torch":
-                found = part.active
+                operands = part.active
                 if of_part is not None and of_part.ndim:
-                    found = _those_stepped(found, of_part)
-                step_adamw(bucket, group, found)
+                    operands = _those_stepped(operands, of_part)
+                step_adamw(bucket, group, operands)
             else:
                 hyperparameters = self._common.hyperparameters_of(bucket.group, bucket.device)
                 step_adamw_on_device(bucket, group, part.active, part.memory, hyperparameters, of_part)

@@ -66,7 +66,7 @@ class DevicePasses:
         """Advance the momentum; return the directions (b, m, n)."""
         from quintic.kernels.update.matrix_update import momentum_directions_
 
-        found = []
+        of_layouts = []
         for layout, part in self._parts():
             rows, columns = layout.physical()[:2]
             directions = torch.empty(
@@ -86,8 +86,8 @@ class DevicePasses:
                 go=self._go_of(part),
                 aligned=self._memory.table.aligned,
             )
-            found.append(directions.mT if layout.transposed else directions)
-        return found[0] if len(found) == 1 else torch.cat(found)
+            of_layouts.append(directions.mT if layout.transposed else directions)
+        return of_layouts[0] if len(of_layouts) == 1 else torch.cat(of_layouts)
 
     def apply(self, update: Tensor, factors: Tensor) -> None:
         """Step the weights."""

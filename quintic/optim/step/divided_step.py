@@ -63,7 +63,7 @@ class DividedStep(BucketStep):
         if memory.elsewhere is None:
             # A parameter's parts may be in several buckets: it is counted with its first one.
             rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
-            others = [(number, found["step"]) for number, found in rows if not found["exp_avg"].numel()]
+            others = [(number, values["step"]) for number, values in rows if not values["exp_avg"].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
             memory.elsewhere = [step for _, step in others], numbers
         steps, numbers = memory.elsewhere

@@ -85,12 +85,12 @@ class GatheredStep(UnitsStep):
         """
         units, exchange = self.bucket.units, self.bucket.exchange
         moments = self.moments()
-        parts = [found.flatten(1) for found in factors]
+        parts = [factor.flatten(1) for factor in factors]
         # Nobody but the owner can advance them; a checkpoint, and the next plan, may be another rank's.
-        for of_kind, found in zip(moments, factors, strict=True):
+        for of_kind, factor in zip(moments, factors, strict=True):
             own = of_kind[units.owned]
-            mine = torch.cat(own).flatten(1) if own else found.flatten(1)
-            parts.append(mine.to(found.dtype))
+            mine = torch.cat(own).flatten(1) if own else factor.flatten(1)
+            parts.append(mine.to(factor.dtype))
         wait_for_vectors = exchange.start_all_gather(torch.cat(parts, dim=1), self.process_group)
 
         def finish() -> list[Tensor]:

@@ -49,14 +49,14 @@ class Operands(NamedTuple):
     def present(self, gradients: Sequence[Tensor | None]) -> "Operands":
         """Return the operands that have a gradient, with these gradients, dense."""
         rows = zip(self.members, self.params, gradients, self.states, strict=True)
-        found = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
-        if len(found) == len(self.members):
-            return self._replace(gradients=[gradient for _, _, gradient, _ in found])
+        present = [(m, p, dense_gradient(p, g, m.name), s) for m, p, g, s in rows if g is not None]
+        if len(present) == len(self.members):
+            return self._replace(gradients=[gradient for _, _, gradient, _ in present])
         return self._replace(
-            members=tuple(member for member, _, _, _ in found),
-            params=[param for _, param, _, _ in found],
-            gradients=[gradient for _, _, gradient, _ in found],
-            states=[state for _, _, _, state in found],
+            members=tuple(member for member, _, _, _ in present),
+            params=[param for _, param, _, _ in present],
+            gradients=[gradient for _, _, gradient, _ in present],
+            states=[state for _, _, _, state in present],
             missing=tuple(m.index for m, gradient in zip(self.members, gradients, strict=True) if gradient is None),
         )
 
@@ -87,7 +87,7 @@ class BlockPlaces:
             ]
             self._places = [(b.shape, b.stride(), int(b.storage_offset()) - int(p.storage_offset())) for p, b in pairs]
             self._members = active.members
-        found: list[Sequence[Tensor]] = []
+        of_lists: list[Sequence[Tensor]] = []
         for tensors in lists:
             blocks: list[Tensor] = []
             rows = zip(tensors, active.params, active.members, self._places, strict=True)
@@ -96,8 +96,8 @@ class BlockPlaces:
                     blocks.append(tensor.as_strided(shape, stride, tensor.storage_offset() + offset))
                 else:
                     blocks.append(block_of(tensor, member, view))
-            found.append(blocks)
-        return found
+            of_lists.append(blocks)
+        return of_lists
 
 
 _P = TypeVar("_P")
@@ -154,8 +154,8 @@ class BucketMemory:
 
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return the members that have a gradient, given all members and their gradients; arguments are not kept."""
-        found = everything.present(gradients)
-        return found._replace(num_matrices=sum(member.num_matrices for member in found.members))
+        present = everything.present(gradients)
+        return present._replace(num_matrices=sum(member.num_matrices for member in present.members))
 
     def scales(
         self,
@@ -206,10 +206,10 @@ class BucketMemory:
         wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
         for member, param, state in zip(active.members, active.params, active.states, strict=True):
             for key in wanted.keys() & state.keys():
-                found = state[key]
-                if (found.device, found.dtype, found.stride()) != (param.device, wanted[key], param.stride()):
+                value = state[key]
+                if (value.device, value.dtype, value.stride()) != (param.device, wanted[key], param.stride()):
                     right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
-                    raise _misread(member.name, key, found, right)
+                    raise _misread(member.name, key, value, right)
         self._checked = active.members, addresses
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
@@ -248,10 +248,10 @@ class BucketMemory:
         bases = tuple(map(Tensor.data_ptr, moments))
 
         def addresses() -> Tensor:
-            for name, found in zip(names, moments, strict=True):
-                if (found.device, found.dtype) != (bucket.device, torch.float32) or not found.is_contiguous():
+            for name, buffer in zip(names, moments, strict=True):
+                if (buffer.device, buffer.dtype) != (bucket.device, torch.float32) or not buffer.is_contiguous():
                     right = f"torch.float32 on {bucket.device} without gaps"
-                    raise _misread(name, "second_momentum_buffer", found, right)
+                    raise _misread(name, "second_momentum_buffer", buffer, right)
             rows = zip(bases, moments, strict=True)
             each = [base + i * moment[0].nbytes for base, moment in rows for i in range(len(moment))]
             return host_tensor(each, torch.int64)
@@ -284,8 +284,8 @@ def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
     return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
-def _misread(name: str, key: str, found: Tensor, right: str) -> ValueError:
+def _misread(name: str, key: str, value: Tensor, right: str) -> ValueError:
     return ValueError(
-        f"{name}: its {key} is {found.dtype} on {found.device} with strides {found.stride()}, and must be {right}; "
+        f"{name}: its {key} is {value.dtype} on {value.device} with strides {value.stride()}, and must be {right}; "
         f"make the optimizer after moving the model, or move its state along"
     )

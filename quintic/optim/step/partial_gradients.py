@@ -38,7 +38,9 @@ class Cut(NamedTuple):
     def has_copies(self, param: Any) -> bool:
         """Return whether ranks have copies of an addend, which differ if one of them counts as zeros."""
         sizes = param.device_mesh.shape
-        return any(found.is_replicate() and size > 1 for found, size in zip(self.placements, sizes, strict=True))
+        return any(
+            placement.is_replicate() and size > 1 for placement, size in zip(self.placements, sizes, strict=True)
+        )
 
 
 def cut_of(param: Any) -> Cut | None:

@@ -60,8 +60,10 @@ class PlainPasses:
         """Step the weights."""
         group, active = self._group, self._active
         whole = active.masters()
-        found = self._places.blocks(active, group.view, *([active.params] if whole is None else [active.params, whole]))
-        weights, masters = found[0], found[-1]
+        blocks = self._places.blocks(
+            active, group.view, *([active.params] if whole is None else [active.params, whole])
+        )
+        weights, masters = blocks[0], blocks[-1]
         counts = list(map(len, weights))
         shape = weights[0].shape[1:]
         updates: Sequence[Tensor] = update.view(len(update), *shape).split(counts)

@@ -72,11 +72,11 @@ class Runner:
     ) -> None:
         orders = orders.resolved(groups)
         layouts = [layouts_of(group) for group in groups]
-        travels = [travelling(group, found) for group, found in zip(groups, layouts, strict=True)]
+        travels = [travelling(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
         choices = choose_ways(groups, travels, communicators.hosts)
         travels = divided_layouts(groups, travels, choices, communicators.hosts, this_rank())
         self.agreements = Agreements(groups, layouts, travels, choices, communicators, orders)
-        divided = [dividing_ranks(group, found) for group, found in zip(groups, layouts, strict=True)]
+        divided = [dividing_ranks(group, of_group) for group, of_group in zip(groups, layouts, strict=True)]
         dividing = {number: ranks for number, ranks in enumerate(divided) if ranks}
         told = [choice for choice in choices.values() if this_rank() in choice.ranks]
         self.plan = build_plan(groups, travels, this_rank(), dividing, orders, told)

@@ -109,9 +109,9 @@ class Table:
 
     def gradient(self) -> Tensor | None:
         """Return this rank's gradient, contiguous."""
-        found = self.param.grad if self._held is None else self._held[0]
+        gradient = self.param.grad if self._held is None else self._held[0]
         # What is held has the parameter's strides.
-        return None if found is None else dense_gradient(self.param, found, self.name).detach()
+        return None if gradient is None else dense_gradient(self.param, gradient, self.name).detach()
 
     def is_sparse(self) -> bool:
         """Return whether touched rows travel in this step, the same on all ranks; waits until all have sent counts."""
@@ -216,7 +216,7 @@ class AnnouncedRows:
 
     def adopt(self, buckets: Iterable[Bucket], groups: Sequence[Group]) -> None:
         """Find the tables of a new plan; those known before keep what was announced."""
-        found: dict[tuple[int, int], Table] = {}
+        tables: dict[tuple[int, int], Table] = {}
         for bucket in buckets:
             if isinstance(bucket, DividedTable):
                 part = bucket.parts[0]
@@ -225,8 +225,8 @@ class AnnouncedRows:
                 known = (bucket.rows, bucket.ranks, bucket.device)
                 if table is None or (table.division, table.ranks, table.device) != known:
                     table = Table(part.name, param, bucket.group, bucket)
-                found[bucket.group, part.index] = table
-        self.tables = {table.param: table for _, table in sorted(found.items())}
+                tables[bucket.group, part.index] = table
+        self.tables = {table.param: table for _, table in sorted(tables.items())}
 
     def announce(
         self,
@@ -240,11 +240,11 @@ class AnnouncedRows:
     ) -> None:
         """See `Muon.announce_rows`; marks are sent at once only where ranks have compared their plans (`may_send`)."""
         self.check(wait=False)
-        found = _found(groups, param)
+        target = _parameter_meant(groups, param)
         if not isinstance(rows, Tensor) or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
             what = f"a {type(rows).__name__}" if not isinstance(rows, Tensor) else f"of dtype {rows.dtype}"
             raise TypeError(f"rows announced are {what}: they must be a tensor of integers, the numbers of rows")
-        table = self.tables.get(found)
+        table = self.tables.get(target)
         if table is None:
             return
         _check_no_capture(table)
@@ -313,7 +313,7 @@ def _numbers(rows: Tensor, table: Table) -> Tensor:
     return upload(rows, table.param.device)
 
 
-def _found(groups: Sequence[Group], param: Tensor | str) -> Tensor:
+def _parameter_meant(groups: Sequence[Group], param: Tensor | str) -> Tensor:
     """Return the parameter that is meant; a ValueError if there is none, or its group has another `comms`."""
     group, index = found_parameter(groups, param, "rows were announced for")
     if group.comms != "sharded_sparse":

@@ -111,7 +111,7 @@ class Measured(NamedTuple):
 
 def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[MatrixTelemetry]]:
     """Return the measurements of all buckets by parameter, in the order of its matrices; waits for the device."""
-    found: dict[str, dict[int, MatrixTelemetry]] = {}
+    by_name: dict[str, dict[int, MatrixTelemetry]] = {}
     for members, values, stepped in chain.from_iterable(kinds.values() for kinds in measured.values()):
         flags = repeat(1) if stepped is None else iter(stepped.expand(len(values)).tolist())
         rows = iter(values.tolist())
@@ -119,10 +119,10 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
             for number in range(member.first_matrix, member.first_matrix + member.num_matrices):
                 rms, mean, spread, rank = next(rows)
                 if next(flags):
-                    found.setdefault(member.name, {})[number] = MatrixTelemetry(
+                    by_name.setdefault(member.name, {})[number] = MatrixTelemetry(
                         update_rms=rms, mean_squared_sigma=mean, sigma_spread=spread, effective_rank=rank
                     )
-    return {name: [matrices[number] for number in sorted(matrices)] for name, matrices in found.items()}
+    return {name: [matrices[number] for number in sorted(matrices)] for name, matrices in by_name.items()}
 
 
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:

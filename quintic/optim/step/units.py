@@ -33,14 +33,14 @@ class UnitsStep(BucketStep):
     def moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
         if self._moments is None:
-            found: list[list[Tensor]] = [[] for _ in self.bucket.units.kinds]
+            moments: list[list[Tensor]] = [[] for _ in self.bucket.units.kinds]
             for unit in self.bucket.units.everywhere:
                 param = self.group.params[unit.index]
                 state = self._common.state[param]["second_momentum_buffer"]
                 blocks = second_moments(state, param.shape, self.group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
-                    found[kind].append(blocks[block][matrix : matrix + 1])
-            self._moments = found
+                    moments[kind].append(blocks[block][matrix : matrix + 1])
+            self._moments = moments
         return self._moments
 
     def scales(self) -> Tensor:
@@ -63,18 +63,18 @@ class UnitsStep(BucketStep):
             matrices = block.flatten(1, 2)
             if bucket.kernels == "torch":
                 matrices = matrices.contiguous()
-            found = scales[:, number].view(-1, 1, 1)
+            factor = scales[:, number].view(-1, 1, 1)
             if len(matrices):
                 of_kind = None if moments is None else moments[number]
                 members = units.own_matrices[number]
-                update, found = self.updated(members, matrices, kind.form, found, of_kind, go, number)
+                update, factor = self.updated(members, matrices, kind.form, factor, of_kind, go, number)
             else:
                 # Not a part of the directions, which it would keep alive.
                 update = torch.empty_like(matrices, dtype=update_dtype(kind.form, bucket.dtype))
                 if normalizes:
-                    found = scales.new_empty((0, *factor_shape(kind)))
+                    factor = scales.new_empty((0, *factor_shape(kind)))
             updates.append(update)
-            factors.append(found)
+            factors.append(factor)
         return _joined(updates, units), factors
 
 
@@ -131,7 +131,7 @@ def beside_decay(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     They are given as (units, m or 1, n or 1) for each kind, and (units, kinds).
     """
     columns = scales.view(*scales.shape, 1, 1).unbind(1)
-    return [torch.cat([found, scale.expand_as(found)]) for found, scale in zip(factors, columns, strict=True)]
+    return [torch.cat([factor, scale.expand_as(factor)]) for factor, scale in zip(factors, columns, strict=True)]
 
 
 def factors_over(factors: Sequence[Tensor], units: Units, piece: Box | None) -> Tensor:
@@ -150,8 +150,8 @@ def factors_over(factors: Sequence[Tensor], units: Units, piece: Box | None) -> 
         values = whole.reshape(count, *units.shape)
     else:
         values = factors[0].new_empty((count, *units.shape))
-        for block, found in zip(_blocks(values, units), factors, strict=True):
-            over = found.unsqueeze(1) if found.shape[1] == 1 else found.unflatten(1, block.shape[1:3])
+        for block, factor in zip(_blocks(values, units), factors, strict=True):
+            over = factor.unsqueeze(1) if factor.shape[1] == 1 else factor.unflatten(1, block.shape[1:3])
             block.copy_(over)
     return as_rows(values if piece is None else values[(slice(None), *(slice(start, stop) for start, stop in piece))])
 

@@ -98,17 +98,17 @@ def run_reference(optimizer: Muon, roundings: Roundings | None) -> None:
     optimizer.runner.agreements.check_sums(pending_steps)
     everything, early = optimizer.current.parameters(), optimizer.current.early.fresh()
     # Ranks of one process group meet the same parameters in the same order.
-    parameters = [found for found in everything if pending_steps[found.group.number] == 0]
+    parameters = [parameter for parameter in everything if pending_steps[parameter.group.number] == 0]
     is_finite = _all_finite(optimizer, everything, parameters)
     states = optimizer.state
-    for found in parameters:
+    for parameter in parameters:
         # All ranks must ask, whatever they know themselves.
-        cut = _partial_cut(found)
-        is_stepped = _is_stepped(found, cut is not None and not cut.has_copies(found.param))
-        if is_stepped and (is_finite or found.group.on_nonfinite == "propagate"):
-            gradient = _gradient_of(found, cut, early.get(found.group.number))
-            with state_on_device(found.param, states[found.param]) as state:
-                _step_parameter(found, gradient, state, roundings)
+        cut = _partial_cut(parameter)
+        is_stepped = _is_stepped(parameter, cut is not None and not cut.has_copies(parameter.param))
+        if is_stepped and (is_finite or parameter.group.on_nonfinite == "propagate"):
+            gradient = _gradient_of(parameter, cut, early.get(parameter.group.number))
+            with state_on_device(parameter.param, states[parameter.param]) as state:
+                _step_parameter(parameter, gradient, state, roundings)
     for group, pending in zip(optimizer.param_groups, pending_steps, strict=True):
         group["pending_steps"] = pending % group["step_every"]
     for tie in ties:
@@ -120,10 +120,14 @@ def _all_finite(optimizer: Muon, everything: list[Parameter], due: list[Paramete
 
     All of these ranks must call it, with all of their parameters and those that are stepped now.
     """
-    asking = [found for found in due if found.group.on_nonfinite != "propagate"]
+    asking = [parameter for parameter in due if parameter.group.on_nonfinite != "propagate"]
     bad = [f for f in asking if f.param.grad is not None and not local_tensor(f.param.grad).isfinite().all()]
-    is_raised = any(found.group.on_nonfinite == "raise" for found in asking)
-    groups = {found.ranks: (found.process_group, found.param) for found in everything if found.layout is not None}
+    is_raised = any(parameter.group.on_nonfinite == "raise" for parameter in asking)
+    groups = {
+        parameter.ranks: (parameter.process_group, parameter.param)
+        for parameter in everything
+        if parameter.layout is not None
+    }
     for group in optimizer.current.groups:
         bound = bound_ranks(group)
         if bound:
@@ -152,42 +156,46 @@ def _least_of_connected(
     return flags
 
 
-def _partial_cut(found: Parameter) -> Cut | None:
+def _partial_cut(parameter: Parameter) -> Cut | None:
     """Return the cut of a `DTensor`'s gradient on the ranks that have one, if it is a sum still to be made."""
-    if found.process_group is None or not hasattr(found.param, "device_mesh"):
+    if parameter.process_group is None or not hasattr(parameter.param, "device_mesh"):
         return None
-    return next((cut for cut in all_gather_values(cut_of(found.param), found.process_group) if cut), None)
+    return next((cut for cut in all_gather_values(cut_of(parameter.param), parameter.process_group) if cut), None)
 
 
-def _is_stepped(found: Parameter, may_lack_addends: bool) -> bool:
+def _is_stepped(parameter: Parameter, may_lack_addends: bool) -> bool:
     """Return whether all ranks have a gradient; where gradients are averaged or sums of addends, whether any has."""
-    one_is_enough: bool = may_lack_addends or found.group.comms in AVERAGING
-    flag = torch.tensor((found.param.grad is None) == one_is_enough, dtype=torch.int32, device=found.param.device)
-    if found.process_group is not None:
-        all_agree_(flag, found.process_group)
+    one_is_enough: bool = may_lack_addends or parameter.group.comms in AVERAGING
+    flag = torch.tensor(
+        (parameter.param.grad is None) == one_is_enough, dtype=torch.int32, device=parameter.param.device
+    )
+    if parameter.process_group is not None:
+        all_agree_(flag, parameter.process_group)
     return bool(flag) is not one_is_enough
 
 
-def _gradient_of(found: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
+def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -> Tensor:
     """Return this rank's box of the gradient, averaged over ranks where the optimizer does that."""
-    if cut is not None and found.param.grad is None:
-        param: Any = found.param
+    if cut is not None and parameter.param.grad is None:
+        param: Any = parameter.param
         return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
-    (gradient,) = local_gradients([found.param])
+    (gradient,) = local_gradients([parameter.param])
     if gradient is not None:
-        reject_sparse(found.name, gradient)
-    if found.group.comms not in AVERAGING or found.process_group is None:
+        reject_sparse(parameter.name, gradient)
+    if parameter.group.comms not in AVERAGING or parameter.process_group is None:
         assert gradient is not None
         return gradient
     if early is not None and early.own is not None:
-        return found.whole_of_parts(early.own[found.param])
+        return parameter.whole_of_parts(early.own[parameter.param])
     if early is not None:
-        return early.lent[found.param] if gradient is None else gradient
+        return early.lent[parameter.param] if gradient is None else gradient
     if gradient is None:
-        gradient = torch.zeros_like(found.param)
-    if found.divided is not None:
-        gradient = gradient.to(found.param.dtype)  # as it travels
-    everyone = all_gather_uneven(gradient.reshape(-1), [gradient.numel()] * len(found.ranks), found.process_group)
+        gradient = torch.zeros_like(parameter.param)
+    if parameter.divided is not None:
+        gradient = gradient.to(parameter.param.dtype)  # as it travels
+    everyone = all_gather_uneven(
+        gradient.reshape(-1), [gradient.numel()] * len(parameter.ranks), parameter.process_group
+    )
     total = torch.zeros_like(everyone[0], dtype=torch.promote_types(gradient.dtype, torch.float32))
     for one in everyone:
         total += one
@@ -197,25 +205,25 @@ def _gradient_of(found: Parameter, cut: Cut | None, early: OfGroup | None) -> Te
 
 
 def _step_parameter(
-    found: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
+    parameter: Parameter, gradient: Tensor, state: Mapping[str, Tensor], roundings: Roundings | None
 ) -> None:
-    local = {"weight": local_tensor(found.param), **{key: local_tensor(value) for key, value in state.items()}}
-    is_adamw = found.group.algorithm == "adamw"
-    if is_adamw and found.divided is None:
-        _step_adamw(local, gradient, found.group)
+    local = {"weight": local_tensor(parameter.param), **{key: local_tensor(value) for key, value in state.items()}}
+    is_adamw = parameter.group.algorithm == "adamw"
+    if is_adamw and parameter.divided is None:
+        _step_adamw(local, gradient, parameter.group)
         return
-    whole = {key: found.whole_of(key, value) for key, value in local.items() if key not in _UNCUT}
+    whole = {key: parameter.whole_of(key, value) for key, value in local.items() if key not in _UNCUT}
     # The gradient may lie otherwise in memory than the weight.
-    whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(found.whole(gradient))
+    whole["gradient"] = torch.empty_like(whole["weight"], dtype=gradient.dtype).copy_(parameter.whole(gradient))
     buffer = local.get("second_momentum_buffer")
-    second = None if buffer is None else found.whole_second_moments(buffer)
+    second = None if buffer is None else parameter.whole_second_moments(buffer)
     if is_adamw:
-        _step_adamw({"step": local["step"], **whole}, whole["gradient"], found.group)
+        _step_adamw({"step": local["step"], **whole}, whole["gradient"], parameter.group)
     else:
-        _step_matrices(found, whole, second, roundings)
+        _step_matrices(parameter, whole, second, roundings)
     for key, value in local.items():
         if key not in _UNCUT and value.numel():
-            value.copy_(found.local_of(key, whole[key]))
+            value.copy_(parameter.local_of(key, whole[key]))
     if buffer is not None and second is not None:
         buffer.copy_(second)
 
@@ -239,10 +247,10 @@ def _step_adamw(local: Mapping[str, Tensor], gradient: Tensor, group: Group) -> 
 
 
 def _step_matrices(
-    found: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
+    parameter: Parameter, whole: Mapping[str, Tensor], second: Tensor | None, roundings: Roundings | None
 ) -> None:
     """Step the whole weight, momentum and master, one matrix after the other."""
-    view: View = found.group.view
+    view: View = parameter.group.view
     # Copies, whether or not a view's matrices share memory with the tensor.
     batches = {key: [batch.clone() for batch in view.batches(tensor)] for key, tensor in whole.items()}
     moments = None if second is None else second_moments(second, whole["weight"].shape, view)
@@ -253,9 +261,9 @@ def _step_matrices(
             if moments is not None:
                 matrix["second_moment"] = moments[block][index : index + 1]
             if matrix["weight"].numel():
-                rounding = _step_matrix(matrix, number, found.group, measure=roundings is not None)
+                rounding = _step_matrix(matrix, number, parameter.group, measure=roundings is not None)
                 if roundings is not None and rounding is not None:
-                    roundings[found.param, number] = rounding
+                    roundings[parameter.param, number] = rounding
             number += 1
     for key, batch in batches.items():
         view.write_(whole[key], batch)
@@ -305,10 +313,10 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
         terms = matrix["gradient"].abs().to(arithmetic) + momentum.abs()
         moved = [shaken(direction, terms, pattern) for pattern in range(_PATTERNS)]
         # Rounded as well: of a small matrix a single product may be nearly exact by chance.
-        forms += [(found, precision) for found in moved for precision in (wide, form)]
+        forms += [(nearby, precision) for nearby in moved for precision in (wide, form)]
     changes, moments = [], []
-    for found, precision in forms:
-        result = apply_form(found, precision, "torch")
+    for nearby, precision in forms:
+        result = apply_form(nearby, precision, "torch")
         result_factor = scale
         if before is not None:
             moments.append(before.clone())

@@ -108,14 +108,14 @@ def badness(difference: Difference) -> tuple[float, str, str, int]:
 
 def merged(answers: Sequence[Answer]) -> Verification:
     """Return the report of what all ranks found."""
-    found: dict[tuple[str, str, int | None], Difference] = {}
+    differences: dict[tuple[str, str, int | None], Difference] = {}
     num_matrices: dict[str, int] = {}
     for answer in answers:
         num_matrices |= answer.num_matrices
         for difference in answer.differences:
             key = (difference.name, difference.tensor, difference.matrix)
-            found[key] = _together(found[key], difference) if key in found else difference
-    ordered = sorted(found.values(), key=badness)
+            differences[key] = _together(differences[key], difference) if key in differences else difference
+    ordered = sorted(differences.values(), key=badness)
     problems = [*(text for answer in answers for text in answer.problems), *_disagreements(answers)]
     return Verification(
         num_ranks=len(answers),

@@ -100,15 +100,15 @@ def verify(
         kept.restore()
         kept.make_due()
         run_reference(optimizer, roundings)
-        found, stepped = _compare(optimizer, kept.values, taken, roundings)
+        differences, stepped = _compare(optimizer, kept.values, taken, roundings)
     finally:
         kept.restore()
         for param in given:
             param.grad = None
     renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
-    found = [replace(difference, name=renamed[difference.name]) for difference in found]
+    differences = [replace(difference, name=renamed[difference.name]) for difference in differences]
     stepped = {renamed[name]: count for name, count in stepped.items()}
-    answer = Answer(found, stepped, problems, _options(optimizer, names))
+    answer = Answer(differences, stepped, problems, _options(optimizer, names))
     return merged(all_gather_values(answer, process_group))
 
 
@@ -130,9 +130,9 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
         for group in optimizer.param_groups
     ]
     return {
-        (names.get(found.param, found.name), found.ranks): of_groups[found.group.number]
-        for found in optimizer.current.parameters()
-        if found.layout is not None
+        (names.get(parameter.param, parameter.name), parameter.ranks): of_groups[parameter.group.number]
+        for parameter in optimizer.current.parameters()
+        if parameter.layout is not None
     }
 
 
@@ -150,15 +150,15 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
     if any(all_gather_values(has_gradients, process_group)):
         return []
     given = []
-    for number, found in enumerate(optimizer.current.parameters()):
-        box = None if found.layout is None else found.layout.box_of(this_rank())
+    for number, parameter in enumerate(optimizer.current.parameters()):
+        box = None if parameter.layout is None else parameter.layout.box_of(this_rank())
         # Of its own, so that the user's generators do not notice.
-        of_rank = this_rank() if found.group.comms in AVERAGING else None
+        of_rank = this_rank() if parameter.group.comms in AVERAGING else None
         generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
-        found.param.grad = torch.zeros_like(found.param)
-        local = local_tensor(found.param.grad)
+        parameter.param.grad = torch.zeros_like(parameter.param)
+        local = local_tensor(parameter.param.grad)
         local.copy_(torch.randn(local.shape, generator=generator, device="cpu"))
-        given.append(found.param)
+        given.append(parameter.param)
     return given
 
 
@@ -173,41 +173,41 @@ def _compare(
     differences: list[Difference] = []
     stepped: dict[str, int] = {}
     states = optimizer.state
-    for found in optimizer.current.parameters():
+    for parameter in optimizer.current.parameters():
         # State may be in host memory.
         expected, first, second = (
-            {key: value.to(found.param.device) for key, value in values.items()}
-            for values in (local_values(states, found.param), before[found.param], taken[found.param])
+            {key: value.to(parameter.param.device) for key, value in values.items()}
+            for values in (local_values(states, parameter.param), before[parameter.param], taken[parameter.param])
         )
-        if found.group.algorithm == "muon":
-            differences += _compare_matrices(found, expected, second, first, roundings)
-        elif found.param.grad is not None or found.divided is not None:
-            differences += _compare_adamw(found, expected, second, first)
-        if found.param.grad is not None:
-            shapes = found.group.view.shapes(found.param.shape) if found.group.algorithm == "muon" else ()
-            stepped[found.name] = sum(count for count, _, _ in shapes)
+        if parameter.group.algorithm == "muon":
+            differences += _compare_matrices(parameter, expected, second, first, roundings)
+        elif parameter.param.grad is not None or parameter.divided is not None:
+            differences += _compare_adamw(parameter, expected, second, first)
+        if parameter.param.grad is not None:
+            shapes = parameter.group.view.shapes(parameter.param.shape) if parameter.group.algorithm == "muon" else ()
+            stepped[parameter.name] = sum(count for count, _, _ in shapes)
     return sorted(differences, key=badness)[:_MOST_REPORTED], stepped
 
 
 def _compare_adamw(
-    found: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
+    parameter: Parameter, expected: Mapping[str, Tensor], taken: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     """Yield the differences of what this rank holds. All ranks that share the parameter must call it."""
     for key in ("weight", "exp_avg", "exp_avg_sq", "step"):
-        old, right, mine = (_value(found, values, key) for values in (before, expected, taken))
+        old, right, mine = (_value(parameter, values, key) for values in (before, expected, taken))
         if right.numel() == 0:
             continue
         if key == "weight":
-            allowed = _allowed_change(found.group, old, right, _ADAMW * found.group.learning_rate)
+            allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.learning_rate)
             scale = largest(right - old)
         else:
             allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
             scale = largest(right)
-        yield _difference(found, key, right, mine, allowed, scale)
+        yield _difference(parameter, key, right, mine, allowed, scale)
 
 
 def _compare_matrices(
-    found: Parameter,
+    parameter: Parameter,
     expected: Mapping[str, Tensor],
     taken: Mapping[str, Tensor],
     before: Mapping[str, Tensor],
@@ -217,67 +217,71 @@ def _compare_matrices(
 
     All ranks that share the parameter must call it.
     """
-    view, shape = found.group.view, found.param.shape
+    view, shape = parameter.group.view, parameter.param.shape
     numbers = [(block, index) for block, (count, _, _) in enumerate(view.shapes(shape)) for index in range(count)]
-    holders = found.holders() if found.divided is not None else {}
+    holders = parameter.holders() if parameter.divided is not None else {}
     for key in ("weight", "momentum_buffer"):
-        gather = found.whole if key == "weight" else partial(found.whole_of, key)
-        wholes = [gather(_value(found, values, key)) for values in (before, expected, taken)]
+        gather = parameter.whole if key == "weight" else partial(parameter.whole_of, key)
+        wholes = [gather(_value(parameter, values, key)) for values in (before, expected, taken)]
         batches = [view.batches(whole) for whole in wholes]
         for number, (block, index) in enumerate(numbers):
             old, right, mine = (batch[block][index] for batch in batches)
-            is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), found.ranks)
+            is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
             change = largest(right - old)
             if key == "weight":
                 # A parameter that was not stepped has not changed.
-                rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+                rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
                 slack = _ROUNDINGS * rounding.update + _CHANGE * change
-                multipliers = found.group.lr_multipliers
-                own = lr_scale_factor(found.group.lr_scale, *right.shape) * (multipliers[number] if multipliers else 1)
-                decay_factor = abs(own) if found.group.scale_decay else 1.0
-                allowed = _allowed_change(found.group, old, right, slack, decay_factor)
+                multipliers = parameter.group.lr_multipliers
+                own = lr_scale_factor(parameter.group.lr_scale, *right.shape) * (
+                    multipliers[number] if multipliers else 1
+                )
+                decay_factor = abs(own) if parameter.group.scale_decay else 1.0
+                allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
             else:
                 allowed = _allowed_state(right, old)
             scale = change if key == "weight" else largest(right)
-            one = _difference(found, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
+            one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
-            yield replace(one, ranks=_ranks(found, wholes[1], block, index, wrong))
-    key, holders = "second_momentum_buffer", found.holders()
+            yield replace(one, ranks=_ranks(parameter, wholes[1], block, index, wrong))
+    key, holders = "second_momentum_buffer", parameter.holders()
     if key not in expected:
         return
     all_right, all_mine = (second_moments(values[key], shape, view) for values in (expected, taken))
     for number, (block, index) in enumerate(numbers):
         right, mine = all_right[block][index], all_mine[block][index]
         # Of matrices that another rank alone holds this one has none.
-        if right.numel() == 0 or this_rank() not in holders.get((block, index), found.ranks):
+        if right.numel() == 0 or this_rank() not in holders.get((block, index), parameter.ranks):
             continue
-        rounding = roundings.get((found.param, number), Rounding(0.0, 0.0))
+        rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
         allowed = _allowed_state(right, right) + _ROUNDINGS * rounding.second_moment
-        yield _difference(found, key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers))
+        yield _difference(
+            parameter, key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
+        )
 
 
-def _ranks(found: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
+def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
     """Return the ranks that hold wrong entries of a matrix; None for any entries."""
-    if len(found.own_copy) == 1:
-        return found.own_copy
+    if len(parameter.own_copy) == 1:
+        return parameter.own_copy
     marks = torch.zeros_like(whole, dtype=torch.bool)
-    batches = [batch.clone() for batch in found.group.view.batches(marks)]
+    batches = [batch.clone() for batch in parameter.group.view.batches(marks)]
     batches[block][index] = True if wrong is None else wrong
-    found.group.view.write_(marks, batches)
-    return tuple(rank for rank in found.own_copy if bool(found.piece(marks, rank).any()))
+    parameter.group.view.write_(marks, batches)
+    return tuple(rank for rank in parameter.own_copy if bool(parameter.piece(marks, rank).any()))
 
 
-def _value(found: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
+def _value(parameter: Parameter, values: Mapping[str, Tensor], key: str) -> Tensor:
     """Return a state, or the value behind a weight: what this rank has. All ranks that share it must call it."""
     if key != "weight":
         return values[key]
     of_master = master_key(values)
-    if of_master is None or found.divided is None:
+    if of_master is None or parameter.divided is None:
         return full_precision(values[key], None if of_master is None else values[of_master])
     # Of this rank's weight, whose master others have.
-    return full_precision(values[key], found.whole_of(of_master, values[of_master]))
+    return full_precision(values[key], parameter.whole_of(of_master, values[of_master]))
 
 
 def _allowed_change(group: Group, old: Tensor, right: Tensor, slack: float, scale: float = 1.0) -> Tensor:
@@ -305,7 +309,7 @@ def _allowed_state(right: Tensor, old: Tensor) -> Tensor:
 
 
 def _difference(
-    found: Parameter,
+    parameter: Parameter,
     key: str,
     right: Tensor,
     mine: Tensor,
@@ -321,7 +325,7 @@ def _difference(
     apart = (right.to(wide) - mine.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)
     absolute = float(apart.max())
     return Difference(
-        name=found.name,
+        name=parameter.name,
         tensor=key,
         matrix=matrix,
         num_matrices=num_matrices,

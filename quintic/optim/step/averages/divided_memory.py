@@ -69,8 +69,8 @@ class DividedMemory(BucketMemory):
         """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
         gradients: Sequence[Tensor | None] = local.gradients
         if local.missing:
-            found = dict(zip(local.params, local.gradients, strict=True))
-            gradients = [found.get(param) for param in self.params]
+            by_param = dict(zip(local.params, local.gradients, strict=True))
+            gradients = [by_param.get(param) for param in self.params]
         return self.averaging.start_mean(gradients, group)
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:

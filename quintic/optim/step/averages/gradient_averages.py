@@ -93,15 +93,15 @@ class EarlyAverages:
 
     def of_bucket(self, bucket: Divided) -> Tensor | None:
         """Return the averages of the parts of a bucket that this rank owns, if the step takes them as they are."""
-        found = self.of_step.get(bucket.group)
-        return None if found is None else found.of_bucket(bucket)
+        averages = self.of_step.get(bucket.group)
+        return None if averages is None else averages.of_bucket(bucket)
 
     def fresh(self) -> dict[int, OfGroup]:
         """Return the averages that hold.
 
         Where gradients of one group were touched, none do: a rank that has no gradients in that group cannot see it.
         """
-        if self._groups and not all(found.is_fresh for found in self._groups.values()):
+        if self._groups and not all(averages.is_fresh for averages in self._groups.values()):
             self._groups = {}
         return dict(self._groups)
 
@@ -112,8 +112,8 @@ class EarlyAverages:
 
     def renew(self) -> None:
         """Take gradients as they are now for those that the averages belong to."""
-        for found in self._groups.values():
-            found.renew()
+        for averages in self._groups.values():
+            averages.renew()
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Forget those of some groups."""
@@ -139,9 +139,9 @@ class GradientAverages:
         self._groups, self._communicators, self._early = groups, communicators, early
         self._divided = divided
         self._ranks = {
-            number: ranks_of(found)
-            for number, (group, found) in enumerate(zip(groups, layouts, strict=True))
-            if group.comms in AVERAGING and any(found)
+            number: ranks_of(of_group)
+            for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
+            if group.comms in AVERAGING and any(of_group)
         }
         """The ranks of the groups whose gradients differ among ranks."""
         self._lent: list[Tensor] = []
@@ -181,10 +181,10 @@ class GradientAverages:
 
     def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average gradients before the next step, see `Runner.average_early`."""
-        found = self._early.fresh()
+        averages = self._early.fresh()
         due = [number for number in numbers if number in self._ranks]
         for number in due:
-            if number in found:
+            if number in averages:
                 continue
             params = self._groups[number].params
             if self._groups[number].comms == "replicated":
@@ -193,17 +193,17 @@ class GradientAverages:
                     lent = {param: param.grad for param in self._lent if param.grad is not None}
                 finally:
                     self._take_back()
-                found[number] = OfGroup(params, lent)
+                averages[number] = OfGroup(params, lent)
                 continue
             memories = [memory for memory in self._divided if memory.bucket.group == number]
             numels = [0] * len(params)
             for part in chain.from_iterable(memory.bucket.own for memory in memories):
                 numels[part.index] += part.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
-            found[number] = OfGroup(params, {}, own)
-            run_overlapping([self._average_bucket(memory, found[number]) for memory in memories])
-        self._early.keep(found)
-        return {number: found[number] for number in due}
+            averages[number] = OfGroup(params, {}, own)
+            run_overlapping([self._average_bucket(memory, averages[number]) for memory in memories])
+        self._early.keep(averages)
+        return {number: averages[number] for number in due}
 
     def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
         wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
@@ -236,13 +236,13 @@ class GradientAverages:
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
             together.setdefault((tensor.dtype, tensor.device), []).append(index)
-        found = []
+        averagings = []
         for (dtype, device), indices in together.items():
             key = number, dtype, tuple(indices)
             if key not in self._averagings:
                 self._averagings[key] = self._new_averagings(number, indices, dtype, device)
-            found.append(self._averagings[key])
-        return found
+            averagings.append(self._averagings[key])
+        return averagings
 
     def _new_averagings(
         self, number: int, indices: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -250,14 +250,14 @@ class GradientAverages:
         group, ranks = self._groups[number], self._ranks[number]
         kernels, position = choose_kernels(group.kernels, group.params[indices[0]]), ranks.index(this_rank())
         numels = [group.params[index].numel() for index in indices]
-        found, stages = [], []
+        averagings, stages = [], []
         for places, owned, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
             averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
-            found.append((averaging, [indices[place] for place in places]))
+            averagings.append((averaging, [indices[place] for place in places]))
             counts, most = averaging.counts, averaging.most
             stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
         self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
-        return found
+        return averagings
 
     def _take_back(self) -> None:
         for param in self._lent:

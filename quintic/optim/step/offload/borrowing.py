@@ -89,7 +89,7 @@ class HostedMatrices:
             self._members,
             params,
             self._blocks(active.gradients, active.members),
-            [dict(zip(self._keys, found, strict=True)) for found in zip(*twins, strict=True)],
+            [dict(zip(self._keys, values, strict=True)) for values in zip(*twins, strict=True)],
             active.num_matrices,
         )
 

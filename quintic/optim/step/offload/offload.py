@@ -153,8 +153,8 @@ class Offload:
     def _new_ring(self, device: torch.device, kind: int) -> Ring:
         if device not in self._copies:
             self._copies[device] = Copies(device)
-        found = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
-        number, size = buffers(found, kind)
+        offloaded = [b.offloaded for b in self.plan if b.offloaded is not None and b.device == device]
+        number, size = buffers(offloaded, kind)
         return Ring(self._copies[device], size, max(1, number))
 
 
@@ -163,8 +163,8 @@ def _states_of(bucket: Bucket, params: Sequence[Tensor], state: State) -> list[d
     if isinstance(bucket, Divided):
         owned = [(part, params[part.index]) for part in bucket.own]
         return [state_of_part(state[param], part, param) for part, param in owned]
-    found = [state[params[member.index]] for member in bucket.members]
-    return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in found]
+    states = [state[params[member.index]] for member in bucket.members]
+    return [{key: local_tensor(value) for key, value in of_param.items()} for of_param in states]
 
 
 def _size(bucket: Bucket, group: Group, divided: Mapping[Tensor, DividedState]) -> Offloaded:
