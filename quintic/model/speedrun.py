@@ -8,7 +8,7 @@ dimension. Where this model departs from the race's:
 - nothing crosses a document's start: there smear, key offset and bigrams look one document back, later targets ahead;
 - paired heads are h and h + H/2, also for their rotary positions (there, positions alternate between neighbours);
 - the channels that rotate together are D/4 apart, and not neighbours: a permutation;
-- banks have no padding, coefficients no unused entries, products of MLPs 16 bits.
+- banks have no padding, coefficients no unused entries.
 """
 
 from collections.abc import Sequence
@@ -209,7 +209,7 @@ class SpeedrunGPT(nn.Module):
         if prefixes is not None:
             weights = torch.cat([weights, target_weights(prefix_weight, inputs.device)])
         fp8 = None
-        if config.fp8_head and self.training and torch.is_grad_enabled():
+        if config.fp8_head and self._learns():
             fp8 = Fp8Scales(*(x_TC.new_full((), scale, dtype=torch.float32) for scale in _FP8_SCALES))
         return softcap_cross_entropy(
             x_TC,
@@ -222,6 +222,10 @@ class SpeedrunGPT(nn.Module):
             fp8=fp8,
             reduction=reduction,
         )
+
+    def _learns(self) -> bool:
+        """Return whether a backward pass may follow: only then products are in 8 bits."""
+        return self.training and torch.is_grad_enabled()
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return the row of these tokens: documents, rotary angles and masks for all layers."""
@@ -339,7 +343,7 @@ class SpeedrunGPT(nn.Module):
             mixes = F.pad(torch.stack([self.residual_scales, self.output_scales], dim=1), (0, 2)).unbind()
         next_scale, next_mix, found = iter(scales), iter(mixes), []
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
-            weights = BlockWeights(up, down)
+            weights = BlockWeights(up, down, fp8=config.fp8_mlp and self._learns())
             if plan.attends:
                 table = plan.value_table
                 weights = weights._replace(

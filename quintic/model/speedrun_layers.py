@@ -180,6 +180,7 @@ class BlockWeights(NamedTuple):
 
     up: Tensor  # (4C, C)
     down: Tensor  # (4C, C), transposed
+    fp8: bool  # whether the MLP multiplies in 8 bits forward
     mlp_mix: Tensor | None = None  # (4,), scales of the stream and of what the MLP adds first
     attention_mix: Tensor | None = None  # likewise
     attention: tuple[Tensor, Tensor, Tensor] | None = None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
@@ -300,7 +301,8 @@ def finish_layer(
     """
     if attended is not None:
         x_TC = _after_attention(plan, weights, x_TC, gates, *attended)
-    return _joined("mlp", x_TC, mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT), weights.mlp_mix, gates)
+    out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=weights.fp8)
+    return _joined("mlp", x_TC, out_TC, weights.mlp_mix, gates)
 
 
 def _after_attention(

@@ -63,6 +63,7 @@ class SpeedrunConfig:
     prefix_tokens: bool = True  # the loss predicts the longest token that a target begins with, too: `set_prefixes`
     tied: bool = True  # head and embedding are one matrix until untied; the optimizer's side copies one to the other
     fp8_head: bool = False  # products of the head in 8 bits in training, with the race's constant scales
+    fp8_mlp: bool = False  # forward products of the MLPs in 8 bits in training, with scales from their weights
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""

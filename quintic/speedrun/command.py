@@ -31,9 +31,9 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
     hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
-    without_fp8 = model.fp8_head and not multiplies_fp8(hardware.device)
+    without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
-        model = replace(model, fp8_head=False)
+        model = replace(model, fp8_head=False, fp8_mlp=False)
     data = ranks.once_per_host(
         lambda: open_data(
             options.data or chosen.data,
@@ -47,8 +47,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     capture = options.capture and hardware.device.type == "cuda"
     race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
-    head = "; the head not in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
-    print(f"Computing on {ranks.size} x {hardware}{head}; {track.steps:,} steps; run folder {run_dir}")
+    bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
     per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"

@@ -27,7 +27,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "speedrun": Preset(
-        track=SPEEDRUN, model=SpeedrunConfig(fp8_head=True), data="hf:kjj0/fineweb10B-gpt2", num_shards=9
+        track=SPEEDRUN, model=SpeedrunConfig(fp8_head=True, fp8_mlp=True), data="hf:kjj0/fineweb10B-gpt2", num_shards=9
     ),
     "speedrun-tiny": Preset(
         track=TINY,

@@ -631,6 +631,29 @@ def test_the_head_in_8_bits_is_close():
     assert torch.equal(rough(inputs, targets), exact(inputs, targets))
 
 
+def test_mlps_in_8_bits_are_close():
+    inputs, targets = tokens()
+    exact, rough = (SpeedrunGPT(sizes(fp8_mlp=fp8), attention="sdpa") for fp8 in (False, True))
+    for model in (exact, rough):
+        model.init_weights(0)
+        model.set_windows(SHORT, LONG)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            model.mlp_bank.add_(0.05 * torch.randn(model.mlp_bank.shape, generator=generator))
+            model.head.mul_(40)
+    losses = [model(inputs, targets) for model in (exact, rough)]
+    assert losses[0] != losses[1]
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=0.01)
+    grads = [torch.autograd.grad(loss, model.mlp_bank)[0] for loss, model in zip(losses, (exact, rough), strict=True)]
+    assert 0 < float((grads[0] - grads[1]).norm() / grads[0].norm()) < 0.1
+    # Neither in evaluation nor where nothing learns, as in the head.
+    with torch.no_grad():
+        assert torch.equal(rough(inputs, targets), exact(inputs, targets))
+    for model in (exact, rough):
+        model.eval()
+    assert torch.equal(rough(inputs, targets), exact(inputs, targets))
+
+
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
@@ -646,8 +669,8 @@ def compare(plain, compiled, inputs, targets, tolerance, *, bias_tolerance=None,
         assert float(difference) < (bias_tolerance or tolerance if name.endswith(".bias") else tolerance), name
 
 
-def compare_compiled():
-    plain, compiled = (build(num_layers=4).float() for _ in range(2))
+def compare_compiled(**changes):
+    plain, compiled = (build(num_layers=4, **changes).float() for _ in range(2))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled.compile_parts()
@@ -663,7 +686,7 @@ def compare_compiled():
 def test_compiled_parts_have_no_breaks_and_compute_the_same(monkeypatch):
     # What is traced is in question here, not the code that is made of it, which takes minutes.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compare_compiled()
+    compare_compiled(fp8_mlp=True)
 
 
 @pytest.mark.slow

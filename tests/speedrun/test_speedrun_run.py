@@ -371,16 +371,17 @@ def options_for(shards: Path, runs_dir: Path, *more: str) -> list[str]:
 def test_the_command_runs_the_preset_without_features(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PRESETS, "speedrun-tiny", replace(TINY, model=replace(TINY.model, fp8_head=True)))
+    in_8_bits = replace(TINY.model, fp8_head=True, fp8_mlp=True)
+    monkeypatch.setitem(PRESETS, "speedrun-tiny", replace(TINY, model=in_8_bits))
     more = ["--steps", "8", "--without", "smear", "bigram-hash", "tied", "--run", "x", "--val-tokens", "1024"]
     more += ["--pass-tokens", "128"]
     assert main(options_for(shards, tmp_path / "runs", *more)) == 0
     printed = capsys.readouterr().out
-    assert "; the head not in 8 bits, for which it takes a GPU of compute capability 8.9; 8 steps" in printed
+    assert "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9; 8 steps" in printed
     assert "step 8/8  validation " in printed
     assert "step 3/8  train time " in printed
     record = read_metrics(tmp_path / "runs" / "x" / METRICS_FILE)[0]
-    assert record["model"]["fp8_head"] is False
+    assert record["model"]["fp8_head"] is record["model"]["fp8_mlp"] is False
     assert record["model"]["smear"] is record["model"]["bigram_hash"] is record["model"]["tied"] is False
     assert record["config"]["without"] == ["smear", "bigram-hash", "tied"]
     assert record["track"]["validation_tokens"] == 1024
@@ -428,7 +429,7 @@ def test_every_feature_can_be_left_out() -> None:
         changed = without(whole, [name])
         assert getattr(changed, name.replace("-", "_")) in (False, 0)
         assert changed != whole
-    assert "fp8-head" in switches()
+    assert {"fp8-head", "fp8-mlp"} <= set(switches())
     with pytest.raises(ConfigError, match="--without heads: no feature"):
         without(whole, ["heads"])
 
