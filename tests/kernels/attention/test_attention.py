@@ -39,7 +39,7 @@ def naive(q, k, v, inputs, window):
 def case(rows=2, length=24, heads=4, kv_heads=2, dim=8):
     inputs = torch.randint(1, 9, (rows, length))
     inputs[:, 0] = BOS
-    inputs[0, 5] = inputs[0, 6] = inputs[1, 17] = BOS
+    inputs[0, 5] = inputs[0, 6] = inputs[-1, 17] = BOS
     q = torch.randn(rows, length, heads, dim)
     k, v = torch.randn(rows, length, kv_heads, dim), torch.randn(rows, length, kv_heads, dim)
     return inputs, q, k, v

@@ -340,6 +340,7 @@ def test_an_mlp_in_8_bits_is_that_of_the_twin(shape, dtype):
 
 
 @needs_fp8
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, while it compiles
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_mlp_in_8_bits_compiles_as_one_graph(dtype):
     inputs = mlp_operands((1000, 256, 1024), dtype)
