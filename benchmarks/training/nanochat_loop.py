@@ -26,7 +26,7 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.eval.score import document_sums, score_from_sums
 from quintic.kernels.attention.attention import fastest_attention, needs_document_starts
-from quintic.kernels.attention.flash import attend
+from quintic.kernels.attention.flash import FlashName, attend
 
 # The defaults of base_train's options, at the commit that the result names.
 BASE_BATCH = 2**19
@@ -104,6 +104,9 @@ def new_model(depth: int, vocab_size: int, seq_len: int, device: torch.device) -
     """Return nanochat's GPT of a depth, with 64 channels a layer in heads of 128, and its scaling parameters."""
     from nanochat import gpt  # type: ignore[import-not-found, unused-ignore]
 
+    name, _ = fastest_attention(torch.device("cuda"), torch.bfloat16)
+    assert needs_document_starts(name), f"{name} has no windows without a mask"
+    WindowedAttention.name = name
     gpt.flash_attn = WindowedAttention
     heads = -(-64 * depth // 128)
     config = gpt.GPTConfig(
@@ -121,16 +124,17 @@ def new_model(depth: int, vocab_size: int, seq_len: int, device: torch.device) -
 class WindowedAttention:
     """Stands where nanochat keeps FlashAttention-3."""
 
-    @staticmethod
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    name: FlashName  # known before anything is compiled, because asking would break the graph
+
+    @classmethod
+    def flash_attn_func(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
         """Return (B, T, H, D) causal attention in which a query sees so many positions before its own."""
         rows, length = q.shape[:2]
         starts = torch.arange(0, (rows + 1) * length, length, device=q.device, dtype=torch.int32)
-        flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        name, _ = fastest_attention(q.device, q.dtype)
-        assert needs_document_starts(name), f"{name} has no windows without a mask"
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         window = length if window_size[0] < 0 else window_size[0] + 1
-        return attend(name, *flat, starts, longest=length, window=window).unflatten(0, (rows, length))
+        out: Tensor = attend(cls.name, q, k, v, starts, longest=length, window=window).unflatten(0, (rows, length))
+        return out
 
 
 def set_rates(optimizer: Any, step: int, total: int, decay: float) -> None:
