@@ -138,15 +138,18 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", (None, None)),
+        ("", (False, None)),
         ("--fp8", (True, None)),
         ("--no-fp8 --steps 3", (False, None)),
         ("--fp8 --compile", (True, True)),
         ("--no_compile --fp8 --seed 1", (True, False)),
-        ("--fp8 None --compile=True", (None, True)),
+        ("--compile --seed 1", (False, True)),
+        ("--no-compile", (False, False)),
+        ("--compile None --fp8", (True, None)),
+        ("--compile=True", (False, True)),
     ],
 )
-def test_switches_need_no_value(options: str, expected: tuple[bool | None, bool | None]) -> None:
+def test_switches_need_no_value(options: str, expected: tuple[bool, bool | None]) -> None:
     from quintic.commands.options import training_options
 
     run = training_options(options.split(), command="train").config.run

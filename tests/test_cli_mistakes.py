@@ -92,7 +92,7 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --core-items 5", "--core-items has no effect without --core FOLDER"),
         ("train --l3-d-up 5", "--l3-d-up has no effect without --l3-layers"),
         ("plan --no-l3-tied", "--l3-tied has no effect without --l3-layers"),
-        ("train --no-fp8 --fp8-recipe rowwise", "--fp8-recipe has no effect without --fp8"),
+        ("train --fp8-recipe rowwise", "--fp8-recipe has no effect without --fp8"),
         ("train --parallel fsdp --shard-ranks 2", "--shard-ranks has no effect without --parallel hsdp"),
         ("compare --optimizer adamw", "--optimizer: a comparison trains with both optimizers; leave it out"),
         ("train --preset cpu --steps None --target-flops 1e30", "--target-flops 1e+30: makes "),

@@ -163,7 +163,7 @@ _NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
         "--l3-layers",
         lambda config: config.model.l3_layers is not None,
     ),
-    ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8 is not False),
+    ("fp8_recipe",): ("--fp8", lambda config: config.run.fp8),
     ("shard_ranks",): ("--parallel hsdp", lambda config: config.run.parallel == "hsdp"),
 }
 # ... or, where one command line may serve for either choice, only overridden.

@@ -273,8 +273,8 @@ class BaseRunConfig:
 class RunConfig(BaseRunConfig):
     """Devices, evaluations, checkpoints and records."""
 
-    fp8: bool | None = None
-    """Multiply in 8 bits; by default where the GPU does (compute capability 8.9 or more) and dtype is bfloat16."""
+    fp8: bool = False
+    """Multiply in 8 bits (a GPU of compute capability 8.9 or more)."""
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"
     """Where, and with which scales: one for a tensor, in the head and the layers that it makes faster (auto) or in
     all whose sizes suit it (tensorwise), or in these one for each row and column, the more exact (rowwise)."""

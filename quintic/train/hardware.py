@@ -78,7 +78,6 @@ class Hardware:
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "compile": self.compile,
-            "fp8": self.fp8 is not None or self.without_fp8 != "",
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
         }
 
@@ -114,8 +113,7 @@ def choose_hardware(run: RunConfig) -> Hardware:
     compiled = device.type == "cuda" if run.compile is None else run.compile
     if run.fp8 and run.parallel == "tp":
         raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
-    wanted = run.fp8 if run.fp8 is not None else dtype == torch.bfloat16 and run.parallel != "tp"
-    fp8 = run.fp8_recipe if wanted and multiplies_fp8(device, run.fp8_recipe) else None
+    fp8 = run.fp8_recipe if run.fp8 and multiplies_fp8(device, run.fp8_recipe) else None
     needed = ".".join(map(str, _FP8_CAPABILITY[run.fp8_recipe]))
     obstacle = f"it needs a GPU of compute capability {needed}" if run.fp8 and fp8 is None else ""
     return Hardware(device=device, dtype=dtype, attention=attention, compile=compiled, fp8=fp8, without_fp8=obstacle)

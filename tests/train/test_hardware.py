@@ -3,7 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -163,31 +163,6 @@ def test_which_gpus_have_8_bit_products(
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "auto"),
-        ({"fp8": True, "fp8_recipe": "tensorwise"}, "tensorwise"),
-        ({"fp8": False}, None),
-        ({"dtype": "float32"}, None),
-        ({"dtype": "float32", "fp8": True}, "auto"),
-        ({"parallel": "tp"}, None),
-    ],
-)
-def test_gpus_that_have_8_bit_products_take_them_with_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str | None
-) -> None:
-    monkeypatch.setattr(hardware, "choose_attention", lambda name, **where: "varlen")
-    monkeypatch.setattr(hardware, "multiplies_fp8", lambda device, recipe: True)
-    chosen = choose_hardware(RunConfig(**options))
-    assert chosen.fp8 == expected
-    assert chosen.options()["fp8"] == (expected is not None)
-    monkeypatch.setattr(hardware, "multiplies_fp8", lambda device, recipe: False)
-    chosen = choose_hardware(RunConfig(**options))
-    assert chosen.fp8 is None
-    assert bool(chosen.without_fp8) == options.get("fp8", False) == chosen.options()["fp8"]
-
-
 def test_8_bit_products_are_not_divided_among_ranks() -> None:
     with pytest.raises(
         ConfigError, match="--fp8 cannot divide a product among ranks: choose another --parallel than tp"
