@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.kernels.optimizer_cases import Case, Where, optimizer_passes
 from quintic.kernels.attention.attention import AttentionName, attention, document_mask, obstacle_to_attention
 from quintic.kernels.linear.fp8 import fp8_linear
-from quintic.kernels.linear.fp8_quantize import LARGEST
-from quintic.kernels.linear.fp8_scaling import Fp8LinearScaling, update_fp8_scales
+from quintic.kernels.linear.fp8_quantize import LARGEST, unit_of
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.linear.transpose import transpose_add_, transpose_copy_
 from quintic.kernels.loss.loss import Fp8Scales, softcap_cross_entropy
@@ -93,9 +92,8 @@ def losses(where: Where) -> Iterator[Case]:
 
     def make_scaled() -> tuple[Any, ...]:
         x, weight, targets, gradient = make()
-        x_scale, weight_scale = (leaf.detach().abs().amax().float() / LARGEST[E4M3] for leaf in (x, weight))
         grad_scale = torch.full((), 1 / LARGEST[torch.float8_e5m2], device=where.device)
-        return x, weight, targets, Fp8Scales(x_scale, weight_scale, grad_scale), gradient
+        return x, weight, targets, Fp8Scales(unit_of(x, E4M3), unit_of(weight, E4M3), grad_scale), gradient
 
     ours = functools.partial(softcap_cross_entropy, softcap=SOFTCAP)
     case = functools.partial(Case, subject="loss", flops=6 * tokens * width * vocab)
@@ -107,16 +105,6 @@ def losses(where: Where) -> Iterator[Case]:
         exact=lambda x, weight, targets, _, gradient: exact(x, weight, targets, gradient),
     )
     yield case(name="PyTorch, compiled", make=make, exact=exact, run=both_ways(where.compiled(plain)))
-
-
-def trained_scales(function: Callable[..., Tensor], inputs: Sequence[Tensor], where: Where) -> Any:
-    """Return the float8 scales that a step before would have left."""
-    scaling = Fp8LinearScaling(device=where.device)
-    *leaves, gradient = inputs
-    out = function(*leaves, scaling.scales())
-    torch.autograd.grad(out, leaves, gradient)
-    update_fp8_scales(scaling)
-    return scaling.eval().scales()
 
 
 def products(where: Where) -> Iterator[Case]:
@@ -154,9 +142,11 @@ def float8(where: Where) -> Iterator[Case]:
 
     def make_scaled() -> tuple[Any, ...]:
         x, weight, gradient = make()
-        scales = trained_scales(
-            lambda x, weight, fp8: fp8_linear(x, weight, **fp8._asdict()), (x, weight, gradient), where
-        )
+        scales = {
+            "x_scale": unit_of(x, E4M3),
+            "weight_scale": unit_of(weight, E4M3),
+            "grad_scale": unit_of(gradient, torch.float8_e5m2),
+        }
         return x, weight, scales, gradient
 
     exact = exactly(torch.matmul)
@@ -164,7 +154,7 @@ def float8(where: Where) -> Iterator[Case]:
     yield case(
         name="fp8_linear",
         make=make_scaled,
-        run=both_ways(lambda x, weight, scales: fp8_linear(x, weight, **scales._asdict())),
+        run=both_ways(lambda x, weight, scales: fp8_linear(x, weight, **scales)),
         exact=lambda x, weight, _, gradient: exact(x, weight, gradient),
     )
     yield case(name="F.linear, bfloat16", make=make, run=both_ways(lambda x, w: F.linear(x, w.T)), exact=exact)

@@ -8,11 +8,11 @@ is written transposed by the same pass that quantises.
 On CPUs, and on GPUs that have no such tensor cores, the twin quantises in the same way and multiplies in float32.
 
 Source: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433, sections 3, 4.
-Read next: fp8_quantize.py; fp8_scaling.py, where scales come from.
+Read next: fp8_quantize.py.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from quintic.kernels.linear.fp8_quantize import (
     unit_of,
 )
 
-__all__ = ["Fp8LinearScales", "fp8_linear"]
+__all__ = ["fp8_linear"]
 
 
 def scaled_product(
@@ -54,35 +54,6 @@ def scaled_product(
     return (a.float() @ b.float().mT * (a_scale * b_scale)).to(dtype)
 
 
-class Fp8LinearScales(NamedTuple):
-    """The scales of one linear layer, and the tensors that collect magnitudes for the next scales.
-
-    Scales are () float32, > 0: the value of one unit of the quantised tensor. Magnitudes are () float32 or None; the
-    layer raises them to the largest magnitude it sees, that of the gradient during the backward pass. All are on the
-    device of the input.
-    """
-
-    x_scale: Tensor
-    weight_scale: Tensor
-    grad_scale: Tensor | None
-    x_amax: Tensor | None = None
-    weight_amax: Tensor | None = None
-    grad_amax: Tensor | None = None
-
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError, naming the field, where one does not fit an input."""
-        for name, scalar in zip(self._fields, self, strict=True):
-            if scalar is not None:
-                check_scalar(name, scalar, x)
-
-
-def raise_(amax: Tensor | None, found: Tensor) -> None:
-    """Raise a collected magnitude to another one, in place; NaN wins."""
-    if amax is not None:
-        with torch.no_grad():
-            amax.copy_(torch.maximum(amax, found))
-
-
 def check_multiples(name: str, shape: torch.Size) -> None:
     """Raise ValueError for a weight that tensor cores do not take."""
     if any(size % MULTIPLE for size in shape):
@@ -99,9 +70,6 @@ def fp8_linear(
     x_scale: Tensor,
     weight_scale: Tensor,
     grad_scale: Tensor | None,
-    x_amax: Tensor | None = None,
-    weight_amax: Tensor | None = None,
-    grad_amax: Tensor | None = None,
     kernels: KernelsOption = "auto",
 ) -> Tensor:
     """Return x @ weight, multiplied in 8 bits: e4m3 by e4m3 forward, e5m2 gradients by e4m3 backward.
@@ -113,13 +81,9 @@ def fp8_linear(
     Args:
         x: (..., in) float32, bfloat16 or float16, any strides.
         weight: (in, out), one of these dtypes, any strides; in and out are multiples of 16.
-        x_scale: () float32 on that device, > 0: one unit of the quantised `x`. See fp8_scaling.py.
+        x_scale: () float32 on that device, > 0: one unit of the quantised `x`.
         weight_scale: the same for `weight`.
         grad_scale: the same for the gradient of the result; None for one from the largest magnitude of that gradient.
-        x_amax: () float32 or None: raised in place to the largest magnitude of `x`.
-        weight_amax: the same for `weight`.
-        grad_amax: the same for the gradient of the result, raised by the backward pass. In a compiled function a second
-            forward pass before that backward pass makes autograd complain of the change.
         kernels: `"auto"` takes Triton and tensor cores on CUDA devices of compute capability 8.9 or more.
 
     Returns:
@@ -129,7 +93,6 @@ def fp8_linear(
         TypeError: a dtype has no quantisation.
         ValueError: shapes, devices or scales do not fit, or `kernels="triton"` cannot be honoured.
     """
-    scales = Fp8LinearScales(x_scale, weight_scale, grad_scale, x_amax, weight_amax, grad_amax)
     check_float("x", x)
     check_float("weight", weight)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
@@ -137,21 +100,20 @@ def fp8_linear(
     if x.device != weight.device:
         raise ValueError(f"x is on {str(x.device)!r} and weight on {str(weight.device)!r}; move one of them")
     check_multiples("weight", weight.shape)
-    scales.check(x)
+    for name, scale in (("x_scale", x_scale), ("weight_scale", weight_scale), ("grad_scale", grad_scale)):
+        if scale is not None:
+            check_scalar(name, scale, x)
     learns = torch.is_grad_enabled()
-    out, _, _, found_x, found_weight = torch.ops.quintic.fp8_linear(
+    out, _, _ = torch.ops.quintic.fp8_linear(
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         weight,
         x_scale,
         weight_scale,
         grad_scale,
-        grad_amax,
         learns and weight.requires_grad,
         learns and x.requires_grad,
         kernels,
     )
-    raise_(x_amax, found_x)
-    raise_(weight_amax, found_weight)
     result: Tensor = out.view(*x.shape[:-1], weight.shape[1])
     return result
 
@@ -163,20 +125,17 @@ def _fp8_linear(
     x_scale: Tensor,
     weight_scale: Tensor,
     grad_scale: Tensor | None,
-    grad_amax: Tensor | None,
     keep_x: bool,
     keep_weight: bool,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the product, x (transposed) and weight quantised for its backward pass, and their largest magnitudes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the product, and x (transposed) and weight quantised for its backward pass."""
     chosen = choose_fp8_kernels(kernels, x)
     e4m3 = torch.float8_e4m3fn
-    x_rows, x_columns, x_amax = quantized_layouts(x, x_scale, e4m3, True, keep_x, True, chosen)
-    weight_rows, weight_columns, weight_amax = quantized_layouts(
-        weight, weight_scale, e4m3, keep_weight, True, True, chosen
-    )
+    x_rows, x_columns = quantized_layouts(x, x_scale, e4m3, True, keep_x, chosen)
+    weight_rows, weight_columns = quantized_layouts(weight, weight_scale, e4m3, keep_weight, True, chosen)
     out = scaled_product(x_rows, weight_columns, x_scale, weight_scale, x.dtype, fast=True, chosen=chosen)
-    return out, x_columns, weight_rows, x_amax, weight_amax
+    return out, x_columns, weight_rows
 
 
 @_fp8_linear.register_fake
@@ -186,14 +145,13 @@ def _fp8_linear_fake(
     x_scale: Tensor,
     weight_scale: Tensor,
     grad_scale: Tensor | None,
-    grad_amax: Tensor | None,
     keep_x: bool,
     keep_weight: bool,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, x_columns, x_amax = empty_quantized(x, torch.float8_e4m3fn, False, keep_x, True)
-    weight_rows, _, weight_amax = empty_quantized(weight, torch.float8_e4m3fn, keep_weight, False, True)
-    return x.new_empty((x.shape[0], weight.shape[1])), x_columns, weight_rows, x_amax, weight_amax
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, x_columns = empty_quantized(x, torch.float8_e4m3fn, False, keep_x)
+    weight_rows, _ = empty_quantized(weight, torch.float8_e4m3fn, keep_weight, False)
+    return x.new_empty((x.shape[0], weight.shape[1])), x_columns, weight_rows
 
 
 @torch.library.custom_op("quintic::fp8_linear_backward", mutates_args=())
@@ -208,16 +166,16 @@ def _fp8_linear_backward(
     for_x: bool,
     for_weight: bool,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and weight that are wanted, and the largest magnitude of the incoming one."""
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight; one that is not wanted has size 0."""
     chosen = choose_fp8_kernels(kernels, grad)
-    rows, columns, amax = quantized_layouts(grad, grad_scale, torch.float8_e5m2, for_x, for_weight, True, chosen)
+    rows, columns = quantized_layouts(grad, grad_scale, torch.float8_e5m2, for_x, for_weight, chosen)
     grad_x, grad_weight = grad.new_empty(0), grad.new_empty(0, dtype=weight_dtype)
     if for_x:
         grad_x = scaled_product(rows, weight_rows, grad_scale, weight_scale, grad.dtype, fast=False, chosen=chosen)
     if for_weight:
         grad_weight = scaled_product(x_columns, columns, x_scale, grad_scale, weight_dtype, fast=False, chosen=chosen)
-    return grad_x, grad_weight, amax
+    return grad_x, grad_weight
 
 
 @_fp8_linear_backward.register_fake
@@ -232,21 +190,19 @@ def _fp8_linear_backward_fake(
     for_x: bool,
     for_weight: bool,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     grad_x = grad.new_empty((grad.shape[0], weight_rows.shape[0]) if for_x else (0,))
     grad_weight = grad.new_empty((x_columns.shape[0], grad.shape[1]) if for_weight else (0,), dtype=weight_dtype)
-    return grad_x, grad_weight, grad.new_empty((), dtype=torch.float32)
+    return grad_x, grad_weight
 
 
 def _setup_fp8_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, x_scale, weight_scale, grad_scale, grad_amax, _, _, kernels = inputs
-    _, x_columns, weight_rows, _, _ = output
+    _, weight, x_scale, weight_scale, grad_scale, _, _, kernels = inputs
+    _, x_columns, weight_rows = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # Saved: a scale updated between forward and backward is an error, which autograd finds by the tensor's version.
     ctx.save_for_backward(x_columns, weight_rows, x_scale, weight_scale, grad_scale)
-    # Not saved: the backward passes of other microbatches write it.
-    ctx.grad_amax = grad_amax
     ctx.weight_dtype, ctx.kernels = weight.dtype, kernels
 
 
@@ -254,14 +210,13 @@ def _backward_fp8_linear(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     grad = grads[0]
     for_x, for_weight = ctx.needs_input_grad[:2]
     if grad is None or not (for_x or for_weight):
-        return (None,) * 9
+        return (None,) * 8
     *saved, grad_scale = ctx.saved_tensors
     grad_scale = unit_of(grad, torch.float8_e5m2) if grad_scale is None else grad_scale
-    grad_x, grad_weight, found = torch.ops.quintic.fp8_linear_backward(
+    grad_x, grad_weight = torch.ops.quintic.fp8_linear_backward(
         grad, *saved, grad_scale, ctx.weight_dtype, for_x, for_weight, ctx.kernels
     )
-    raise_(ctx.grad_amax, found)
-    return (grad_x if for_x else None, grad_weight if for_weight else None, *(None,) * 7)
+    return (grad_x if for_x else None, grad_weight if for_weight else None, *(None,) * 6)
 
 
 _fp8_linear.register_autograd(_backward_fp8_linear, setup_context=_setup_fp8_linear)

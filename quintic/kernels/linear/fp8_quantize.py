@@ -1,9 +1,9 @@
 """Quantisation to 8-bit floats with a per-tensor scale, in one or both orientations, in one pass.
 
-What a product needs of a matrix in the other orientation is written transposed by the same pass that quantises, with
-the largest magnitude, from which the next scale comes. All implementations give the same bits.
+What a product needs of a matrix in the other orientation is written transposed by the same pass that quantises. All
+implementations give the same bits.
 
-Read next: fp8.py, products of such matrices; fp8_scaling.py, where scales come from.
+Read next: fp8.py, products of such matrices.
 """
 
 import functools
@@ -71,11 +71,10 @@ def quantized_layouts(
     dtype: torch.dtype,
     rows: bool,
     columns: bool,
-    amax: bool,
     chosen: Kernels,
     factors: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a matrix quantised in one or both orientations, and its largest magnitude, in one pass.
+) -> tuple[Tensor, Tensor]:
+    """Return a matrix quantised in one or both orientations, in one pass.
 
     Inside operators only. What is too large, infinities included, becomes the dtype's largest finite value; NaN stays
     NaN. All implementations give the same bits.
@@ -86,38 +85,31 @@ def quantized_layouts(
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         rows: return the matrix.
         columns: return its transpose.
-        amax: return its largest magnitude.
         chosen: the implementation.
-        factors: (m,) float32 or None: of the rows, before everything else; without `amax` only.
+        factors: (m,) float32 or None: of the rows, before everything else.
 
     Returns:
         x * (1 / scale) rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m'
-        the next multiple of 16, padded with zeros; the largest magnitude of `x`, () float32 (NaN where x has one, 0
-        without entries). Results that are not wanted have size 0.
+        the next multiple of 16, padded with zeros. A result that is not wanted has size 0.
     """
-    by_rows, by_columns, peak = empty_quantized(x, dtype, rows, columns, amax)
+    by_rows, by_columns = empty_quantized(x, dtype, rows, columns)
     if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
-        _launch_quantize(x, scale, factors, by_rows, by_columns, peak)
-        return by_rows, by_columns, peak
+        _launch_quantize(x, scale, factors, by_rows, by_columns)
+        return by_rows, by_columns
     quantised = quantized_twin(x.float(), scale, dtype, None if factors is None else factors[:, None])
     if rows:
         by_rows.copy_(quantised)
     if columns:
         by_columns.zero_()
         by_columns[:, : x.shape[0]] = quantised.mT
-    if amax:
-        peak = x.abs().amax().float() if x.numel() else peak.zero_()
-    return by_rows, by_columns, peak
+    return by_rows, by_columns
 
 
-def empty_quantized(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_quantized(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     m, n = x.shape
     return (
         x.new_empty((m, n) if rows else (0,), dtype=dtype),
         x.new_empty((n, next_multiple(m)) if columns else (0,), dtype=dtype),
-        x.new_empty(() if amax else (0,), dtype=torch.float32),
     )
 
 
@@ -131,14 +123,6 @@ def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype, factors: Te
     """Return a float32 tensor, times factors, quantised in plain PyTorch."""
     unit = scale.reciprocal() if factors is None else factors * scale.reciprocal()
     return (value * unit).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
-
-
-@jit
-def raise_amax(amax, value):
-    """Raise the float32 at the int32 pointer `amax` to the largest magnitude of a tile."""
-    # Magnitudes are ordered as their bits are, NaN above all: an integer maximum, in whatever order, is deterministic.
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
 
 
 @jit
@@ -219,7 +203,6 @@ def _quantize_kernel(
     factors,
     by_rows,
     by_columns,
-    amax,
     num_rows,
     num_columns,
     padded_rows,
@@ -228,7 +211,6 @@ def _quantize_kernel(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AMAX: tl.constexpr,
     FACTORS: tl.constexpr,
     NATIVE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -245,8 +227,6 @@ def _quantize_kernel(
     x += row * x_row + column * x_column
     # Rows beyond the last are read as zeros, which is what the padding holds.
     value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
-    if AMAX:
-        raise_amax(amax, value)
     # A division per tile: one per entry would take as long as the memory.
     unit = tl.div_rn(1.0, tl.load(scale))
     if FACTORS:
@@ -283,13 +263,9 @@ _BOTH_BLOCK = (64, 128)
 _ROWS_BLOCK = (1, 4096)
 
 
-def _launch_quantize(
-    x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: Tensor, by_columns: Tensor, peak: Tensor
-) -> None:
+def _launch_quantize(x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: Tensor, by_columns: Tensor) -> None:
     """Fill the wanted results; the others have one dimension of size 0."""
-    rows, columns, amax = by_rows.ndim == 2, by_columns.ndim == 2, peak.ndim == 0
-    if amax:
-        peak.zero_()
+    rows, columns = by_rows.ndim == 2, by_columns.ndim == 2
     m, n = x.shape
     if m and n:
         block_rows, block_columns = _BOTH_BLOCK if m > 1 or columns else _ROWS_BLOCK
@@ -302,7 +278,6 @@ def _launch_quantize(
             scale if factors is None else factors,
             by_rows if rows else by_columns,
             by_columns,
-            peak.view(torch.int32),
             m,
             n,
             padded_rows,
@@ -311,7 +286,6 @@ def _launch_quantize(
             LARGEST=LARGEST[by_rows.dtype],
             ROWS=rows,
             COLUMNS=columns,
-            AMAX=amax,
             FACTORS=factors is not None,
             NATIVE=not triton_is_interpreted(),
             WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),

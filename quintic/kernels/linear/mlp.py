@@ -173,8 +173,8 @@ def _in_8_bits(
 def _quantized_rows(x: Tensor, scale: Tensor, chosen: Kernels) -> Tensor:
     """Return a matrix in 8 bits, row by row, read in the order in which it lies in memory."""
     if x.stride(1) != 1 and x.stride(0) == 1:  # a view of what is stored the other way round
-        return quantized_layouts(x.mT, scale, _E4M3, False, True, False, chosen)[1]
-    return quantized_layouts(x, scale, _E4M3, True, False, False, chosen)[0]
+        return quantized_layouts(x.mT, scale, _E4M3, False, True, chosen)[1]
+    return quantized_layouts(x, scale, _E4M3, True, False, chosen)[0]
 
 
 @_mlp_relu2.register_fake

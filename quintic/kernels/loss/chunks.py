@@ -271,12 +271,12 @@ def _in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
     x, transposed = problem.x, problem.transposed
-    e4m3 = torch.float8_e4m3fn
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     weight = problem.weight[:, :columns] if transposed else problem.weight[:columns]
     for_x, for_weight = (wanted.for_x, wanted.for_weight) if wanted is not None else (False, False)
     # The products of the forward pass and of grad_x take the weight in its two orientations.
     layouts = (for_x, True) if transposed else (True, for_x)
-    by_rows, by_columns, _ = quantized_layouts(weight, scales.weight, e4m3, *layouts, False, "triton")
+    by_rows, by_columns = quantized_layouts(weight, scales.weight, e4m3, *layouts, "triton")
     head, head_turned = (by_columns, by_rows) if transposed else (by_rows, by_columns)
     grad_x, grad_weight = losses.new_empty(0), losses.new_empty(0)
     if wanted is not None:
@@ -288,16 +288,13 @@ def _in_8_bits(
         unit, one_pass = losses.new_ones(()), takes_one_pass(problem.softcap, x.dtype, gradient=True)
         wanted = wanted._replace(scale=(wanted.scale if per_token else unit) / scales.grad)
     for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES if wanted is None else _CHUNK_BYTES):
-        x_low, x_turned, _ = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, False, "triton")
+        x_low, x_turned = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
         logits = scaled_product(x_low, head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
         factors = losses.new_empty(logits.shape[0]) if wanted is not None and one_pass else None
         launch_rows(problem, rows, logits, columns, losses, wanted, factors)
         if wanted is None:
             continue
-        # fmt: off
-        grad, grad_turned, _ = quantized_layouts(logits, unit, torch.float8_e5m2, for_x, for_weight, False, "triton",
-                                                 factors)
-        # fmt: on
+        grad, grad_turned = quantized_layouts(logits, unit, e5m2, for_x, for_weight, "triton", factors)
         if for_x:
             grad_x[rows] = scaled_product(
                 grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
