@@ -142,6 +142,10 @@ class Stopwatch:
         event.record()
         self._events.append(event)
 
+    def is_idle(self) -> bool:
+        """Return whether the device has come to the last mark, so that from now on it waits for the host."""
+        return not self._events or self._events[-1].query()
+
     def seconds(self) -> list[float]:
         """Return the seconds between one mark and the next; waits for the device to come to the last one."""
         if self._events is None:

@@ -194,13 +194,14 @@ class Trainer:
         for micro_step in range(1, self.micro_steps + 1):
             asked = time.perf_counter()
             batch = next(self.loader)
-            waited += time.perf_counter() - asked
+            if stopwatch.is_idle():  # a busy device does not wait
+                waited += time.perf_counter() - asked
             with self.parallelism.micro_step(self.wrapped, last=micro_step == self.micro_steps):
                 micro_loss = self.wrapped(batch.inputs, batch.targets, document_starts=self._starts(batch))
                 (micro_loss / self.micro_steps).backward()
             loss += micro_loss.detach() / self.micro_steps
             num_bytes += self.token_bytes[batch.targets].sum()
-        stopwatch.mark()
+            stopwatch.mark()
         measured = is_due(self.step + 1, self.config.run.rms_every)
         grad_rms = self.rms.before() if measured else {}
         stopwatch.mark()
@@ -219,8 +220,8 @@ class Trainer:
         self.step, self.score = self.step + 1, None
         batch_tokens = self.scale.batch_tokens
         self.tokens += batch_tokens
-        computing, _, stepping = stopwatch.seconds()
-        times = {"data": waited, "forward_backward": max(0.0, computing - waited), "optimizer": stepping}
+        *computing, _, stepping = stopwatch.seconds()
+        times = {"data": waited, "forward_backward": max(0.0, sum(computing) - waited), "optimizer": stepping}
         elapsed = sum(times.values())
         self.seconds += elapsed
         self.spent = {name: self.spent[name] + value for name, value in times.items()}

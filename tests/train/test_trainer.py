@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from quintic.eval.reference import reference_scores
 from quintic.eval.score import score
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import RunConfig
-from quintic.train.hardware import Hardware, choose_hardware
+from quintic.train.hardware import Hardware, Stopwatch, choose_hardware
 from quintic.train.loop import check_trackers, train
 from quintic.train.runs import create_run
 from quintic.train.trainer import Trainer
@@ -70,6 +71,27 @@ def test_a_step_is_the_mean_over_its_passes(tiny_dataset: Dataset, tmp_path: Pat
     assert record["update_rms"]["embedding"] == pytest.approx(float(change.square().mean().sqrt()), rel=1e-5)
     assert record["update_rms"]["embedding"] > 0
     assert all(param.grad is None for param in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("idle", [(True, True), (True, False), (False, False)])
+def test_data_is_waited_for_where_the_device_is_idle(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: tuple[bool, bool]
+) -> None:
+    trainer = make(tiny_dataset, tmp_path, rows=4, batch_tokens=256)
+    answers = iter(idle)
+    monkeypatch.setattr(Stopwatch, "is_idle", lambda stopwatch: next(answers))
+    quick = Loader.__next__
+
+    def slow(loader: Loader) -> Any:
+        time.sleep(0.2)
+        return quick(loader)
+
+    monkeypatch.setattr(Loader, "__next__", slow)
+    with trainer.loader:
+        times = trainer.train_step()["times_ms"]
+    assert (times["data"] > 0) == any(idle)
+    assert times["data"] >= 200 * sum(idle)
+    assert times["forward_backward"] >= 200 * (2 - sum(idle))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
