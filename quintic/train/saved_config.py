@@ -106,13 +106,17 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
         values, defaults = getattr(config, section.name), getattr(Config(), section.name)
         for f in dataclasses.fields(values):
             value = {"steps": steps, **chosen}.get(f.name, getattr(values, f.name))
-            if f.name in _NEVER or (value == getattr(defaults, f.name) and f.name not in _ALWAYS):
+            # A recipe has defaults of its own, in these sections.
+            by_recipe = config.optim.recipe != "quintic" and section.name in ("model", "optim", "schedule")
+            may_stay_out = f.name not in _ALWAYS and not by_recipe
+            if f.name in _NEVER or (may_stay_out and value == getattr(defaults, f.name)):
                 continue
             option = "--" + f.name.replace("_", "-")
             if isinstance(getattr(defaults, f.name), bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
                 continue
-            if f.name in ("data", "tokenizer", "data_dir", "core") and value is not None and Path(value).exists():
+            is_path = f.name in ("data", "tokenizer", "data_dir", "core") and value not in (None, "python")
+            if is_path and Path(value).exists():
                 value = Path(value).resolve()  # the same from another folder
             words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
     return shlex.join(words)

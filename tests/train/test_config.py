@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintic.commands.options import training_options
 from quintic.commands.presets import gpu_preset
 from quintic.errors import ConfigError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.saved_config import changed_fields, from_dict, load_config, to_dict
+from quintic.train.saved_config import changed_fields, from_dict, load_config, repeat_command, to_dict
 
 SECTIONS = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 
@@ -180,3 +182,24 @@ def test_changed_fields_are_named_with_both_values() -> None:
     old = Config(model=ModelConfig(depth=4), run=RunConfig(keep=2))
     new = Config(model=ModelConfig(depth=3), run=RunConfig(keep=5))
     assert changed_fields(old, new) == {"model.depth": (4, 3), "run.keep": (2, 5)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--recipe seed --warmdown-frac 0.4 --no-scale-rates --normalize None",
+        "--recipe nanochat --decay-shape linear --warmup-steps None --warmup-frac 0.02 --momentum 0.95",
+        "--recipe nanochat --optimizer adamw --momentum-end None --tokens-per-param 10.5 --final-lr-frac 0",
+        "--preset gpu --no-scale-rates --rows 16 --warmup-frac 0.02",
+    ],
+)
+def test_the_command_that_repeats_a_run_has_its_configuration(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("python").mkdir()  # not the text that --data python stands for
+    given = f"{options} --steps 40 --batch-tokens 65536"
+    config = training_options(shlex.split(given), "train").config
+    chosen = {name: getattr(config.run, name) for name in ("device", "dtype", "attention", "compile", "threads")}
+    command = repeat_command(config, steps=40, **chosen)
+    assert training_options(shlex.split(command)[2:], "train").config == config
