@@ -5,6 +5,7 @@
 
 import time
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,16 @@ class Trainer:
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
         self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
         self.times = StepTimes()
-        self.flops_per_token = self.model.flops_per_token()
         self.matrix_rate = matrix_rate(hardware)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.score: Score | None = None
         """Score of the current weights; None until they are evaluated."""
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Floating-point operations per token. Asked for once the rows of lookup layers are allocated or restored."""
+        return self.model.flops_per_token()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back to where the checkpoint was written.

@@ -17,10 +17,12 @@ from quintic.data.loader import Loader
 from quintic.errors import ConfigError
 from quintic.model.allocation import allocate_rows
 from quintic.model.gpt import GPT
+from quintic.report.history import read_metrics
 from quintic.train import lookups, loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, ModelConfig, OptimConfig
 from quintic.train.recipe import build_model, build_optimizer, model_config, scale_of
+from quintic.train.saved_config import load_config
 
 L3 = {"l3_layers": "0", "l3_embeddings": 700}
 
@@ -135,6 +137,23 @@ def test_a_run_allocates_by_its_own_text(finished: Path, tiny_dataset: Dataset, 
     first = load_file(checkpoints(finished)[-1] / "model.safetensors")
     assert not torch.equal(first["lookups.0.keys"], saved["lookups.0.keys"])
     assert course(finished)[-1]["kind"] in ("final", "sample")
+
+
+def test_operations_count_the_rows_that_tokens_have(finished: Path) -> None:
+    """The log's, with the rows of the text's own tokens: frequent ones have more than an even share."""
+    saved = load_file(checkpoints(finished)[0] / "model.safetensors")
+    rows = float(saved["lookup_mean_rows"])
+    assert rows > 1.2 * 700 / 300
+    with torch.device("meta"):
+        even = GPT(model_config(load_config(finished / "config.json"), vocab_size=300, bos_id=0))
+    expected = even.flops_per_token() + 12 * even.config.width * (rows - 700 / 300)
+    records = read_metrics(finished / "metrics.jsonl")
+    assert records[0]["model"]["flops_per_token"] == pytest.approx(expected, abs=1)
+    steps = [record for record in records if record["kind"] == "train"]
+    rate = records[0]["machine"]["matrix_flops_per_second"]
+    for step in steps:
+        assert step["flops"] == pytest.approx(expected * step["tokens"], abs=step["tokens"])
+        assert step["mfu"] == pytest.approx(expected * step["tokens_per_second"] / rate, rel=1e-3)
 
 
 @pytest.mark.slow
