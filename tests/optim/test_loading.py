@@ -228,3 +228,27 @@ def test_what_the_message_says_works():
     assert sorted(imported) == sorted(name for name in names if name)
     assert torch.equal(optimizer.state[model["norm"].bias]["exp_avg"], before.state[model["norm"].bias]["exp_avg"])
     assert not optimizer.state[model["linear"].weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_keys_of_the_users_are_loaded_as_they_were_saved(stepped):
+    """A state dict with one could be loaded by no optimizer, though `state_dict` saves them."""
+    optimizer, twin = (quintic.Muon([("w", nn.Parameter(torch.ones(4, 3)))]) for _ in range(2))
+    (param,), (other,) = (each.param_groups[0]["params"] for each in (optimizer, twin))
+    if stepped:
+        param.grad = torch.randn(4, 3)
+        optimizer.step()
+    optimizer.state[param]["average"] = torch.full((4, 3), 7, dtype=torch.bfloat16)
+    optimizer.state[param]["note"] = ["mine"]
+    twin.state[other]["kept"] = 5
+    saved = optimizer.state_dict()
+    twin.load_state_dict(saved)
+    assert torch.equal(twin.state[other]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    average = twin.state[other]["average"]
+    assert average.dtype == torch.bfloat16
+    assert torch.equal(average, optimizer.state[param]["average"])
+    assert (twin.state[other]["note"], twin.state[other]["kept"]) == (["mine"], 5)
+    average.zero_()  # a copy, as the rest of the state
+    twin.state[other]["note"].append("other")
+    assert optimizer.state[param]["average"].all()
+    assert optimizer.state[param]["note"] == ["mine"]

@@ -11,7 +11,7 @@ groups keep what they have. So a rule that gives some parameters another weight 
 a scheduler had come to does, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from operator import le
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
-from quintic.optim.state.state import CODE_KEYS, copy_, piece_of
+from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of
 
 __all__ = ["load_state"]
 
@@ -66,7 +66,7 @@ class _Match(NamedTuple):
 
 def load_state(
     groups: Sequence[dict[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    state: Mapping[Tensor, MutableMapping[str, Any]],
     divided: Mapping[Tensor, DividedState],
     state_dict: Mapping[str, Any],
     check: Callable[[int, Mapping[str, Any]], None],
@@ -74,8 +74,9 @@ def load_state(
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
     State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
-    what it needs. Nothing is communicated. `check` raises an error if a group, given with its number, has options that
-    do not fit. A ValueError names the parameter that does not fit.
+    what it needs. Nothing is communicated. Keys of the user's own come back as they were saved, tensors on the device
+    of the parameter. `check` raises an error if a group, given with its number, has options that do not fit. A
+    ValueError names the parameter that does not fit.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
@@ -99,6 +100,9 @@ def load_state(
             raise ValueError(f"the saved options do not fit: {error}") from None
     for target, source in copies:
         copy_(target, source)
+    for _, param, _, _, saved_key in matches:
+        others = {key: value for key, value in state_dict["state"][saved_key].items() if key not in STATE_KEYS}
+        state[param].update({key: _copy_of(value, local_tensor(param).device) for key, value in others.items()})
     for group, options in zip(groups, restored, strict=True):
         group.update(options)
 
@@ -246,9 +250,10 @@ def _matched_state(
     """Yield tensors of this rank's state of a parameter, and the saved ones that go there."""
     if saved is None:
         raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
-    if set(saved) != set(state):
-        raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(state)}")
-    for key, target in state.items():
+    needed = {key: state[key] for key in state if key in STATE_KEYS}  # others are the user's
+    if saved.keys() & STATE_KEYS != needed.keys():
+        raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}")
+    for key, target in needed.items():
         what = f"{name}: saved {key}"
         source = torch.as_tensor(saved[key])
         if divided is not None and key in CUT_KEYS:
@@ -267,6 +272,10 @@ def _matched_state(
         piece = piece_of(what, target, source)
         if piece is not None:
             yield local_tensor(target), piece
+
+
+def _copy_of(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _with_tuples(value: Any) -> Any:

@@ -122,9 +122,9 @@ class Upkeep:
         self.is_outdated = self.is_given = False
 
     def drop_unused(self, states: _States) -> None:
-        """Forget state that says nothing: it is made again when it is needed."""
+        """Forget state that says nothing: it is made again when it is needed. Keys of the user's own stay."""
         for param in list(states):
-            if _says_nothing(states[param], param.dtype):
+            if states[param].keys() <= STATE_KEYS and _says_nothing(states[param], param.dtype):
                 del states[param]
         self._entries = {param: entry for param, entry in self._entries.items() if param in states}
         self._places = {place: param for place, param in self._places.items() if param in states}
