@@ -134,6 +134,11 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
     for name, param in zip(group["param_names"], group["params"], strict=True):
         if not param.is_floating_point():
             raise TypeError(f"{name}: dtype {param.dtype} cannot be optimized; parameters must be floating point")
+        if param.requires_grad and _shares_entries(local_tensor(param)):
+            raise ValueError(
+                f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
+                f"memory, as after expand(), and cannot be stepped apart; clone() it"
+            )
         if group["master"] == "mantissa" and param.dtype == torch.float16:
             raise ValueError(
                 f"{name}: master='mantissa' completes bfloat16 weights to float32, this one is float16; "
@@ -150,6 +155,12 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+
+def _shares_entries(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def check_averages(number: int, group: Mapping[str, Any]) -> None:

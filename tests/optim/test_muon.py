@@ -664,6 +664,14 @@ def test_complex_parameters_are_refused():
         Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
 
 
+@pytest.mark.parametrize(("shape", "algorithm"), [((6, 1), "muon"), ((1, 6), "adamw"), ((1,), "adamw")])
+def test_parameters_whose_entries_share_memory_are_refused(shape, algorithm):
+    """AdamW stepped them as one entry, with whichever gradient came last."""
+    param = nn.Parameter(torch.ones(shape).expand(*shape[:-1], 6) if shape[-1] == 1 else torch.ones(shape).expand(6, 6))
+    with pytest.raises(ValueError, match=r"group0.param0: entries of this parameter .* share memory.*clone\(\) it"):
+        Muon([{"params": [param], "algorithm": algorithm}])
+
+
 def test_a_refused_group_is_not_added():
     optimizer = Muon([parameter(4, 4)])
     with pytest.raises(ValueError, match=r"group1\.param0"):
