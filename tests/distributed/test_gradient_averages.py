@@ -153,3 +153,41 @@ def test_entries_are_packed_once_for_their_owner_and_put_back_once(numel):
     for counts, gradient in run(count_copies, 2, numel):
         assert counts == {"pack": numel, "unpack": numel}
         assert gradient == [place + 1.0 for place in range(numel)]
+
+
+def step_wide_gradients(rank, world_size, comms, clips):
+    """bfloat16 parameters with float32 gradients, which one rank lacks: the masters of one device."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for shape in ((7, 5), (9,))]
+    params, expected = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizers = [
+        quintic.Muon(
+            [{"params": [("matrix", one[0])]}, {"params": [("vector", one[1])], "algorithm": "adamw"}],
+            lr=0.1,
+            adamw_lr=0.1,
+            master="fp32",
+            comms=kind,
+        )
+        for one, kind in ((params, comms), (expected, "none"))
+    ]
+    for param in (*params, *expected):
+        param.grad_dtype = torch.float32
+    for _ in range(2):
+        for param, alone in zip(params, expected, strict=True):
+            own = [torch.randn(param.shape, generator=generator).to(DEVICE) for _ in range(world_size)]
+            own[1].zero_()
+            param.grad = None if rank == 1 else own[rank]
+            alone.grad = sum(own[1:], own[0]) / torch.full((), world_size, device=DEVICE)
+        for optimizer in optimizers:
+            if clips:
+                quintic.clip_grad_norm_(optimizer, 0.5, scope="all")
+            optimizer.step()
+    for param, alone in zip(params, expected, strict=True):
+        assert torch.equal(param, alone), tuple(param.shape)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("comms", ["replicated"])
+def test_gradients_wider_than_their_parameters_may_be_missing(comms, clips):
+    """Zeros of the parameter's dtype stood for a missing gradient: ranks sent messages of different lengths."""
+    run(step_wide_gradients, 2, comms, clips, timeout=30)

@@ -182,3 +182,19 @@ def test_copies_of_copies_are_refused():
         optimizer.tie("d", "c")
     with pytest.raises(ValueError, match="tied_to='a' must be None, or the name"):
         Muon([{"params": [params["c"]], "tied_to": "a"}])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_gradients_wider_than_their_parameters(missing):
+    """The one that gets the gradient alone has the dtype that `grad_dtype` asks for."""
+    head, embedding, optimizer = pair(torch.bfloat16, master="fp32")
+    optimizer.tie("head", "embed", transposed=True)
+    head.grad_dtype = embedding.grad_dtype = torch.float32
+    twin = oracle.AdamWTensor(head.detach().float().numpy())
+    gradients = [torch.randn(head.shape), torch.randn(embedding.shape)]
+    gradients[missing] = None
+    reached(head, embedding, gradients)
+    optimizer.step()
+    twin.step((gradients[0] if missing else gradients[1].T).numpy(), lr=0.05, betas=(0.8, 0.95), eps=1e-8, wd=0.3)
+    assert head.grad.dtype == torch.float32
+    np.testing.assert_allclose(optimizer.state[head]["master"].numpy(), twin.w, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group, found_parameter
-from quintic.optim.layout.layouts import is_dtensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse
 from quintic.optim.rules.device_memory import is_capturing
 
 __all__ = ["Tie", "check_shapes", "ties_of"]
@@ -41,7 +41,7 @@ class Tie:
             if one is not None:
                 reject_sparse(name, one)
         if total is None:
-            self.head.grad = torch.empty_like(self.head)
+            self.head.grad = torch.empty_like(self.head, dtype=gradient_dtype(self.head))
             self._write(self.head.grad, gradient)
         elif self._transposed:
             from quintic.kernels.linear.transpose import transpose_add_

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor shoul
 __all__ = [
     "Box",
     "Layout",
+    "gradient_dtype",
     "intersection",
     "is_dtensor",
     "layout_of",
@@ -198,6 +199,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     return _waited_for(tensor._local_tensor)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients, also where it has none now: its own, or what `grad_dtype` says."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
 
 
 def reject_sparse(name: str, gradient: Tensor) -> None:

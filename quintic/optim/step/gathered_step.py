@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from quintic.optim.layout.layouts import gradient_dtype
 from quintic.optim.layout.packing import Packing, Run
 from quintic.optim.plan.bucket import Gathered
 from quintic.optim.step.operands import BucketMemory, Operands
@@ -35,7 +36,10 @@ class GatheredMemory(BucketMemory):
     def of_those(self, everything: Operands, gradients: Sequence[Tensor | None]) -> Operands:
         """Return all members, whatever this rank has: a gradient that is missing stands as zeros."""
         rows = list(zip(everything.members, everything.params, gradients, strict=True))
-        whole = [torch.zeros_like(param) if gradient is None else gradient for _, param, gradient in rows]
+        whole = [
+            torch.zeros_like(param, dtype=gradient_dtype(param)) if gradient is None else gradient
+            for _, param, gradient in rows
+        ]
         missing = tuple(member.index for member, _, gradient in rows if gradient is None)
         return everything.present(whole)._replace(missing=missing)
 

@@ -23,7 +23,7 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.sharing import AVERAGING, bound_ranks
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
@@ -190,7 +190,7 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
     if early is not None:
         return early.lent[parameter.param] if gradient is None else gradient
     if gradient is None:
-        gradient = torch.zeros_like(parameter.param)
+        gradient = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
     if parameter.divided is not None:
         gradient = gradient.to(parameter.param.dtype)  # as it travels
     everyone = all_gather_uneven(

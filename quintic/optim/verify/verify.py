@@ -22,7 +22,7 @@ from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, thi
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.names import model_parameters
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
@@ -155,7 +155,7 @@ def _give_gradients(optimizer: Muon, process_group: ProcessGroup | None) -> list
         # Of its own, so that the user's generators do not notice.
         of_rank = this_rank() if parameter.group.comms in AVERAGING else None
         generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {box} {of_rank}".encode()))
-        parameter.param.grad = torch.zeros_like(parameter.param)
+        parameter.param.grad = torch.zeros_like(parameter.param, dtype=gradient_dtype(parameter.param))
         local = local_tensor(parameter.param.grad)
         local.copy_(torch.randn(local.shape, generator=generator, device="cpu"))
         given.append(parameter.param)

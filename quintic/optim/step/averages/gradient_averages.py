@@ -18,7 +18,7 @@ from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout
+from quintic.optim.layout.layouts import Layout, gradient_dtype
 from quintic.optim.plan.bucket import Divided
 from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes, run_overlapping
@@ -219,7 +219,8 @@ class GradientAverages:
         for param, name in zip(group.params, group.param_names, strict=True):
             gradient = param.grad
             if gradient is None:
-                param.grad = gradient = torch.zeros_like(param)
+                # Of the dtype that other ranks' gradients have: messages must be equally long.
+                param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
                 self._lent.append(param)
             dense = dense_gradient(param, gradient, name)
             if dense is not gradient:
