@@ -101,6 +101,54 @@ MISTAKES = {
 }
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_wrong_options_are_told_before_a_gpu_is_looked_for(tmp_path: Path) -> None:
+    # A PyTorch for GPUs, which the defaults depend on: it must not be imported for what is wrong without them.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
+    wrong = {
+        "--nonsense": "unknown option --nonsense: ",
+        "--depht 3": "unknown option --depht: did you mean --depth?",
+        "--depth three": "--depth three: give a whole number",
+    }
+    asked = [(command, options) for command in ("train", "compare", "plan") for options in wrong]
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + ANSWER
+    arguments = json.dumps([[command, *options.split()] for command, options in asked])
+    done = subprocess.run(
+        [sys.executable, "-c", code, arguments], capture_output=True, text=True, check=True, timeout=100
+    )
+    for (command, options), (exit_code, _, errors) in zip(asked, json.loads(done.stdout), strict=True):
+        assert exit_code == 2, command
+        assert errors.startswith(f"quintic: error: {wrong[options]}"), (command, errors)
+
+
+LOADED = """
+import contextlib, io, json, sys
+from quintic.cli import main
+heavy = ["torch", "torch._dynamo", "torch.distributed.tensor", "matplotlib"]
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(arguments)
+    print(code, *(name for name in heavy if name in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_commands_import_what_they_use(trained: Path, tmp_path: Path) -> None:
+    run = ["--runs-dir", str(trained.parent), "--run", trained.name]
+
+    def loaded(*commands: list[str]) -> list[str]:
+        code = [sys.executable, "-c", LOADED, json.dumps([[name, *run, *options] for name, *options in commands])]
+        done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=100)
+        return done.stdout.splitlines()
+
+    assert loaded(["report", "--out", str(tmp_path / "report.html")]) == ["0 matplotlib"]
+    # Neither PyTorch's compiler nor DTensors, which take as long again as PyTorch itself.
+    commands = ["sample", "--tokens", "2"], ["export", "--out", str(tmp_path / "exported")]
+    assert loaded(*commands) == ["0 torch", "0 torch"]
+
+
 def test_the_module_answers_without_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "quintic", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

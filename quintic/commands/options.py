@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.parsing import options_of, parse, taken
+from quintic.commands.parsing import check_words, options_of, parse, taken
 from quintic.commands.presets import preset, preset_of_machine, unused_options, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
@@ -306,6 +306,8 @@ def training_options(arguments: list[str], command: str) -> Start:
     name, rest = taken(rest, "--preset")
     if path is not None and name is not None:
         raise ConfigError(f"--preset {name}: the options come from --config; give one of the two")
+    if not asks_help:
+        check_words(Config, rest, command)  # before the machine's preset, for which PyTorch may have to be imported
     if resume and not asks_help:
         if path is not None or name is not None:
             option = "--preset" if path is None else "--config"

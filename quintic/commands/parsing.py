@@ -21,7 +21,7 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from quintic.errors import ConfigError, QuinticError
 
-__all__ = ["options_of", "parse", "taken"]
+__all__ = ["check_words", "options_of", "parse", "taken"]
 
 T = TypeVar("T")
 
@@ -38,9 +38,9 @@ def parse(
     """
     import tyro
 
-    arguments = _spelled_out(arguments, dict(options_of(kind)))
     if not any(argument in ("-h", "--help") for argument in arguments):
-        _check(arguments, dict(options_of(kind)), command)
+        check_words(kind, arguments, command)
+    arguments = _spelled_out(arguments, dict(options_of(kind)))
     errors = io.StringIO()
     answer = _Answer(sys.stdout)
     given: dict[str, Any] = {} if default is None else {"default": default}
@@ -122,8 +122,14 @@ def _spelled_out(arguments: list[str], hints: dict[str, Any]) -> list[str]:
     return words
 
 
-def _check(arguments: list[str], hints: dict[str, Any], command: str) -> None:
-    """Raise ConfigError for the first wrong argument, in one line."""
+def check_words(kind: Any, arguments: list[str], command: str) -> None:
+    """Check names of options and types of values, each by itself: no defaults are needed.
+
+    Raises:
+        ConfigError: the first wrong argument, in one line.
+    """
+    hints = dict(options_of(kind))
+    arguments = _spelled_out(arguments, hints)
     position, texts = 0, ""
     while position < len(arguments):
         typed, has_value, value = arguments[position].partition("=")
