@@ -460,3 +460,19 @@ def test_a_group_added_after_steps(offload):
     assert momentum.any()
     take_steps(optimizer, 2, 3)
     assert not torch.equal(optimizer.state[params_of(optimizer)[0]]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("ask", [lambda o: o.state_dict(), lambda o: o.step()])
+def test_state_that_inference_mode_asks_for_first(ask):
+    """A save during an evaluation before the first step: no step outside could change what it had made."""
+    results = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        with mode():
+            ask(optimizer)
+        take_steps(optimizer, 0, 2)
+        results.append([param.detach() for param in params_of(optimizer)])
+    assert all(map(torch.equal, *results))

@@ -94,6 +94,8 @@ class Upkeep:
             self.is_given = False
         return not self.is_outdated
 
+    # What inference mode makes could not be stepped outside of it.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def bring_up_to_date(self, groups: _Groups, states: _States) -> None:
         """Let every parameter have the state that it needs, where it needs it; a ValueError if that is impossible.
