@@ -3,6 +3,7 @@
 import copy
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -249,3 +250,20 @@ def test_states_of_older_versions_load(transport):
     optimizer.step()
     for group in optimizer.state_dict()["param_groups"]:
         assert group.keys().isdisjoint({"not_of_groups", "transport"})
+
+
+def test_numbers_of_numpy_are_saved_as_python_s(tmp_path):
+    """Learning rates that NumPy computed were saved in a file that `torch.load` refused."""
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = quintic.Muon(
+        [param], lr=np.float64(0.5), weight_decay=np.float32(0.25), betas=(np.float64(0.75), 0.875)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.exp2(-step))
+    param.grad = torch.ones(4, 3)
+    optimizer.step()
+    scheduler.step()
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    (group,) = torch.load(tmp_path / "state", weights_only=True)["param_groups"]
+    options = {key: group[key] for key in ("lr", "initial_lr", "weight_decay", "betas")}
+    assert options == {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.25, "betas": (0.75, 0.875)}
+    assert type(optimizer.param_groups[0]["weight_decay"]) is np.float32  # what is there stays

@@ -17,6 +17,7 @@ How saved state comes back: `loading.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ __all__ = [
 
 CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
+
+_SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
 
 STATE_KEYS = frozenset(
     {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master", "mantissa"}
@@ -77,7 +80,8 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
 def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return PyTorch's state dict of an optimizer with views and callables as text, and tensors that share memory.
 
-    Mantissas become int32 where there are process groups, whose collectives do not know uint16.
+    Numbers of NumPy become Python's: `torch.load(weights_only=True)` refuses the others. Mantissas become int32 where
+    there are process groups, whose collectives do not know uint16.
     """
     state: dict[Any, dict[str, Any]] = {}
     for key, tensors in state_dict["state"].items():
@@ -85,7 +89,10 @@ def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         if "mantissa" in tensors and has_process_group():
             state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
     groups = [
-        {**group, **{key: str(group[key]) for key in ("view", *CODE_KEYS) if group[key] is not None}}
+        {
+            key: str(value) if key in _SAVED_AS_TEXT and value is not None else _plain(value)
+            for key, value in group.items()
+        }
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": state, "param_groups": groups}
@@ -124,6 +131,13 @@ def copy_(target: Tensor, source: Tensor) -> None:
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)
+
+
+def _plain(value: Any) -> Any:
+    """Return an option with Python's numbers in place of NumPy's."""
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
 def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:
