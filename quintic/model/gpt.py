@@ -59,10 +59,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.compute_dtype, self.attention_name = config, compute_dtype, attention
         width, kv_width = config.width, config.num_kv_heads * config.head_dim
-        self.embedding = _embedding(config.vocab_size, width)
+        self.embedding = nn.Embedding(config.vocab_size, width)
         self.value_embeddings = nn.ModuleDict(
             {
-                str(layer): _embedding(config.vocab_size, kv_width)
+                str(layer): nn.Embedding(config.vocab_size, kv_width)
                 for layer in range(config.depth)
                 if config.has_value_embedding(layer)
             }
@@ -403,10 +403,3 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate(x_BTC[..., : self.smear_gate.in_features]))
         within_document = (inputs != self.config.bos_id).unsqueeze(-1).to(x_BTC.dtype)
         return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous
-
-
-def _embedding(rows: int, width: int) -> nn.Embedding:
-    """Return a table that is still to be filled."""
-    # PyTorch's own filling imports the compiler where the table is on the meta device: a second for every command.
-    table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
-    return table

@@ -7,19 +7,16 @@ Shape suffixes: B rows, T positions, C width, H query heads, G key/value heads, 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from quintic.kernels.attention.attention import DocumentMask, attention, attention_with_max_logits
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
 
@@ -35,20 +32,13 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def _is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
-    # By an attribute that only these have, and that compiled code may ask for: importing the class takes a second.
-    return hasattr(tensor, "device_mesh")
-
-
 def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
     """Return a whole tensor, divided among ranks as another one of its shape is where that is a `DTensor`.
 
     Every rank has the whole tensor already: nothing is sent.
     """
-    if not _is_dtensor(tensor):
+    if not isinstance(tensor, DTensor):
         return value
-    from torch.distributed.tensor import distribute_tensor  # here: who divides nothing should not wait for it
-
     return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
@@ -79,7 +69,7 @@ def _fuses(x: Tensor, *weights: Tensor) -> bool:
     On a CPU it gains nothing, and weights that are divided among ranks (tensor parallelism) stay with their modules.
     """
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and is_half and not any(_is_dtensor(weight) for weight in weights)
+    return x.is_cuda and is_half and not any(isinstance(weight, DTensor) for weight in weights)
 
 
 def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:

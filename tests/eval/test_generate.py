@@ -54,8 +54,7 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
 def test_the_cache_changes_nothing(pattern: str, kv_heads: int, length: int) -> None:
     # Windows of 4 and 16 positions; prompts shorter and longer than both.
     model = model_of(pattern, kv_heads=kv_heads)
-    draws = torch.Generator().manual_seed(6)  # of prompts whose continuations vary
-    prompt = [BOS, *torch.randint(1, VOCAB, (length - 1,), generator=draws).tolist()]
+    prompt = [BOS, *torch.randint(1, VOCAB, (length - 1,)).tolist()]
     expected = greedy(model, prompt, 24)
     assert generate(model, prompt, max_tokens=24, temperature=0) == expected
     assert len(set(expected)) > 2  # not the same token for ever

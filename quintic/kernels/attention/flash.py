@@ -241,12 +241,9 @@ _ATTEND: dict[FlashName, Callable[..., Tensor]] = {
 }
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _varlen_takes_groups() -> bool:
     """Return whether this PyTorch's kernel takes fewer key than query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-# What `torch.compiler.assume_constant_result` does, which would import the compiler: a second for every command.
-_varlen_takes_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]

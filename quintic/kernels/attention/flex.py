@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports the compiler at once: a second
 
 __all__ = [
     "block_mask_of",
@@ -106,7 +105,7 @@ def visibility(document_BT: Tensor | None, window: int | None, causal: bool) -> 
 
 
 # Not compiled: fused into an evaluation graph, the mask was read out of bounds (torch 2.11 on an H200, 2026-11).
-@_disable_dynamo
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def block_mask_of(document_BT: Tensor, window: int) -> Any:
     """Return the causal block mask of (B, T) numbers of documents and a window."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -116,7 +115,7 @@ def block_mask_of(document_BT: Tensor, window: int) -> Any:
     return create_block_mask(mask_mod, rows, None, length, length, device=document_BT.device)
 
 
-@_disable_dynamo
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @functools.lru_cache(maxsize=16)
 def shared_block_mask(length: int, num_keys: int, window: int | None, causal: bool, device: torch.device) -> Any:
     """Return the block mask of a window alone, one for all rows."""

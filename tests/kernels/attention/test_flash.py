@@ -266,14 +266,6 @@ def test_compiled(name, install):
     torch.testing.assert_close(torch.autograd.grad(found.sum(), q), torch.autograd.grad(expected.sum(), q))
 
 
-def test_a_signature_is_a_constant_to_the_compiler():
-    @torch.compiler.assume_constant_result
-    def marked():
-        pass
-
-    assert vars(flash._varlen_takes_groups) == vars(marked) != {}
-
-
 @pytest.mark.parametrize("name", ["fa3", "fa4"])
 def test_the_gpt_with_it_is_the_gpt(name, install):
     calls = install(name)
