@@ -198,7 +198,7 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
             spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
             never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
             sentence += f"; median of {num_runs} runs, which took {spread}{never}"
-    texts = {(h.run.get("data") or {}).get("key") for one in (baseline, arm) for h in one.histories} - {None}
+    texts = {_text_of(history) for one in (baseline, arm) for history in one.histories} - {None}
     if len(texts) > 1:
         sentence += "; but their texts or tokenizers differ, and so their losses cannot be compared"
     timed = seconds is not None and last_seconds is not None and last_seconds > 0
@@ -210,6 +210,12 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
         "steps_by_run": steps,
         "sentence": sentence,
     }
+
+
+def _text_of(history: RunHistory) -> str | None:
+    """What tells a run's text and tokenizer from others: the key of prepared text, else the source of its shards."""
+    data = history.run.get("data") or {}
+    return data.get("key") or data.get("source")
 
 
 def _spread(points: Sequence[_Point], field: str, *, errors: bool) -> tuple[float, float] | None:

@@ -93,20 +93,24 @@ def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
 
 
 def test_losses_of_other_tokens_are_said_not_to_compare(tmp_path: Path) -> None:
-    def sentence(**keys: str) -> str:
+    def sentence(**texts: str | dict[str, str]) -> str:
         runs = {}
-        for name, key in keys.items():
-            with MetricsLog(tmp_path / f"{name}-{key}" / "metrics.jsonl") as log:
-                log.write("run", name=name, data={"key": key})
+        for name, text in texts.items():
+            runs[name] = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+            with MetricsLog(runs[name] / "metrics.jsonl") as log:
+                log.write("run", name=name, data={"key": text, "source": "python"} if isinstance(text, str) else text)
                 log.write("eval", step=10, loss=2.0, bpb=1.0)
-            runs[name] = tmp_path / f"{name}-{key}"
         figures = write_comparison(runs, tmp_path / "out.html", title="")
         return str(figures["candidates"]["b"]["sentence"])
 
     assert sentence(a="text", b="text") == "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
-    assert sentence(a="text", b="other").endswith(
-        "(100.0 %); but their texts or tokenizers differ, and so their losses cannot be compared"
-    )
+    differ = "(100.0 %); but their texts or tokenizers differ, and so their losses cannot be compared"
+    assert sentence(a="text", b="other").endswith(differ)
+    # A speedrun's log has no key, but the source of its shards; its tokens are others even of the same text.
+    assert sentence(a="text", b={"source": "python"}).endswith(differ)
+    assert sentence(a={"source": "python"}, b={"source": "hf:a/b"}).endswith(differ)
+    assert sentence(a={"source": "hf:a/b"}, b={"source": "hf:a/b"}).endswith("(100.0 %)")
+    assert sentence(a={}, b="text").endswith("(100.0 %)")  # nothing known of one
 
 
 def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
