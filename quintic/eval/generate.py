@@ -158,7 +158,8 @@ def _draw(
     if top_k is not None and top_k < logits.numel():
         floor = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    probabilities = (logits / temperature).softmax(dim=-1)
+    # Float32 would take a smaller one for zero; the likeliest token has all of the probability long before.
+    probabilities = (logits / max(temperature, 1e-30)).softmax(dim=-1)
     if top_p is not None:
         sorted_, order = probabilities.sort(descending=True)
         likelier = sorted_.double().cumsum(dim=-1) - sorted_  # total probability of all tokens before each

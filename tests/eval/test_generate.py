@@ -133,6 +133,12 @@ def test_seeds_decide() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-320])
+def test_a_temperature_near_zero_draws_the_likeliest_token(temperature: float) -> None:
+    logits = torch.tensor([-20.0, 3.5, 14.9, 14.8])
+    assert _draw(logits, temperature, None, None, torch.Generator().manual_seed(1)) == 2
+
+
 def test_draws_follow_the_probabilities() -> None:
     model = model_of()
     with torch.no_grad():
