@@ -12,7 +12,7 @@ dimension. Where this model departs from the race's:
 """
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -286,12 +286,10 @@ class SpeedrunGPT(nn.Module):
                 )
                 mask = row.paired_mask if plan.paired else row.mask
                 out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
-                composing = {"q_THD": q_NHD, "k_THD": k_NHD, "documents_T": cast(Tensor, row.mask.documents)[0]}
                 attended = Attended(
                     out_NHD.view(length, config.num_heads, -1),
                     v_NHD.view(length, config.num_heads, -1),
                     {name: added for name, added in injected.items() if name in own},
-                    composing if plan.composed else {},
                 )
             x_TC = self._finish(plan, weights, x_TC, own, attended)
             streams |= {name: x_TC for name, source in sources.items() if source == index}

@@ -26,7 +26,6 @@ __all__ = [
     "Rotary",
     "TokenCoefficients",
     "add_skip",
-    "compose_heads",
     "finish_layer",
     "previous",
     "query_key_value",
@@ -188,39 +187,6 @@ class BlockWeights(NamedTuple):
     value_gate: Tensor | None = None  # (H, 2 x channels)
 
 
-# Tokens that composition looks at, the query's own included, and queries that are computed together.
-_COMPOSED_WINDOW, _COMPOSED_BLOCK = 112, 128
-
-
-def compose_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, weights_TH: Tensor, documents_T: Tensor) -> Tensor:
-    """Return outputs of heads, (T, H, D), whose attention is that of all heads mixed by (T, H) weights of unit RMS.
-
-    Causal, within documents and the last 112 tokens. The speedrun's part of dynamically composable attention (Xiao et
-    al., arXiv 2405.08553): attention of the heads is mixed after its softmax, in blocks of queries with two of keys.
-    """
-    length, num_heads, head_dim = q_THD.shape
-    block, behind = _COMPOSED_BLOCK, -length % _COMPOSED_BLOCK
-
-    def blocks(x: Tensor, *, pairs: bool, fill: int = 0) -> Tensor:
-        """Return (blocks, queries or keys, ...); with `pairs` each block follows the one before it."""
-        padding = (0, 0) * (x.ndim - 1)
-        x = F.pad(x, (*padding, 0, behind), value=fill).unflatten(0, (-1, block))
-        return torch.cat([F.pad(x[:-1], (*padding, 0, 0, 1, 0), value=-1), x], dim=1) if pairs else x
-
-    documents = documents_T.unsqueeze(1)
-    query = torch.arange(block, 2 * block, device=q_THD.device).unsqueeze(1)
-    distance = query - torch.arange(2 * block, device=q_THD.device)
-    visible = (distance >= 0) & (distance < _COMPOSED_WINDOW)
-    # Padding is a document of its own, so that every query sees something.
-    same = blocks(documents, pairs=False, fill=-2) == blocks(documents, pairs=True, fill=-2).mT
-    keys, values = blocks(k_THD, pairs=True).transpose(1, 2), blocks(v_THD, pairs=True).flatten(2)
-    scores = blocks(q_THD, pairs=False).transpose(1, 2) @ keys.mT * head_dim**-0.5  # (blocks, H, queries, keys)
-    shares = scores.masked_fill(~(same & visible).unsqueeze(1), float("-inf")).softmax(-1)
-    mixing = blocks(rms_norm(weights_TH), pairs=False).mT.unsqueeze(-1)
-    seen_TC: Tensor = ((mixing * shares).sum(1) @ values).flatten(0, 1)[:length]
-    return seen_TC.view(length, num_heads, head_dim)
-
-
 def add_skip(scale: Tensor, x_TC: Tensor, gate_T1: Tensor, skipped_TC: Tensor) -> Tensor:
     """Return the stream plus the skipped stream, gated, times the sigmoid of a (1,) scale."""
     return x_TC + torch.sigmoid(scale).to(x_TC.dtype) * gate_T1 * skipped_TC
@@ -289,7 +255,6 @@ class Attended(NamedTuple):
     out: Tensor  # (T, H, D)
     values: Tensor  # (T, H, D), which attention read
     injected: dict[str, Tensor]  # name -> (T, C) that is added, times the gate of that name
-    composing: dict[str, Tensor]  # where heads are composed, arguments of `compose_heads` by name
 
 
 def finish_layer(
@@ -313,12 +278,8 @@ def _after_attention(
     out_THD: Tensor,
     v_THD: Tensor,
     injected: dict[str, Tensor],
-    composing: dict[str, Tensor],
 ) -> Tensor:
     assert weights.attention is not None
-    if composing:
-        seen_THD = compose_heads(**composing, v_THD=v_THD, weights_TH=gates["compose_in"])
-        out_THD = out_THD + gates["compose_out"].unsqueeze(-1) * seen_THD
     if plan.exclusive:
         along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
         out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD

@@ -23,7 +23,6 @@ class LayerPlan:
     value_table: int | None  # number of its value embedding
     exclusive: bool  # attention may drop the component along the token's own value
     gated: bool  # attention has gates
-    composed: bool  # heads may read with the attention of others
     skips: bool  # the skip ends here
 
 
@@ -45,9 +44,6 @@ class SpeedrunConfig:
     shared_attention_input: bool = True  # the last layers' attention reads one stream, that of the layer before them
     attention_gates: bool = True  # with long windows, a gate per token and head (arXiv 2505.06708)
     exclusive_attention: bool = True  # attention may drop what points along the token's own value (arXiv 2603.09078)
-    head_composition: bool = (
-        True  # the last layer adds what heads would read with all heads' weights (DCMHA, 2405.08553)
-    )
     embedding_injection: bool = True  # a gated share of the embedding is added after each attention
     smear: bool = True  # a gated share of the previous token's embedding is added to each token's
     bigram_hash: bool = True  # an embedding of token pairs, by a hash, times signs by another hash, is injected too
@@ -120,7 +116,6 @@ class SpeedrunConfig:
                 value_table=valued.index(index) if index in valued else None,
                 exclusive=index in exclusive,
                 gated=self.attention_gates and index in long,
-                composed=self.head_composition and index == last,
                 skips=self.skip and index == middle,
             )
             for index in range(self.num_layers)
@@ -135,8 +130,6 @@ class SpeedrunConfig:
                 found["exclusive"] = self.num_heads, 0.0
             if plan.gated:
                 found["attention"] = self.num_heads, 0.25
-            if plan.composed:
-                found |= {"compose_in": (self.num_heads, 1.0), "compose_out": (self.num_heads, 0.0)}
             if plan.skips:
                 found["skip"] = 1, 0.5
             if plan.attends and not (self.dense_connections and plan.index == self.num_layers - 1):

@@ -10,7 +10,6 @@ import torch
 import quintic
 from quintic.kernels.attention.attention import choose_attention
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
-from quintic.model.speedrun_layers import compose_heads
 
 BOS = 3
 VOCAB = 40
@@ -24,7 +23,6 @@ FEATURES = [
     "shared_attention_input",
     "attention_gates",
     "exclusive_attention",
-    "head_composition",
     "embedding_injection",
     "smear",
     "bigram_hash",
@@ -154,8 +152,6 @@ class Reference:
                 names.append((("exclusive", layer), heads))
             if has["attention_gates"] and layer in {3, 10}:
                 names.append((("attention", layer), heads))
-            if has["head_composition"] and layer == 10:
-                names += [(("compose_in", layer), heads), (("compose_out", layer), heads)]
             if has["skip"] and layer == 6:
                 names.append((("skip", layer), 1))
             if layer in self.attending and not (has["dense_connections"] and layer == 10):
@@ -287,7 +283,7 @@ class Reference:
                 for out, (t, h) in zip(scores.softmax(1) @ values, places, strict=True):
                     outs[h][t] = out
         else:
-            seen, near = mask_of(1, window), []
+            seen = mask_of(1, window)
             for h in heads:
                 queries = torch.stack([turned(q[h][t], t, self.frequencies) for t in range(length)])
                 keys = [turned(k[h][t], t, self.frequencies) for t in range(length)]
@@ -295,15 +291,9 @@ class Reference:
                     keys = [key if is_start(t) else torch.cat([key[:4], keys[t - 1][4:]]) for t, key in enumerate(keys)]
                 products = self.scale * queries @ torch.stack(keys).T
                 outs[h] = list(products.masked_fill(~seen, -torch.inf).softmax(1) @ v[h])
-                # Composition has a window of its own, which no row of this test reaches.
-                near.append(products.masked_fill(~mask_of(1, 111), -torch.inf).softmax(1))
         result = []
         for h in heads:
             out = torch.stack(outs[h])
-            if ("compose_in", layer) in gates:
-                mixing = normed(gates["compose_in", layer])
-                mixed = sum(mixing[:, other : other + 1] * near[other] for other in heads)
-                out = out + gates["compose_out", layer][:, h : h + 1] * (mixed @ v[h])
             if ("exclusive", layer) in gates:
                 along = (out * v[h]).sum(1, keepdim=True) / (v[h] * v[h]).sum(1, keepdim=True)
                 out = out - torch.tanh(gates["exclusive", layer][:, h : h + 1]) * along * v[h]
@@ -348,21 +338,6 @@ def test_loss_and_gradients_are_those_of_the_description(off):
         torch.testing.assert_close(
             got, want, rtol=1e-8, atol=1e-11 * float(want.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-@pytest.mark.parametrize("length", [24, 128, 300])
-def test_composition_mixes_the_heads_attention_within_its_window_and_documents(length):
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(length, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
-    weights = torch.randn(length, 3, generator=generator, dtype=torch.float64)
-    documents = (torch.rand(length, generator=generator) < 0.01).cumsum(0)
-    found = compose_heads(q, k, v, weights, documents)
-    mixing = normed(weights)
-    for t in range(0, length, 7):
-        near = [s for s in range(t + 1) if t - s < 112 and documents[s] == documents[t]]
-        shares = [(k[near, h] @ q[t, h] / 2).softmax(0) for h in range(3)]
-        mixed = sum(mixing[t, h] * shares[h] for h in range(3))
-        torch.testing.assert_close(found[t], torch.stack([mixed @ v[near, h] for h in range(3)]))
 
 
 # ----------------------------------------------------------------------------------------------------------- properties
@@ -427,7 +402,8 @@ def test_parameters_are_as_many_as_the_races():
     # Entries that it never reads: a twelfth MLP, the last layer's gate and scales (its coefficients replace them), the
     # scales of attention in the layer without it, and what pads the shorter one of two small MLPs.
     unread = 2 * 3072 * 768 + 72 + 2 * (2 + 1) + 2 + 9 * 65 + 15 * 65
-    assert sum(param.numel() for param in model.parameters()) == sum(race.values()) - unread
+    left_out = 12 * 65  # the gates with which its last layer mixes the attention of heads
+    assert sum(param.numel() for param in model.parameters()) == sum(race.values()) - unread - left_out
     by_role = {}
     for name, role in model.parameter_roles().items():
         by_role[role] = by_role.get(role, 0) + model.get_parameter(name).numel()
@@ -666,7 +642,8 @@ def compare(plain, compiled, inputs, targets, tolerance, *, bias_tolerance=None,
         loss.backward()
     for (name, param), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         difference = (param.grad.float() - other.grad.float()).norm() / param.grad.float().norm()
-        assert float(difference) < (bias_tolerance or tolerance if name.endswith(".bias") else tolerance), name
+        sums = name.endswith(".bias") or param.numel() == 1  # over all tokens, in which most terms cancel
+        assert float(difference) < (bias_tolerance or tolerance if sums else tolerance), name
 
 
 def compare_compiled(**changes):
@@ -674,10 +651,10 @@ def compare_compiled(**changes):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled.compile_parts()
-    compare(plain, compiled, *tokens(), 1e-4)
+    compare(plain, compiled, *tokens(), 3e-4, bias_tolerance=0.01)
     assert not torch._dynamo.utils.counters["graph_break"]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compare(plain, compiled, *tokens(2), 1e-4)
+    compare(plain, compiled, *tokens(2), 3e-4, bias_tolerance=0.01)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
@@ -729,7 +706,7 @@ def test_bfloat16_on_a_gpu_is_close_to_float32():
         inputs.cuda(),
         targets.cuda(),
         0.1,
-        bias_tolerance=0.5,  # their gradients are sums over all tokens in which most terms cancel
+        bias_tolerance=0.5,
         document_starts=starts.to("cuda", torch.int32),
         longest_document=1024,
     )
