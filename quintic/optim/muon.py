@@ -140,7 +140,7 @@ class Muon(OptimizerBase):
     Raises:
         ValueError: an unknown algorithm or option, a value out of range, a parameter that is not a matrix in a Muon
             group, or a view that does not fit; the message names the parameter.
-        TypeError: a parameter is not floating point.
+        TypeError: a parameter is no dense tensor of float64, float32, bfloat16 or float16.
 
     Source: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """

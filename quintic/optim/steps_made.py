@@ -33,21 +33,23 @@ class FirstGradients:
     def look(self, groups: Sequence[Group], *, may_lack: bool) -> None:
         """Look whether this rank has a gradient, before the first step; warn if it is known by now that none has.
 
-        Where it may lack them for a reason, the next step counts as the first one.
+        Where it may lack them for a reason, the next step counts as the first one. A gradient on the meta device is a
+        ValueError.
         """
         self._warn()
         if self._is_over or may_lack:
             return
+        rows = [row for group in groups for row in zip(group.param_names, group.params, strict=True)]
+        for name, param in rows:
+            if param.is_meta and param.grad is not None:
+                raise ValueError(
+                    f"{name} is on the meta device, where it has no values to step; materialise the model (to_empty, "
+                    f"or a checkpoint loaded with assign=True), then make the optimizer"
+                )
         self._is_over = True
-        params = [param for group in groups for param in group.params]
-        if any(param.grad is not None for param in params):
+        if any(param.grad is not None for _, param in rows):
             return
-        wanting = [
-            name
-            for group in groups
-            for name, param in zip(group.param_names, group.params, strict=True)
-            if param.requires_grad
-        ]
+        wanting = [name for name, param in rows if param.requires_grad]
         if wanting:
             others = f" and {len(wanting) - 1} others" if len(wanting) > 1 else ""
             self._suspect = (

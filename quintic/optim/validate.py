@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.comms.sharing import DIVIDING
@@ -47,6 +48,9 @@ _SYNONYMS = {
     "use_muon": "algorithm",
     "wd": "weight_decay",
 }
+
+# What updates can be added to: narrower floating-point numbers have no arithmetic.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -132,8 +136,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
         )
     check_group_is_whole(number, group)
     for name, param in zip(group["param_names"], group["params"], strict=True):
-        if not param.is_floating_point():
-            raise TypeError(f"{name}: dtype {param.dtype} cannot be optimized; parameters must be floating point")
+        _check_kind(name, param)
         if param.requires_grad and _shares_entries(local_tensor(param)):
             raise ValueError(
                 f"{name}: entries of this parameter of shape {tuple(param.shape)} and strides {param.stride()} share "
@@ -155,6 +158,20 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+
+def _check_kind(name: str, param: Tensor) -> None:
+    if is_lazy(param):
+        raise ValueError(f"{name} has no shape yet: run one batch through the model before making the optimizer")
+    local = local_tensor(param)
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: dtype {param.dtype} cannot be optimized; parameters must be float64, float32, bfloat16 or "
+            f"float16. Keep a trained weight in one of these and convert it in the forward pass, leave out a frozen one"
+        )
+    if local.layout is not torch.strided or local.is_nested:
+        kind = "a nested tensor" if local.is_nested else f"stored as {local.layout}"
+        raise TypeError(f"{name} is {kind}, which cannot be optimized; parameters must be ordinary dense tensors")
 
 
 def _shares_entries(tensor: Tensor) -> bool:

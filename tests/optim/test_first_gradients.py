@@ -45,6 +45,17 @@ def test_a_model_that_was_materialised_with_new_parameters():
         train(model, optimizer)  # once is enough
 
 
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_gradients_on_the_meta_device_are_an_error(algorithm):
+    """Muon made a step of nothing, AdamW an error of PyTorch's that named no parameter."""
+    model = nn.Linear(4, 6, bias=False, device="meta")
+    optimizer = quintic.Muon([{"params": model.named_parameters(), "algorithm": algorithm}])
+    model(torch.ones(2, 4, device="meta")).sum().backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"weight is on the meta device.*then make the optimizer"):
+            optimizer.step()
+
+
 def test_what_is_no_reason_to_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -659,11 +659,6 @@ def test_mistakes_are_named(group, options, message):
         Muon([{"params": [nn.Parameter(torch.ones(6, 4))], **group}], **options)
 
 
-def test_complex_parameters_are_refused():
-    with pytest.raises(TypeError, match=r"group0.param0: dtype torch.complex64"):
-        Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
-
-
 @pytest.mark.parametrize(("shape", "algorithm"), [((6, 1), "muon"), ((1, 6), "adamw"), ((1,), "adamw")])
 def test_parameters_whose_entries_share_memory_are_refused(shape, algorithm):
     """AdamW stepped them as one entry, with whichever gradient came last."""

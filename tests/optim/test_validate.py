@@ -59,6 +59,48 @@ def test_changed_options_are_checked_before_the_next_step(key, value, message, s
     assert not torch.equal(weight, before)
 
 
+# Made when they are needed: PyTorch warns of some.
+NO_PARAMETERS = {
+    "float8": (lambda: torch.ones(6, 4).to(torch.float8_e4m3fn), r": dtype torch\.float8_e4m3fn .* must be float64, "),
+    "scales": (lambda: torch.ones(6, 4).to(torch.float8_e8m0fnu), r": dtype torch\.float8_e8m0fnu cannot"),
+    "complex": (lambda: torch.ones(6, 4, dtype=torch.complex64), r": dtype torch\.complex64 cannot"),
+    "int8": (lambda: torch.ones(6, 4, dtype=torch.int8), r": dtype torch\.int8 cannot .* leave out a frozen one"),
+    "bool": (lambda: torch.ones(6, 4, dtype=torch.bool), r": dtype torch\.bool cannot"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(6, 4), 0.1, 0, torch.qint8), r": dtype torch\.qint8"),
+    "coo": (lambda: torch.eye(6).to_sparse(), r" is stored as torch\.sparse_coo"),
+    "csr": (lambda: torch.eye(6).to_sparse_csr(), r" is stored as torch\.sparse_csr"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2, 4)]), " is a nested tensor"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged), " is a nested tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", NO_PARAMETERS)
+def test_what_is_no_dense_tensor_of_real_numbers_is_refused_by_name(kind, algorithm):
+    """Some of these failed only in the first step, by an error of PyTorch's that named no parameter."""
+    make, message = NO_PARAMETERS[kind]
+    tensor = make()
+    param = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    optimizer, _ = optimizer_of()
+    with pytest.raises(TypeError, match=r"layer\.weight" + message):
+        optimizer.add_param_group({"params": [("layer.weight", param)], "algorithm": algorithm})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_model_converted_to_eight_bits_is_refused_by_name():
+    optimizer, weight = optimizer_of()
+    optimizer.step()
+    weight.grad, weight.data = None, weight.data.to(torch.float8_e5m2)
+    with pytest.raises(TypeError, match=r"weight: dtype torch\.float8_e5m2 cannot"):
+        optimizer.step()
+
+
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"group0\.param0 has no shape yet: run one batch"):
+        quintic.Muon(nn.LazyLinear(4, bias=False).parameters())
+
+
 def test_changed_options_hold():
     optimizer, _ = optimizer_of()
     optimizer.step()
