@@ -96,7 +96,7 @@ class Muon(OptimizerBase):
         master: how extra precision is stored for bfloat16 and float16 weights. None: updates are applied in the
             weight's own dtype; `"fp32"`: to a float32 copy in the state; `"mantissa"`: to bfloat16 weight and uint16
             low bits, bit for bit the trajectory of the copy at half its memory. Parameters of float32 and wider need
-            none and have none.
+            none and have none. May be changed at any time: either form becomes the other.
         state_dtype: dtype of momentum and AdamW's moments in memory. None: float32; `"bf16"`: bfloat16, half of it.
             Every step computes in float32 either way; what it stores is rounded to the nearest bfloat16, and its update
             is made of the values before that rounding. Needs `momentum` of Muon groups, and both `betas` of AdamW

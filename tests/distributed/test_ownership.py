@@ -310,3 +310,38 @@ def test_all_ranks_of_a_strided_group_own_work():
             "copies": (2, 0.25, 0.5, True),
             "experts": (4, 0.5, 0.5, True),
         }
+
+
+def changed_masters(rank, world_size):
+    """Differences from one device with masters that never changed, by layout and the masters before and after."""
+    wrong = {}
+    mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("strided",))
+
+    def saved(layout, first, second):
+        params, comms = model([(23, 183), (8, 8), (2100, 3), (6,)], torch.bfloat16), "none"
+        if layout != "one device":
+            params, comms, _ = laid_out(params, layout, {"strided": mesh})
+        groups = [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw"}]
+        optimizer = quintic.Muon(groups, lr=0.1, adamw_lr=0.1, comms=comms, master=first, **FLOAT32)
+        for step in range(4):
+            for group in optimizer.param_groups if step == 2 else ():
+                group["master"] = second
+            for index, param in enumerate(params):
+                generator = torch.Generator().manual_seed(100 * step + index)
+                gradient = torch.randn(param.shape, generator=generator).to(DEVICE, torch.bfloat16)
+                if isinstance(param, DTensor):
+                    gradient = distribute_tensor(gradient, mesh, param.placements, src_data_rank=None)
+                param.grad = gradient
+            optimizer.step()
+        state = {n: {k: whole(v) for k, v in s.items()} for n, s in optimizer.state_dict()["state"].items()}
+        return [whole(param).detach() for param in params], {"state": state}
+
+    for layout in ("sharded", "rows"):
+        for first, second in (("fp32", "mantissa"), ("mantissa", "fp32")):
+            found = differences(saved(layout, first, second), saved("one device", second, second))
+            wrong |= {(layout, first, second): found} if found else {}
+    return wrong
+
+
+def test_masters_that_change_between_steps_keep_their_values():
+    assert run(changed_masters, 2) == [{}] * 2

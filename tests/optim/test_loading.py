@@ -252,3 +252,45 @@ def test_keys_of_the_users_are_loaded_as_they_were_saved(stepped):
     twin.state[other]["note"].append("other")
     assert optimizer.state[param]["average"].all()
     assert optimizer.state[param]["note"] == ["mine"]
+
+
+# -- masters -----------------------------------------------------------------------------------------------------------
+
+
+def of_bfloat16(master):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(6, 4).bfloat16())
+    return param, quintic.Muon([("weight", param)], lr=0.01, master=master)
+
+
+def take_step(param, optimizer, step):
+    param.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("saved", [None, "fp32", "mantissa"])
+@pytest.mark.parametrize("wanted", [None, "fp32", "mantissa"])
+def test_a_state_with_another_master_says_what_to_do_and_that_works(saved, wanted):
+    param, optimizer = of_bfloat16(saved)
+    take_step(param, optimizer, 0)
+    checkpoint, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    twin_param, twin = of_bfloat16(wanted)
+    before = copy.deepcopy(twin.state_dict())
+    if saved != wanted:
+        with pytest.raises(ValueError, match=r"weight: saved state has .* make it with the master and normalize of"):
+            twin.load_state_dict(state)
+        assert all(torch.equal(twin.state[twin_param][key], value) for key, value in before["state"][0].items())
+        twin_param, twin = of_bfloat16(saved)
+    twin_param.data.copy_(checkpoint)
+    twin.load_state_dict(state)
+    for group in (*twin.param_groups, *optimizer.param_groups):
+        group["master"] = wanted
+    for step in (1, 2):
+        take_step(param, optimizer, step)
+        take_step(twin_param, twin, step)
+    assert torch.equal(param, twin_param)
+    if None not in (saved, wanted):
+        param, optimizer = of_bfloat16(wanted)
+        for step in range(3):
+            take_step(param, optimizer, step)
+        assert torch.equal(param, twin_param)

@@ -274,6 +274,37 @@ def test_other_memory_is_noticed_without_a_new_plan():
     assert all(a is b for a, b in zip(plan, optimizer.plan().buckets, strict=True))
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("fp32", "mantissa"), ("mantissa", "fp32")])
+def test_masters_keep_their_values_in_the_other_form(first, second, offload):
+    optimizer = optimizer_of(model_of(torch.bfloat16), master=first, offload=offload)
+    expected = optimizer_of(model_of(torch.bfloat16), master=second)
+    take_steps(optimizer, 0, 3)
+    take_steps(expected, 0, 3)
+    for group in optimizer.param_groups:
+        group["master"] = second
+    optimizer.plan()
+    assert_same(optimizer, expected)
+    for each in (optimizer, expected):
+        take_steps(each, 3, 5)
+    assert_same(optimizer, expected)
+
+
+def test_a_master_of_other_weights_does_not_become_the_other_form():
+    """What is kept of bfloat16 weights says nothing of those that were converted to float16 and back, or so far."""
+    model = model_of(torch.bfloat16)
+    optimizer = optimizer_of(model, master="mantissa")
+    take_steps(optimizer, 0, 3)
+    for group in optimizer.param_groups:
+        group["master"] = "fp32"
+    for param in model.parameters():
+        param.grad = None
+    model.half()
+    optimizer.plan()
+    for param in model.parameters():
+        assert torch.equal(optimizer.state[param]["master"], param.detach().float())
+
+
 # -- exchanged ---------------------------------------------------------------------------------------------------------
 
 

@@ -252,7 +252,10 @@ def _matched_state(
         raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
     needed = {key: state[key] for key in state if key in STATE_KEYS}  # others are the user's
     if saved.keys() & STATE_KEYS != needed.keys():
-        raise ValueError(f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}")
+        raise ValueError(
+            f"{name}: saved state has {sorted(saved)}, this optimizer needs {sorted(needed)}; make it with the master "
+            f"and normalize of the saved one, for weights of the dtype they had, and change them after loading"
+        )
     for key, target in needed.items():
         what = f"{name}: saved {key}"
         source = torch.as_tensor(saved[key])

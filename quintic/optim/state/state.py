@@ -30,6 +30,7 @@ from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
     "CODE_KEYS",
+    "MASTER_KEYS",
     "STATE_KEYS",
     "as_saved",
     "copy_",
@@ -50,13 +51,13 @@ STATE_KEYS = frozenset(
 )
 """Names of all state; other keys of a parameter's state are the user's."""
 
-# What completes a low-precision parameter to float32; a parameter has one of them, or none.
-_MASTER_KEYS = ("master", "mantissa")
+MASTER_KEYS = ("master", "mantissa")
+"""Names of the two forms of a low-precision parameter's extra precision; it has one of them, or none."""
 
 
 def master_key(state: Mapping[str, Tensor]) -> str | None:
     """Return the state key of a parameter's extra precision: `master`, `mantissa`, or None."""
-    return next((key for key in _MASTER_KEYS if key in state), None)
+    return next((key for key in MASTER_KEYS if key in state), None)
 
 
 def master_of(state: Mapping[str, Tensor]) -> Tensor | None:

@@ -5,8 +5,8 @@ tensors may stand for them in `group.params`. State follows its parameter object
 that no group has any more, it follows the position in the group. If it does not fit there as it is,
 
 - zeros, and masters without a bit that the weight lacks, are made anew;
-- state that says something is copied into new state, as if it were loaded: to another device, into other strides, or a
-  rank's piece of a whole tensor;
+- state that says something is copied into new state, as if it were loaded: to another device, into other strides, a
+  rank's piece of a whole tensor, or a master in its other form;
 - it is an error if this rank lacks what it needs, the shape is another one, or ranks would divide state otherwise than
   when it was used last: they do not have what is theirs then.
 
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.rules.precision import full_precision
 from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
 from quintic.optim.state.placement import fits, init_state, needed_state
-from quintic.optim.state.state import STATE_KEYS, copy_, piece_of
+from quintic.optim.state.state import MASTER_KEYS, STATE_KEYS, copy_, master_key, piece_of
 
 __all__ = ["Upkeep"]
 
@@ -180,9 +181,12 @@ def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
     """Return the values that move to a parameter's new state; a ValueError that names it if they cannot."""
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
     for key, (_, other_shape) in needed_state(param, entry.group).items():
-        if key not in source.state:
+        # The other form of a master; weights of another dtype have no part of its value any more.
+        other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
+        was_key = other or key
+        if was_key not in source.state:
             continue
-        what, value = f"{name}: its {key}", torch.as_tensor(source.state[key])
+        what, value = f"{name}: its {was_key}", torch.as_tensor(source.state[was_key])
         if key in CUT_KEYS and source.was.own is not None:
             if entry.division != source.was.division:
                 raise _divided_otherwise(name)
@@ -214,13 +218,22 @@ def _make(entry: _Entry, fate: _Fate, source: _Source | None, states: _States) -
         for key, value in fate.items():
             if key in CUT_KEYS and entry.own is not None and was_whole:
                 for run, of_value in own_runs(made[key], value, entry.own, entry.param):
-                    copy_(run, of_value)
+                    _move(run, of_value)
             else:
-                copy_(local_tensor(made[key]), value)
+                _move(local_tensor(made[key]), value)
         new = {**made, **others}
     if source is not None:
         del states[source.was.param]
     states[entry.param] = new
+
+
+def _move(target: Tensor, value: Tensor) -> None:
+    """Copy a value into new state. A master may come in its other form; a float32 one has been made of the weights."""
+    if target.dtype == torch.uint16 and value.dtype == torch.float32:
+        value = value.view(torch.int32)
+    elif target.dtype == torch.float32 and value.dtype == torch.uint16:
+        value = full_precision(target.bfloat16(), value.to(target.device))
+    copy_(target, value)
 
 
 def _divided_otherwise(name: str) -> ValueError:
