@@ -56,6 +56,27 @@ def maxima(*values, layer="attn"):
     return {layer: torch.tensor(values, device=DEVICE)}
 
 
+# --------------------------------------------------------------------------------------------------------------- dtypes
+
+
+def give_doubles(rank, world_size):
+    """Queries of two heads in float64, and of another layer in float32; each rank has seen one head's largest logit."""
+    model = Small().double()
+    model.other = Small().attn
+    _, optimizer = small(model=model)
+    logits = torch.full((2,), LOW, dtype=torch.float64, device=DEVICE)
+    logits[rank] = THRESHOLD / (0.3, 0.7)[rank]
+    optimizer.step(qk_logits={"attn": logits, "other": logits})
+    return [layer["q_proj"].weight[::2, 0].detach() for layer in (model.attn, model.other)]
+
+
+def test_maxima_of_float64_weights_travel_in_float64():
+    factors = torch.tensor([0.3, 0.7], dtype=torch.float64).sqrt()
+    for wide, narrow in run(give_doubles, 2):
+        torch.testing.assert_close(wide, factors, rtol=1e-15, atol=0)
+        torch.testing.assert_close(narrow, factors.float(), rtol=1e-6, atol=0)
+
+
 # --------------------------------------------------------------------------------------------------------------- layers
 
 

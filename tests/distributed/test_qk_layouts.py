@@ -38,6 +38,7 @@ CASES = {
     "fp32": Case(torch.bfloat16, {"master": "fp32"}),
     "mantissa": Case(torch.bfloat16, {"master": "mantissa", "normalize": "neuron"}),
     "float16": Case(torch.float16, {"master": "fp32"}),
+    "float64": Case(torch.float64),
     # Biases wait every other step, and are scaled nevertheless.
     "waiting": Case(torch.bfloat16, {"master": "mantissa"}, every=2),
     # Weights that are sent again go one after the other.

@@ -24,7 +24,7 @@ def stepped(dtype=torch.float32, maxima=None, norm=False, **options):
     optimizer = Muon(quintic.param_groups(model), lr=0.01, qk_clip=QKClip(threshold=10.0), **options)
     for param in model.parameters():
         param.grad = torch.randn(param.shape).to(dtype)
-    optimizer.step(qk_logits=None if maxima is None else {"attn": torch.tensor(maxima)})
+    optimizer.step(qk_logits=None if maxima is None else {"attn": torch.as_tensor(maxima)})
     return model, optimizer
 
 
@@ -58,6 +58,26 @@ def test_masters_are_scaled_in_full_precision(master):
     factor = (10.0 / 10.05) ** 0.5
     torch.testing.assert_close(after[:4], before[:4] * factor)
     assert torch.equal(after[4:], before[4:])
+
+
+def test_float64_weights_are_scaled_in_float64():
+    maxima = torch.tensor([10.05, 1.0, 37.7, 1 / 3], dtype=torch.float64)
+    factors = (10.0 / maxima.clamp(min=10.0)).sqrt().repeat_interleave(4)
+    plain, _ = stepped(torch.float64)
+    clipped, _ = stepped(torch.float64, maxima)
+    for name in ("q_proj", "k_proj"):
+        before, after = getattr(plain["attn"], name).weight, getattr(clipped["attn"], name).weight
+        torch.testing.assert_close(after, before * factors[:, None], rtol=1e-15, atol=0)
+    # Maxima of another dtype give the factors of their values.
+    rounded, _ = stepped(torch.float64, maxima.float())
+    factors = (10.0 / maxima.float().double().clamp(min=10.0)).sqrt().repeat_interleave(4)
+    before, after = plain["attn"].q_proj.weight, rounded["attn"].q_proj.weight
+    torch.testing.assert_close(after, before * factors[:, None], rtol=1e-15, atol=0)
+
+
+def test_float32_weights_do_not_depend_on_the_dtype_of_the_maxima():
+    found = [stepped(maxima=torch.tensor([10.05, 1.0, 37.7, 11.3]).to(dtype))[0] for dtype in (None, torch.float64)]
+    assert all(map(torch.equal, *(model.parameters() for model in found)))
 
 
 def test_a_skipped_step_clips_nothing():

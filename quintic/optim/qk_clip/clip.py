@@ -43,7 +43,7 @@ Grouped = Literal["exact", "sqrt"]
 
 
 class RowFactors(NamedTuple):
-    """The factors of one parameter: `factor`, (size of `dim`,) float32, along dimension `dim`."""
+    """The factors of one parameter: `factor`, (size of `dim`,) float32 or float64, along dimension `dim`."""
 
     factor: Tensor
     dim: int
@@ -102,14 +102,15 @@ class LayerClip:
         """Return the factors of each parameter, by name, on the device of `max_logits` and without waiting for it.
 
         Args:
-            max_logits: (num_heads,) largest logit per query head, any floating dtype. A head whose maximum is at most
-                the threshold, NaN or infinite gets factors of exactly 1: a broken forward pass teaches nothing.
+            max_logits: (num_heads,) largest logit per query head, any floating dtype; of float64 the factors are, too.
+                A head whose maximum is at most the threshold, NaN or infinite gets factors of exactly 1: a broken
+                forward pass teaches nothing.
 
         Raises:
             ValueError: another number of heads than the layer was resolved with.
         """
         self.check(max_logits)
-        maxima = max_logits.to(torch.float32)
+        maxima = max_logits.to(torch.promote_types(max_logits.dtype, torch.float32))
         exceeds = (maxima > self.threshold) & maxima.isfinite()
         gamma = (self.threshold / maxima).masked_fill(~exceeds, 1.0)
         root = gamma.sqrt().view(self.num_kv_heads, -1)  # (key heads, query heads of each)

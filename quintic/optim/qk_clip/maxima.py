@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import Pending, ProcessGroup, all_gather_values, group_ranks, start_all_max
-from quintic.optim.rules.device_memory import HostCopy, is_capturing, upload
+from quintic.optim.rules.device_memory import HostCopy, host_tensor, is_capturing, upload
 
 __all__ = ["Layer", "Maxima", "Seen", "Slot"]
 
@@ -33,6 +33,8 @@ class Slot(NamedTuple):
     num_heads: int
     names: tuple[str, ...]
     """The names of the parameters that are scaled."""
+    dtype: torch.dtype
+    """In which the maxima are taken: float32, or float64 for such parameters."""
 
 
 class Seen(NamedTuple):
@@ -40,7 +42,7 @@ class Seen(NamedTuple):
 
     slot: Slot
     maxima: Tensor
-    """(num_heads,) float32, -inf for heads that this rank has not seen."""
+    """(num_heads,) in the dtype of the slot, -inf for heads that this rank has not seen."""
 
 
 class Maxima:
@@ -104,11 +106,17 @@ class Maxima:
         if values is None:
             return {}
         sizes = [slot.num_heads for slot in self.slots.values()]
-        return dict(zip(self.slots, values[:-2].split(sizes), strict=True))
+        rows = zip(self.slots.items(), values[:-2].split(sizes), strict=True)
+        # Where one layer has float64, all travel as such.
+        return {layer: maxima.to(slot.dtype) for (layer, slot), maxima in rows}
 
     def _reduce(self, seen: Mapping[Layer, Seen], has_news: bool, group: ProcessGroup) -> None:
-        parts = [seen[layer].maxima if layer in seen else self._unseen[layer] for layer in self.slots]
-        maxima = [part.to(self._device).nan_to_num(math.inf, math.inf, -math.inf) for part in parts]
+        maxima = [
+            (seen[layer].maxima if layer in seen else self._unseen[layer])
+            .to(self._device, slot.dtype)
+            .nan_to_num(math.inf, math.inf, -math.inf)
+            for layer, slot in self.slots.items()
+        ]
         self._pending = start_all_max(torch.cat([*maxima, self._flags[has_news]]), group)
 
     def _take(self) -> Tensor | None:
@@ -156,7 +164,7 @@ class Maxima:
         for layer in sorted(first_slots, key=lambda layer: (isinstance(layer, int), str(layer))):
             slot = first_slots[layer][1]
             self.slots[layer] = slot
-            self._unseen[layer] = upload(torch.full((slot.num_heads,), -math.inf, device="cpu"), self._device)
+            self._unseen[layer] = upload(host_tensor([-math.inf] * slot.num_heads, slot.dtype), self._device)
         return None
 
 

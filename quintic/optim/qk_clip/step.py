@@ -8,6 +8,7 @@ can scale it, and sends it again.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class QKStep:
                 clip = self._resolved(layer, maxima.numel())
                 clip.check(maxima)
                 ranks = self._ranks_of(clip)
-                seen[ranks][layer] = Seen(Slot(clip.num_heads, clip.names), _own_maxima(layer, maxima, ranks))
+                dtypes = (self._held[name].param.dtype for name in clip.names)
+                slot = Slot(clip.num_heads, clip.names, reduce(torch.promote_types, dtypes, torch.float32))
+                seen[ranks][layer] = Seen(slot, _own_maxima(layer, maxima, ranks, slot.dtype))
         except ValueError as error:
             problem = error
         problems = [reduction.start(seen[ranks], problem) for ranks, reduction in self._maxima.items()]
@@ -188,15 +191,15 @@ class QKStep:
                 share_parts(wholes, self._communicators[ranks])
 
 
-def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
-    """Return (heads,) float32: what this rank has seen of all heads, -inf for the others.
+def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return (heads,) in a dtype: what this rank has seen of all heads, -inf for the others.
 
     The maxima are (heads,), or a `DTensor` with heads on ranks; `ranks` are those that they are taken over.
     """
-    local = local_tensor(maxima).detach()
+    local = local_tensor(maxima).detach().to(dtype)
     mesh = getattr(maxima, "device_mesh", None)
     if mesh is None:
-        return local.float()
+        return local
     from torch.distributed.tensor import Partial, Replicate
 
     # A maximum still to be taken over a dimension of the mesh is what is done here anyway.
@@ -213,9 +216,8 @@ def _own_maxima(layer: Layer, maxima: Any, ranks: Sequence[int]) -> Tensor:
             f"qk_logits[{layer!r}] is a DTensor on the ranks {sorted(layout.ranks)}, but its maxima are taken over "
             f"{sorted(ranks)}, which share the parameters; give quintic.QKClip(process_group=...) with all of them"
         )
-    own = local.new_full(maxima.shape, -math.inf, dtype=torch.float32)
-    box = layout.box_of(this_rank())
-    own[relative(box, ((0, maxima.numel()),))] = local.float()
+    own = local.new_full(maxima.shape, -math.inf)
+    own[relative(layout.box_of(this_rank()), ((0, maxima.numel()),))] = local
     return own
 
 
