@@ -242,6 +242,22 @@ def test_the_strides_of_the_gradient_do_not_matter(group, shape, gradient):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_parameters_with_gaps_between_their_entries(algorithm):
+    """PyTorch's fused AdamW writes to as much memory as there are entries, in the gaps, too."""
+    memory = torch.randn(8, 9)
+    before, whole = memory.clone(), nn.Parameter(memory[::2, ::3].clone())
+    gaps = torch.ones(8, 9, dtype=torch.bool)
+    gaps[::2, ::3] = False
+    for param in (nn.Parameter(memory[::2, ::3]), whole):
+        optimizer = Muon([{"params": [param], "algorithm": algorithm}], adamw_lr=0.1, compute_dtype=torch.float32)
+        for step in range(3):
+            param.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+    torch.testing.assert_close(memory[::2, ::3], whole.detach())
+    assert torch.equal(memory[gaps], before[gaps])
+
+
 def test_workspace_bound_splits_buckets_and_changes_nothing():
     free = [parameter(16, 16) for _ in range(5)]
     bound = [nn.Parameter(p.detach().clone()) for p in free]

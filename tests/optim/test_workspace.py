@@ -270,6 +270,17 @@ def test_what_a_step_allocates(params_of, shape, dtype, options):
         assert planned <= 1.25 * peak + 2**14
 
 
+def test_what_adamw_allocates_for_parameters_with_gaps():
+    """PyTorch's fused update, which allocates nothing, would write into these."""
+    param, without = nn.Parameter(torch.randn(300, 200)[:, ::2]), nn.Parameter(torch.randn(300, 100))
+    param.grad, without.grad = torch.randn(300, 200)[:, ::2], torch.randn(300, 100)
+    optimizer = Muon([{"params": [param, without], "algorithm": "adamw"}])
+    optimizer.step()
+    peak, planned = peak_bytes(optimizer.step), optimizer.plan().peak_workspace_bytes
+    assert 0.8 * planned <= peak <= planned
+    assert [bucket.workspace_bytes for bucket in optimizer.plan()] == [planned, 64]
+
+
 @pytest.mark.parametrize(("compute_dtype", "copies"), [(torch.float32, 1), (torch.float16, 0)], ids=str)
 def test_transposed_matrices_are_put_in_order_for_wide_products_on_gpus(gpu, compute_dtype, copies):
     def planned(shape, **options):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quintic.kernels.dispatch import Kernels, choose_kernels
+from quintic.kernels.dispatch import Kernels, choose_kernels, is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, local_tensor
 from quintic.optim.plan.bucket import Bucket, Local
@@ -71,12 +71,12 @@ def local_buckets(group_index: int, group: Group, indices: Sequence[int]) -> lis
 
 
 def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> Iterator[Local]:
-    members: dict[tuple[torch.dtype, torch.device, Kernels], list[Member]] = {}
+    members: dict[tuple[torch.dtype, torch.device, Kernels, bool], list[Member]] = {}
     for index in indices:
         name, param = group.param_names[index], local_tensor(group.params[index])
-        key = (param.dtype, param.device, choose_kernels(group.kernels, param))
+        key = (param.dtype, param.device, choose_kernels(group.kernels, param), is_dense(param))
         members.setdefault(key, []).append(Member(name=name, index=index))
-    for (dtype, device, kernels), alike in members.items():
+    for (dtype, device, kernels, dense), alike in members.items():
         numels = [local_tensor(group.params[member.index]).numel() for member in alike]
         yield Local(
             algorithm="adamw",
@@ -86,7 +86,7 @@ def _adamw_buckets(group_index: int, group: Group, indices: Sequence[int]) -> It
             device=device,
             kernels=kernels,
             numel=sum(numels),
-            workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels),
+            workspace_bytes=vectors_bytes(max(numels), group, dtype, device, kernels, dense=dense),
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from quintic.kernels.dispatch import is_dense
 from quintic.optim.groups.options import Group
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import adamw_entries
@@ -95,7 +96,9 @@ def step_adamw(bucket: Bucket, group: Group, active: Operands) -> None:
         return
     lr, eps, weight_decay = group.learning_rate, float(group.eps), float(group.weight_decay)
     beta1, beta2 = map(float, group.betas)
-    plain = not group.cautious and group.decay_coupling == "lr"
+    # The fused kernel would write into gaps between entries, which all parameters of the bucket have, or none.
+    has_gaps = not (active.params[0].is_contiguous() or is_dense(active.params[0]))
+    plain = not group.cautious and group.decay_coupling == "lr" and not has_gaps
     masters = active.masters()
     firsts = [*map(itemgetter("exp_avg"), active.states)]
     # Nor for bfloat16 moments of bfloat16 weights, whose last bits the kernel rounds by where an entry lies.

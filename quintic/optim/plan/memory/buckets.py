@@ -60,13 +60,15 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------------------- on one rank
 
 
-def vectors_bytes(largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> int:
+def vectors_bytes(
+    largest: int, group: Group, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, dense: bool = True
+) -> int:
     """Return the bytes that AdamW allocates for parameters, or parts of them, one after the other.
 
-    Gradients have the dtype of their parameters. The largest has so many entries.
+    Gradients have the dtype of their parameters. The largest has so many entries, `dense` ones without gaps in memory.
     """
     of = Matrices.of_group(group, dtype, device, kernels)
-    plain = not group.cautious and group.decay_coupling == "lr"
+    plain = not group.cautious and group.decay_coupling == "lr" and dense
     # What PyTorch's fused update does, see `plain_passes.step_adamw`.
     is_fused = plain and dtype.itemsize >= 4 and not of.narrow and device.type in ("cpu", "cuda")
     if kernels == "triton" or is_fused:
