@@ -222,6 +222,29 @@ def test_masters_are_made_of_the_weights_that_are_there():
     assert_same(*found)
 
 
+def test_the_default_device_does_not_matter_to_state():
+    """Under `torch.device("meta")` used state counted as new, and was made anew."""
+    optimizer, expected = optimizer_of(model_of()), optimizer_of(model_of())
+    for each in (optimizer, expected):
+        take_steps(each, 0, 2)
+        exchange(each, lambda param: param.detach().double().requires_grad_())
+    with torch.device("meta"):
+        optimizer.state_dict()
+    assert_same(optimizer, expected)
+
+
+def test_the_default_device_does_not_matter_to_loading():
+    optimizer = optimizer_of(model_of())
+    take_steps(optimizer, 0, 2)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"][max(state_dict["state"])]["step"] = 2  # as some save it
+    loaded = optimizer_of(model_of())
+    with torch.device("meta"):
+        loaded.load_state_dict(state_dict)
+    for param, (key, values) in zip(params_of(loaded), optimizer.state_dict()["state"].items(), strict=True):
+        assert all(torch.equal(loaded.state[param][name], value) for name, value in values.items()), key
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_parameters_materialised_in_place(asked):
     with torch.device("meta"):

@@ -33,6 +33,7 @@ __all__ = [
     "MASTER_KEYS",
     "STATE_KEYS",
     "as_saved",
+    "as_tensor",
     "copy_",
     "master_key",
     "master_of",
@@ -125,6 +126,11 @@ def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
     if not numel_of(box):
         return None
     return local_tensor(source)[relative(box, whole if saved_layout is None else saved_layout.box_of(rank))]
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a value of state: a tensor as it is, a number as one on the CPU, whatever the default device is."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def copy_(target: Tensor, source: Tensor) -> None:

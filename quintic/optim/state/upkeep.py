@@ -26,7 +26,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
 from quintic.optim.state.placement import fits, init_state, needed_state
-from quintic.optim.state.state import MASTER_KEYS, STATE_KEYS, copy_, master_key, piece_of
+from quintic.optim.state.state import MASTER_KEYS, STATE_KEYS, as_tensor, copy_, master_key, piece_of
 
 __all__ = ["Upkeep"]
 
@@ -186,7 +186,7 @@ def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
         was_key = other or key
         if was_key not in source.state:
             continue
-        what, value = f"{name}: its {was_key}", torch.as_tensor(source.state[was_key])
+        what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
         if key in CUT_KEYS and source.was.own is not None:
             if entry.division != source.was.division:
                 raise _divided_otherwise(name)
@@ -246,7 +246,7 @@ def _divided_otherwise(name: str) -> ValueError:
 
 def _says_nothing(state: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Return whether state is as if it were new: of a master whatever the weight of `dtype` does not show, zeros."""
-    return all(_is_new(key, local_tensor(torch.as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
+    return all(_is_new(key, local_tensor(as_tensor(state[key])), dtype) for key in state.keys() & STATE_KEYS)
 
 
 def _is_new(key: str, value: Tensor, dtype: torch.dtype) -> bool:
