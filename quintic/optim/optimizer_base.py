@@ -7,7 +7,8 @@ brought up to date whenever it is asked for.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -249,6 +250,14 @@ class OptimizerBase(Optimizer):
         head, transposed = group.tied_to
         self.carry_state(head, embedding, transposed=transposed)
         self.param_groups[group.number]["tied_to"] = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with the same process groups, which cannot be copied."""
+        for group in (self.defaults, *self.param_groups):
+            memo[id(group["process_group"])] = group["process_group"]
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(deepcopy(self.__getstate__(), memo))
+        return twin
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
