@@ -23,7 +23,7 @@ from quintic.optim.state.watching import Change, WatchedParameters
 from quintic.optim.step.averages.gradient_averages import EarlyAverages
 from quintic.optim.step.runner import Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
-from quintic.optim.validate import check_averages, check_group
+from quintic.optim.validate import check_group, check_scheduled
 
 __all__ = ["Current", "States"]
 
@@ -161,7 +161,7 @@ class Current:
                 check_group_is_whole(number, dictionary, was_checked=was_checked)
                 check_group(number, dictionary)
             else:
-                check_averages(number, dictionary)  # schedules change the coefficients at any step
+                check_scheduled(number, dictionary)
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
             groups.append(group)
         self.groups = groups

@@ -27,7 +27,7 @@ from quintic.optim.rules.narrow_state import MOST_OF_BF16
 from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.update import lr_scale_factor
 
-__all__ = ["check_apart", "check_averages", "check_group", "check_keys", "suggests_options"]
+__all__ = ["check_apart", "check_group", "check_keys", "check_scheduled", "suggests_options"]
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -51,6 +51,11 @@ _SYNONYMS = {
 
 # What updates can be added to: narrower floating-point numbers have no arithmetic.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# PyTorch's schedules that end at 0 may end a rounding below it.
+_LEAST_LR = -1e-12
+
+_BETAS = "two numbers in [0, 1), such as (0.9, 0.95)"
 
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -180,12 +185,20 @@ def _shares_entries(tensor: Tensor) -> bool:
     )
 
 
-def check_averages(number: int, group: Mapping[str, Any]) -> None:
-    """Reject averaging coefficients that bfloat16 state cannot follow; tensors on a device are not read."""
+def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
+    """Reject what schedules may set wrong at any step: no numbers, and averages that bfloat16 state cannot follow.
+
+    Ranges are not checked here. Tensors on a device are not read.
+    """
+    betas = group["betas"]
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_number, betas))
+    _check_option(number, group, "betas", is_pair, _BETAS)
+    for key in ("lr", "weight_decay", "eps", "momentum", "normalize_beta"):
+        _check_option(number, group, key, _is_number(group[key]), "a finite number")
     if group["state_dtype"] is None:
         return
     key = "betas" if group["algorithm"] == "adamw" else "momentum"
-    values = group[key] if key == "betas" else (group[key],)
+    values = betas if key == "betas" else (group[key],)
     above = math.nextafter(MOST_OF_BF16, 1)
     if not all(_is_number(value, below=above) for value in values):
         raise ValueError(
@@ -222,23 +235,23 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_options(number: int, group: Mapping[str, Any]) -> None:
-    def check(key: str, ok: bool, need: str) -> None:
-        if not ok:
-            raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
+def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, need: str) -> None:
+    if not ok:
+        raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
 
-    for key in ("lr", "weight_decay", "eps"):
-        check(key, _is_number(group[key], 0), "a number of at least 0")
+
+def _check_options(number: int, group: Mapping[str, Any]) -> None:
+    check = functools.partial(_check_option, number, group)
+    for key, least in (("lr", _LEAST_LR), ("weight_decay", 0), ("eps", 0)):
+        check(key, _is_number(group[key], least), "a number of at least 0")
     ratio = group["adamw_lr_ratio"]
     check("adamw_lr_ratio", ratio is None or _is_number(ratio, 0), "a number of at least 0, or None")
     for key in ("momentum", "normalize_beta"):
         check(key, _is_number(group[key], 0, 1), "a number in [0, 1)")
-    betas = group["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_number(beta, 0, 1) for beta in betas)
-    check("betas", is_pair, "two numbers in [0, 1), such as (0.9, 0.95)")
+    check_scheduled(number, group)
+    check("betas", all(_is_number(beta, 0, 1) for beta in group["betas"]), _BETAS)
     for key, choices in _CHOICES.items():
         check(key, group[key] in choices, " or ".join(map(repr, choices)))
-    check_averages(number, group)
     for key in ("step_every", "orthogonalizer_steps"):
         check(key, _is_count(group[key]), "an integer of at least 1")
     for key, need in (("max_workspace_bytes", "a positive integer"), ("telemetry_every", "an integer of at least 1")):

@@ -59,6 +59,44 @@ def test_changed_options_are_checked_before_the_next_step(key, value, message, s
     assert not torch.equal(weight, before)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "need"),
+    [
+        ("lr", None, "a finite number"),
+        ("lr", "0.1", "a finite number"),
+        ("lr", float("nan"), "a finite number"),
+        ("lr", torch.ones(2), "a finite number"),
+        ("weight_decay", float("inf"), "a finite number"),
+        ("momentum", torch.tensor(float("nan")), "a finite number"),
+        ("eps", None, "a finite number"),
+        ("betas", 0.9, "two numbers"),
+        ("betas", (0.9, None), "two numbers"),
+    ],
+)
+def test_what_a_schedule_sets_must_be_numbers(key, value, need):
+    """Some of these ended a step in the middle, after the matrices had been stepped, others made weights undefined."""
+    optimizer, weight = optimizer_of()
+    optimizer.step()
+    before = weight.detach().clone()
+    optimizer.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=rf"parameter group 1 \(bias\): {key}=.* must be {need}"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_a_schedule_may_end_a_rounding_below_zero():
+    optimizer, weight = optimizer_of()
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.0, total_iters=10)
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+    assert -1e-15 < optimizer.param_groups[0]["lr"] < 0
+    optimizer.param_groups[0]["kernels"] = "torch"  # everything is checked again
+    optimizer.step()
+    assert weight.isfinite().all()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 # Made when they are needed: PyTorch warns of some.
 NO_PARAMETERS = {
     "float8": (lambda: torch.ones(6, 4).to(torch.float8_e4m3fn), r": dtype torch\.float8_e4m3fn .* must be float64, "),
