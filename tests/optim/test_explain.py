@@ -106,6 +106,16 @@ def test_the_scale_is_that_of_each_kind_of_matrix():
     assert (rows["tokens.weight"].matrices, rows["tokens.weight"].lr_scale) == ((), ())
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_features():
+    """As the last clusters of an `AdaptiveLogSoftmaxWithLoss` have, which divides them away."""
+    model = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
+    assert 0 in model.tail[1][1].weight.shape
+    for lr_scale in ("spectral", "match_rms_adamw", "unit_rms", None, lambda m, n: m / n):
+        rows = {row.name: row for row in quintic.explain(model, lr_scale=lr_scale).rows}
+        assert rows["tail.1.1.weight"].numel == 0
+
+
 def test_nothing_of_the_model_changes():
     model = Model()
     before = {name: (param.data_ptr(), param._version) for name, param in model.named_parameters()}

@@ -148,6 +148,13 @@ def test_a_model_without_parameters_is_an_error():
         quintic.param_groups(nn.ReLU())
 
 
+@pytest.mark.parametrize("function", [quintic.param_groups, quintic.explain])
+def test_what_is_no_module_says_what_to_give(function):
+    for wrong in (nn.Linear(3, 3).parameters(), [nn.Linear(3, 3)], nn.Parameter(torch.ones(3, 3))):
+        with pytest.raises(TypeError, match=rf"a {type(wrong).__name__} says nothing .* give the model, a torch\.nn"):
+            function(wrong)
+
+
 def test_groups_construct_the_optimizer():
     optimizer = quintic.Muon(quintic.param_groups(Decoder()), lr=0.03, adamw_lr=0.004)
     assert {(g["algorithm"], g["lr"]) for g in optimizer.param_groups} == {("muon", 0.03), ("adamw", 0.004)}

@@ -98,6 +98,7 @@ def param_groups(
 
     Raises:
         ValueError: a rule matches no parameter, a parameter is covered by no rule, or the model has none to train.
+        TypeError: `model` is no module.
     """
     decisions = decide(model, rules, convolutions)
     _warn(model, decisions)
@@ -131,6 +132,11 @@ def grouped(
 
 def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
     """Return one decision per trainable parameter, in the model's order; arguments and errors as `param_groups`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a {type(model).__name__} says nothing of what its parameters are for: give the model, a torch.nn.Module, "
+            f"or several in a torch.nn.ModuleList; quintic.Muon(parameters) takes all of them for matrices"
+        )
     check_model_is_whole(model)
     uses = uses_of(model)
     known = known_views(model.modules())

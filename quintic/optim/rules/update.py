@@ -113,13 +113,13 @@ def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
         scale: `"spectral"` sqrt(max(1, m / n)) (Muon post); `"match_rms_adamw"` 0.2 sqrt(max(m, n)), so that
             learning rate and weight decay tuned for AdamW carry over (Moonlight, arXiv 2502.16982, eq. 4);
             `"unit_rms"` sqrt(m / n) (spectral norm condition, arXiv 2310.17813); None for 1; or a function of (m, n).
-        m: output features, >= 1.
-        n: input features, >= 1.
+        m: output features; without any, or without inputs, there is nothing to scale: 1.
+        n: input features.
 
     Raises:
         ValueError: unknown name.
     """
-    if scale is None:
+    if scale is None or not (m and n):
         return 1.0
     if callable(scale):
         return float(scale(m, n))
