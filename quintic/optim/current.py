@@ -13,7 +13,6 @@ from torch import Tensor
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
-from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
@@ -158,8 +157,7 @@ class Current:
             if self._upkeep.is_outdated or before is None or not group.agrees(before, CHECKED_OPTIONS):
                 # Whoever makes a group of vectors Muon's has flattened nothing.
                 was_checked = before is not None and before.algorithm == group.algorithm
-                check_group_is_whole(number, dictionary, was_checked=was_checked)
-                check_group(number, dictionary)
+                check_group(number, dictionary, was_checked=was_checked)
             else:
                 check_scheduled(number, dictionary)
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)

@@ -41,6 +41,8 @@ _SYNONYMS = {
     "adjust_lr_fn": "lr_scale",
     "beta1": "betas",
     "beta2": "betas",
+    "foreach": "kernels",
+    "fused": "kernels",
     "learning_rate": "lr",
     "mu": "momentum",
     "ns_coefficients": "coefficients",
@@ -126,8 +128,11 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
             places[param] = f"{name} of the same group"
 
 
-def check_group(number: int, group: Mapping[str, Any]) -> None:
-    """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype."""
+def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:
+    """Reject a complete group that cannot be stepped: a ValueError, or a TypeError for a dtype.
+
+    `was_checked` says that the group was right, with this algorithm, before something else became of its parameters.
+    """
     if group["algorithm"] not in ("muon", "adamw"):
         raise ValueError(
             f"parameter group {number} ({first_name(group)}): unknown algorithm {group['algorithm']!r}; "
@@ -139,7 +144,7 @@ def check_group(number: int, group: Mapping[str, Any]) -> None:
             f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
             f"algorithm='adamw'; use comms='sharded' for matrices"
         )
-    check_group_is_whole(number, group)
+    check_group_is_whole(number, group, was_checked=was_checked)
     for name, param in zip(group["param_names"], group["params"], strict=True):
         _check_kind(name, param)
         if param.requires_grad and _shares_entries(local_tensor(param)):

@@ -256,6 +256,7 @@ def test_a_group_may_change_its_algorithm():
         ("weight_dcay", "did you mean 'weight_decay'"),
         ("ns_steps", "did you mean 'orthogonalizer_steps'"),
         ("learning_rate", "did you mean 'lr'"),
+        ("fused", "did you mean 'kernels'"),
         ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
         ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
     ],
