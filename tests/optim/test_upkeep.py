@@ -328,6 +328,20 @@ def test_a_master_of_other_weights_does_not_become_the_other_form():
         assert torch.equal(optimizer.state[param]["master"], param.detach().float())
 
 
+@pytest.mark.parametrize("view", [quintic.Matrix(transposed=True), quintic.Heads(2)])
+def test_second_moments_of_other_matrices_begin_anew(view):
+    """Those of rows were taken for those of columns, where there are as many."""
+    params = [nn.Parameter(torch.eye(6) + 1 / (1 + torch.arange(36.0).view(6, 6))) for _ in range(2)]
+    first, second = Muon([params[0]], **OPTIONS), Muon([{"params": [params[1]], "view": view}], **OPTIONS)
+    take_steps(first, 0, 3)
+    first.param_groups[0]["view"] = view
+    params[1].data.copy_(params[0])
+    second.state[params[1]]["momentum_buffer"].copy_(first.state[params[0]]["momentum_buffer"])
+    for each in (first, second):
+        take_steps(each, 3, 5)
+    assert_same(first, second)
+
+
 # -- exchanged ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ Between two needs of state (a step, a save, a load) parameters may have been mov
 tensors may stand for them in `group.params`. State follows its parameter object; where another tensor stands for one
 that no group has any more, it follows the position in the group. If it does not fit there as it is,
 
-- zeros, and masters without a bit that the weight lacks, are made anew;
+- zeros, masters without a bit that the weight lacks, and second moments of the matrices of another view are made anew;
 - state that says something is copied into new state, as if it were loaded: to another device, into other strides, a
   rank's piece of a whole tensor, or a master in its other form;
 - it is an error if this rank lacks what it needs, the shape is another one, or ranks would divide state otherwise than
@@ -171,8 +171,8 @@ def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:
     """Return the fate of a parameter's state; an error if it has values that cannot move."""
     if source is None:
         return {}
-    is_divided_alike = source.was.division == entry.division
-    if is_divided_alike and fits(source.state, entry.param, entry.group, entry.own):
+    is_cut_alike = source.was.division == entry.division and source.was.group.view == entry.group.view
+    if is_cut_alike and fits(source.state, entry.param, entry.group, entry.own):
         return "keep" if source.was.param is entry.param else "take"
     return {} if _says_nothing(source.state, source.was.dtype) else _values_to_move(entry, source)
 
@@ -184,7 +184,8 @@ def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
         # The other form of a master; weights of another dtype have no part of its value any more.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
         was_key = other or key
-        if was_key not in source.state:
+        is_of_others = key == "second_momentum_buffer" and source.was.group.view != entry.group.view
+        if was_key not in source.state or is_of_others:
             continue
         what, value = f"{name}: its {was_key}", as_tensor(source.state[was_key])
         if key in CUT_KEYS and source.was.own is not None:
