@@ -111,7 +111,7 @@ class Current:
 
     def give_state(self, dictionaries: _Dictionaries, states: States) -> None:
         """Do the same for a caller who may then replace tensors, quickly where nothing has happened."""
-        self._notice(dictionaries)
+        self.look(dictionaries)
         if self._upkeep.is_outdated:
             self.needed_state(dictionaries, states)
         elif self.runner is not None:

@@ -306,7 +306,6 @@ def test_masters_keep_their_values_in_the_other_form(first, second, offload):
     take_steps(expected, 0, 3)
     for group in optimizer.param_groups:
         group["master"] = second
-    optimizer.plan()
     assert_same(optimizer, expected)
     for each in (optimizer, expected):
         take_steps(each, 3, 5)
@@ -323,7 +322,6 @@ def test_a_master_of_other_weights_does_not_become_the_other_form():
     for param in model.parameters():
         param.grad = None
     model.half()
-    optimizer.plan()
     for param in model.parameters():
         assert torch.equal(optimizer.state[param]["master"], param.detach().float())
 

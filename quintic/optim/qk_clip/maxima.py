@@ -57,7 +57,7 @@ class Maxima:
         self._news: HostCopy | None = None
         """Whether a rank had a new layer in the last step."""
         # Whether this rank has a new layer, and whether it has none.
-        self._flags = tuple(upload(torch.tensor(values, device="cpu"), device) for values in ([0.0, 1.0], [1.0, 0.0]))
+        self._flags = tuple(upload(host_tensor(flags, torch.float32), device) for flags in ([0, 1], [1, 0]))
         self._pending: Pending | None = None
         self._received: Tensor | None = None
         self._alone: dict[Layer, Tensor] = {}
