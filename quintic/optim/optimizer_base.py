@@ -18,6 +18,7 @@ from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import CycledMomentum, fill_adamw_rates
@@ -262,12 +263,12 @@ class OptimizerBase(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
         state = self.__dict__["state"]
-        with self._lending(self._needed_state() if state else state):
+        with self._lending(_with_mantissas(self._needed_state(), torch.int16) if state else state):
             return {**super().__getstate__(), "_orders": self._current.orders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
-        super().__setstate__(state)
+        super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._cycled.watch(self.__dict__["param_groups"])
 
@@ -299,6 +300,19 @@ class OptimizerBase(Optimizer):
         self._is_state_lent = False
         self._cycled = CycledMomentum()
         self._steps_made = StepsMade()
+
+
+def _with_mantissas(states: States, dtype: torch.dtype) -> States:
+    """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
+    if not any("mantissa" in state for state in states.values()):
+        return states
+    given: States = defaultdict(dict)
+    for param, state in states.items():
+        mantissas = {
+            key: value.view(dtype) for key, value in state.items() if key == "mantissa" and not is_dtensor(value)
+        }
+        given[param] = {**state, **mantissas}
+    return given
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

@@ -131,8 +131,9 @@ def test_distributed_checkpoints_need_no_step_and_make_none():
     "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
 )
 @pytest.mark.parametrize("steps", [0, 2])
-def test_copies_before_and_after_the_first_step(duplicate, steps):
-    optimizer = optimizer_of(model_of(torch.bfloat16), master="fp32")
+@pytest.mark.parametrize("master", ["fp32", "mantissa"])
+def test_copies_before_and_after_the_first_step(duplicate, steps, master):
+    optimizer = optimizer_of(model_of(torch.bfloat16), master=master)
     take_steps(optimizer, 0, steps)
     twin = duplicate(optimizer)
     assert bool(stored(twin)) is bool(steps)
