@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from quintic.errors import ConfigError, OtherRankError, QuinticError
-from quintic.launch import environment_number, install_command, with_program
+from quintic.launch import check_launcher, environment_number, install_command, with_program
 from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
@@ -116,6 +116,8 @@ def _run(arguments: list[str]) -> int:
     options = [_unaliased(text) for text in arguments[1:]]
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)
+    if name in _COMMANDS_THAT_TRAIN:
+        check_launcher()
     if name in _COMMANDS_THAT_TRAIN and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Before PyTorch is imported. Memory that was freed in one size serves another: batches, evaluations, samples.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

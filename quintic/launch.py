@@ -16,11 +16,24 @@ from pathlib import Path
 
 from quintic.errors import ConfigError
 
-__all__ = ["Launch", "environment_number", "hint", "install_command", "launched", "program", "with_program"]
+__all__ = [
+    "Launch",
+    "check_launcher",
+    "environment_number",
+    "hint",
+    "install_command",
+    "launched",
+    "program",
+    "with_program",
+]
 
 # The Makefile says `make` here; nothing else is known.
 _STARTED_BY = "QUINTIC_STARTED_BY"
 _MADE = frozenset({"train", "compare"})
+
+# Launchers that number processes in a way of their own -> the number of processes that they started. Slurm's
+# SLURM_NTASKS is not that: a shell of salloc and the script of sbatch have it, too, and are one process.
+_OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 
 # Characters without a special meaning to shells and make.
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
@@ -73,6 +86,24 @@ def launched() -> Launch:
             f"{launch.local_size} do not fit each other: start with torchrun, or unset them"
         )
     return launch
+
+
+def check_launcher() -> None:
+    """Check that this process is not one of several that know nothing of each other.
+
+    Raises:
+        ConfigError: srun or mpirun started several, without torchrun's variables.
+    """
+    if os.environ.get("WORLD_SIZE", "").strip():
+        return
+    for launcher, name in _OTHER_LAUNCHERS.items():
+        # The shell of `srun --ntasks 8 --pty bash` is the only one of the eight that has a terminal.
+        alone = launcher == "srun" and "SLURM_PTY_PORT" in os.environ
+        if not alone and (size := environment_number(name, 1)) > 1:
+            raise ConfigError(
+                f"{launcher} started {size} processes ({name}), and each would train by itself: let it start one on "
+                f"each host, and that one the ranks (torchrun --nproc-per-node N -m quintic train ...), or unset {name}"
+            )
 
 
 def _run_name() -> str | None:

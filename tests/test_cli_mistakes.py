@@ -305,6 +305,46 @@ def test_several_processes_are_for_training(
     assert "WORLD_SIZE is 2 without RANK and MASTER_ADDR: start several processes" in error_of(capsys, "train")
 
 
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("launcher", "variable"),
+    [("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpiexec", "PMI_SIZE")],
+)
+def test_tasks_of_another_launcher_are_no_ranks(
+    launcher: str, variable: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "8")
+    said = error_of(capsys, command)
+    assert said.startswith(f"{launcher} started 8 processes ({variable}), and each would train by itself: ")
+    assert said.endswith(f"(torchrun --nproc-per-node N -m quintic train ...), or unset {variable}")
+    assert error_of(capsys, "report").startswith("runs holds no run yet")  # which writes nothing twice
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's word counts
+    assert error_of(capsys, command, "--depht", "3").startswith("unknown option --depht")
+
+
+# What `salloc --ntasks 8` and `sbatch --ntasks 8` give to the only process of a shell or script.
+_ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_TASKS_PER_NODE": "8"}
+_FIRST_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        _FIRST_TASK,  # sbatch's script
+        _FIRST_TASK | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks 1
+        _FIRST_TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "34889"},
+        _FIRST_TASK | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "34889"},  # srun --pty bash
+    ],
+)
+def test_one_process_of_an_allocation_trains(
+    variables: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (_ALLOCATED | variables).items():
+        monkeypatch.setenv(name, value)
+    assert error_of(capsys, "train", "--depht", "3").startswith("unknown option --depht")
+
+
 @pytest.mark.parametrize("size", ["two", "1.0", "2x"])
 def test_a_number_of_processes_that_is_none(
     size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
