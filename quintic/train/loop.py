@@ -150,7 +150,7 @@ def _train(
                 collect_rarely()
                 progress.train(log.write("train", **record))
                 if hardware.compile and run.times.count == 1:
-                    seconds = run.times.first
+                    seconds = sum(record["times_ms"].values()) / 1000
                     progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
                 _check_loss("training loss", record, run)
                 if "spike" in record and config.optim.on_spike == "rollback" and _roll_back(run, log, progress):

@@ -108,6 +108,8 @@ class Trainer:
         self.rms = RmsMeter(self.model, mean_gradient=self.parallelism.mean_gradient)
         self.watch = LossWatch(sigmas=config.optim.spike_sigmas)
         self.times = StepTimes()
+        self.peak_before: int | None = None
+        self.compiled_before = 0.0
         self.matrix_rate = matrix_rate(hardware)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.spent = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
@@ -135,6 +137,8 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
         self.tokens, self.seconds, self.spent = state["tokens"], state["seconds"], state["spent"]
         self.score = None if state["score"] is None else Score(**state["score"])
+        self.times.load_state_dict(state.get("times", {}))
+        self.peak_before, self.compiled_before = state.get("peak_memory_bytes"), state.get("compile_seconds", 0.0)
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Put weights, optimizer and step back to a checkpoint of this run; text, tokens and time go on.
@@ -170,6 +174,9 @@ class Trainer:
             "config": to_dict(self.config),
             "dataset": self.dataset.summary(),
             "watch": self.watch.state_dict(),
+            "times": self.times.state_dict(),
+            "peak_memory_bytes": self._peak_memory(),
+            "compile_seconds": self._compile_seconds(),
         }
         save_checkpoint(
             self.run_dir,
@@ -230,7 +237,8 @@ class Trainer:
         elapsed = sum(times.values())
         self.seconds += elapsed
         self.spent = {name: self.spent[name] + value for name, value in times.items()}
-        self.times.add(elapsed)
+        rate = self.matrix_rate * self.ranks.size
+        self.times.add(elapsed, rate=rate)
         sums = self.parallelism.total(torch.stack([loss.double(), num_bytes.double()]).cpu())
         nats, text_bytes = float(sums[0]) / self.parallelism.data_size, int(sums[1])
         if not skips:
@@ -248,8 +256,8 @@ class Trainer:
             "epoch": batch.epoch,
             "flops": float(self.flops_per_token * self.tokens),
             "tokens_per_second": batch_tokens / elapsed,
-            "mfu": self._mfu(batch_tokens / elapsed),
-            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
+            "mfu": self.flops_per_token * batch_tokens / elapsed / rate,
+            "peak_memory_bytes": self._peak_memory(),
             "times_ms": {name: 1000 * value for name, value in times.items()},
         }
         if spike is not None:
@@ -319,6 +327,7 @@ class Trainer:
         if self.score is None:
             self.evaluate()
         total = sum(self.spent.values()) or 1.0
+        speed = self.times.speed(batch_tokens=self.scale.batch_tokens, flops_per_token=self.flops_per_token)
         return {
             "step": self.step,
             "loss": self.last_score().loss,
@@ -329,26 +338,17 @@ class Trainer:
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
             "flops": float(self.flops_per_token * self.tokens),
-            "peak_memory_bytes": peak_memory_bytes(self.hardware.device),
-            **self._steady(),
+            "peak_memory_bytes": self._peak_memory(),
+            **({**speed, "compile_seconds": self._compile_seconds()} if speed else {}),
         }
 
-    def _mfu(self, tokens_per_second: float) -> float:
-        """Return the model FLOPs utilisation: the share of all devices' measured matrix rate."""
-        return self.flops_per_token * tokens_per_second / (self.matrix_rate * self.ranks.size)
+    def _peak_memory(self) -> int | None:
+        """Return the most memory so far, in the processes that trained the run before, too."""
+        known = [peak for peak in (peak_memory_bytes(self.hardware.device), self.peak_before) if peak is not None]
+        return max(known, default=None)
 
-    def _steady(self) -> dict[str, float | None]:
-        """Return the speed without the first ten steps of this process, and the extra seconds of the first one."""
-        typical = self.times.typical
-        if typical is None:
-            return {}
-        tokens_per_second = self.scale.batch_tokens / typical
-        return {
-            "tokens_per_second": tokens_per_second,
-            "mfu": self._mfu(tokens_per_second),
-            "first_step_extra_seconds": max(0.0, self.times.first - typical),
-            "compile_seconds": compile_seconds() if self.hardware.compile else 0.0,
-        }
+    def _compile_seconds(self) -> float:
+        return self.compiled_before + (compile_seconds() if self.hardware.compile else 0.0)
 
     def describe(self) -> list[str]:
         """Describe text and plan in lines for people."""

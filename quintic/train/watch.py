@@ -143,23 +143,44 @@ class LossWatch:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """Seconds of this process' steps: the first one, and the others without the first ten."""
+    """Seconds of a run's steps: the first one, and the others without the first ten of each process that trained it."""
 
     count: int = 0
-    first: float = 0.0
+    """Steps of this process."""
+    first: float | None = None
     steady_count: int = 0
     steady: float = 0.0
+    possible_flops: float = 0.0
+    """Floating-point operations that the devices could have done in the steady seconds, at their measured rates."""
 
-    def add(self, seconds: float) -> None:
-        """Take the time of a step."""
+    def add(self, seconds: float, *, rate: float) -> None:
+        """Take the time of a step, and the operations per second that all devices could have done."""
         self.count += 1
-        if self.count == 1:
+        if self.first is None:
             self.first = seconds
         if self.count > _UNSTEADY_STEPS:
             self.steady_count += 1
             self.steady += seconds
+            self.possible_flops += seconds * rate
 
-    @property
-    def typical(self) -> float | None:
-        """Return the mean of the steps after the first ten; None before there are any."""
-        return self.steady / self.steady_count if self.steady_count else None
+    def speed(self, *, batch_tokens: int, flops_per_token: int) -> dict[str, float]:
+        """Return `tokens_per_second`, `mfu` and `first_step_extra_seconds`; nothing before there are steady steps."""
+        if self.first is None or not self.steady_count:
+            return {}
+        tokens = self.steady_count * batch_tokens
+        return {
+            "tokens_per_second": tokens / self.steady,
+            "mfu": tokens * flops_per_token / self.possible_flops,
+            "first_step_extra_seconds": max(0.0, self.first - self.steady / self.steady_count),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but `count`, fit for JSON."""
+        state = dataclasses.asdict(self)
+        del state["count"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a result of `state_dict`, in the process that goes on with the run."""
+        for name, value in state.items():
+            setattr(self, name, value)

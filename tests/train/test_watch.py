@@ -132,8 +132,24 @@ def test_the_norm_of_all_gradients() -> None:
 def test_times_leave_out_the_first_ten_steps() -> None:
     times = StepTimes()
     for seconds in [60.0, *[5.0] * 9]:
-        times.add(seconds)
-        assert times.typical is None
+        times.add(seconds, rate=100.0)
+        assert times.speed(batch_tokens=64, flops_per_token=3) == {}
     for seconds in (1.0, 2.0, 3.0):
-        times.add(seconds)
-    assert (times.first, times.typical) == (60.0, 2.0)
+        times.add(seconds, rate=100.0)
+    expected = {"tokens_per_second": 32.0, "mfu": 0.96, "first_step_extra_seconds": 58.0}
+    assert times.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
+
+
+def test_times_of_a_run_are_those_of_all_its_processes() -> None:
+    before, after = StepTimes(), StepTimes()
+    for seconds in [60.0, *[5.0] * 9, 1.0, 2.0, 3.0]:
+        before.add(seconds, rate=100.0)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    speed = before.speed(batch_tokens=64, flops_per_token=3)
+    assert after.speed(batch_tokens=64, flops_per_token=3) == speed  # a run that had ended
+    for seconds in [30.0, *[5.0] * 9]:
+        after.add(seconds, rate=20.0)
+        assert after.speed(batch_tokens=64, flops_per_token=3) == speed
+    after.add(14.0, rate=20.0)  # on a slower machine
+    expected = {"tokens_per_second": 12.8, "mfu": 64 * 4 * 3 / (600 + 280), "first_step_extra_seconds": 55.0}
+    assert after.speed(batch_tokens=64, flops_per_token=3) == pytest.approx(expected)
