@@ -99,6 +99,12 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --preset cpu --steps 10000000000", "--steps 1e+10: makes 1e+10 steps, 1,000,000,000 at most"),
         ("train --preset cpu --steps None --tokens-per-param 1e9", "--tokens-per-param 1e+09: makes "),
         ("train --tokens-per-param 1e300", "--tokens-per-param 1e+300: must be at most 1,000,000,000"),
+        ("plan --depth 100000", "--depth 100000: must be at most 1,000"),
+        ("train --aspect-ratio 100000000", "--aspect-ratio 100000000: must be at most 100,000"),
+        ("train --head-dim 100002", "--head-dim 100002: must be at most 100,000"),
+        ("plan --vocab-size 1000000000", "--vocab-size 1000000000: must be at most 100,000,000"),
+        ("plan --l3-layers 0 --l3-d-up 1e10", "--l3-d-up 1e10: give a whole number"),
+        ("plan --l3-layers 0 --l3-d-up 10000000000", "--l3-d-up 10000000000: must be at most 1,000,000,000"),
         ("train --sample-tokens 1000000", "--sample-tokens 1000000: must be at most 131,072"),
         ("sample --tokens 1000000", "--tokens 1000000: must be at most 131,072"),
         ("sample --prompts", "--prompts needs a value: a text"),
@@ -295,6 +301,15 @@ def test_a_configuration_that_cannot_be_used(
     (elsewhere / "config.json").write_text(content)
     assert error_of(capsys, "train", "--config", "config.json").startswith(message)
     assert [path.name for path in elsewhere.iterdir()] == ["config.json"]
+
+
+def test_a_model_larger_than_the_machine_is_not_made(
+    tiny_dataset: Dataset, capsys: pytest.CaptureFixture[str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintic.train.hardware._host_memory_bytes", lambda: 2**20)
+    said = error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere, aspect_ratio=256))
+    assert said.startswith("--depth: weights and gradients of the model alone take 0.00")
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_several_processes_are_for_training(

@@ -61,6 +61,7 @@ class DataConfig:
         """Reject numbers out of range."""
         if self.tokenizer is None:
             check_at_least(_MIN_VOCAB, vocab_size=self.vocab_size)
+            _check_at_most(10**8, vocab_size=self.vocab_size)
         check_at_least(1, max_bytes=self.max_bytes)
         if not 0 < self.val_frac < 1:
             raise ConfigError(f"--val-frac {self.val_frac}: must lie strictly between 0 and 1")
@@ -98,15 +99,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
         check_at_least(0, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
-        check_at_least(1, l3_k_max=self.l3_k_max)
-        check_at_least(
-            1,
-            depth=self.depth,
-            aspect_ratio=self.aspect_ratio,
-            head_dim=self.head_dim,
-            kv_ratio=self.kv_ratio,
-            seq_len=self.seq_len,
-        )
+        check_at_least(1, l3_k_max=self.l3_k_max, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
+        check_at_least(1, depth=self.depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
+        # A plan of more layers takes long, and the bytes of wider matrices are too many for an integer.
+        _check_at_most(1000, depth=self.depth)
+        _check_at_most(100_000, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
+        _check_at_most(10**9, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
         if not 0 < self.short_window <= 1:
             raise ConfigError(f"--short-window {self.short_window}: must be above 0 and at most 1")
 

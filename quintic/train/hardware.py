@@ -23,6 +23,7 @@ from quintic.train.config import RunConfig, in_options
 __all__ = [
     "Hardware",
     "Stopwatch",
+    "check_memory",
     "choose_hardware",
     "compile_seconds",
     "git_state",
@@ -214,6 +215,28 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def check_memory(needed: int, device: torch.device) -> None:
+    """Check that so many bytes of weights and gradients fit a device, before the system ends this process or others.
+
+    Raises:
+        ConfigError: the CUDA device, or this machine, has less memory.
+    """
+    try:
+        on_gpu = device.type == "cuda"
+        there = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
+    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
+        return
+    if needed > there:
+        raise ConfigError(
+            f"--depth: weights and gradients of the model alone take {needed / 2**30:.3g} GiB, and there are "
+            f"{there / 2**30:.3g} GiB ({device.type}); train a smaller one (quintic plan says what a run takes)"
+        )
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def git_state() -> dict[str, Any]:

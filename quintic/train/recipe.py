@@ -16,8 +16,10 @@ from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
+from quintic.optim.layout.layouts import local_tensor
 from quintic.train.config import Config, WeightsName, in_options
 from quintic.train.distributed import Parallelism, rows_at_once
+from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
     REFERENCE_DEPTH,
@@ -134,10 +136,15 @@ def build_model(
     """Return an initialised model: built on the meta device, so that no weight is ever made twice.
 
     Where ranks have parts of it, no device ever has the whole. `dtype` is that of the activations.
+
+    Raises:
+        ConfigError: the model and its gradients need more memory than there is.
     """
     model = empty_model(sizes, dtype=dtype, attention=attention, weights=weights)
     if parallelism is not None:
         parallelism.place(model, device)
+    local = [local_tensor(param.detach()) for param in model.parameters()]
+    check_memory(2 * sum(weight.numel() * weight.element_size() for weight in local), device)
     model.to_empty(device=device)
     model.init_weights(seed)
     return model

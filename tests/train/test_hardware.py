@@ -1,6 +1,7 @@
 """The choice of hardware: the rules, with the facts of other machines put in."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from quintic.kernels import dispatch
 from quintic.train import hardware
 from quintic.train.config import RunConfig
 from quintic.train.hardware import (
+    check_memory,
     choose_hardware,
     git_state,
     machine_facts,
@@ -195,6 +197,17 @@ def test_the_peak_of_memory_never_falls() -> None:
     assert after >= max(before, large.numel())
     del large
     assert peak_memory_bytes(torch.device("cpu")) >= after
+
+
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**18}.__getitem__)
+    check_memory(2**30, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"^--depth: weights .* take 1\.5 GiB, and there are 1 GiB \(cpu\); train a sm"
+    ):
+        check_memory(3 * 2**29, torch.device("cpu"))
+    monkeypatch.delattr(os, "sysconf")
+    check_memory(2**62, torch.device("cpu"))  # unknown
 
 
 def test_the_state_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
