@@ -6,8 +6,11 @@ The list of files is kept beside the downloads, so that a machine without networ
 
 import errno
 import json
+import queue
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,12 @@ from quintic.durable import write_atomically
 from quintic.errors import DataError
 
 __all__ = ["download", "open_hub"]
+
+# Seconds in which the Hub must answer at all, and between the pieces of a long answer. The client waits without end for
+# the one, and for minutes for each address of the Hub and each of its attempts.
+_PATIENCE = 10.0
+_ANSWER_SECONDS = 60.0
+_WAITS = (1.0, 2.0, 4.0)
 
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -84,13 +93,47 @@ def download(
 
     where = {"repo_type": repo_type, "revision": revision, "cache_dir": cache_dir, "endpoint": endpoint}
     try:
-        try:  # without asking the Hub first: it may not answer, and the client asks for half a minute
+        try:  # without asking the Hub first, which may not answer
             return Path(hf_hub_download(repo, name, local_files_only=True, **where))
         except LocalEntryNotFoundError:
+            _reach(endpoint, waits=_WAITS)
             return Path(hf_hub_download(repo, name, **where))
     # The client's exceptions come from its HTTP library, which differs between its versions.
     except Exception as error:
         raise DataError(f"hf:{repo}: {name} cannot be downloaded ({_first_line(error)}); {_advice(error)}") from error
+
+
+def _reach(endpoint: str | None, *, waits: Sequence[float] = ()) -> None:
+    """Wait until the Hub answers, whatever it says, `_PATIENCE` seconds at most; try again after these waits.
+
+    Raises:
+        Exception: it does not; the client's own, or a TimeoutError.
+    """
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import get_session
+
+    address = endpoint or ENDPOINT
+    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        for wait in (*waits, None):
+            try:
+                get_session().head(address, timeout=_PATIENCE)
+                return answers.put(None)
+            except Exception as error:
+                if wait is None or isinstance(error, OfflineModeIsEnabled):
+                    return answers.put(error)
+                time.sleep(wait)
+
+    # A thread may be left behind: the timeout counts for each of the addresses that a name has, and not for the name.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        error = answers.get(timeout=_PATIENCE)
+    except queue.Empty:
+        error = TimeoutError(f"nothing from {address} within {_PATIENCE:g} seconds")
+    if error is not None:
+        raise error
 
 
 def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, Any]:
@@ -99,7 +142,8 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
 
     kept = cache_dir / "hub-listings" / f"{slug(repo)}.json"
     try:
-        info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True)
+        _reach(endpoint)
+        info = HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True, timeout=_ANSWER_SECONDS)
     # Without an answer, the exceptions come from the client's HTTP library, which differs between its versions.
     except Exception as error:
         if _is_refusal(error):
@@ -200,4 +244,7 @@ def _advice(error: Exception) -> str:
         return "write hf:owner/name"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "free some space, or use another --data-dir"
-    return "check the network, or give local files"
+    return (
+        "check the network, or give local files (--data, --tokenizer), or the --data-dir of a machine that prepared "
+        "the text"
+    )

@@ -1,6 +1,7 @@
 """A small prepared dataset for every test of this folder, and an address without a Hub."""
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 from text_samples import write_folder
@@ -23,3 +24,10 @@ def closed_endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent_endpoint() -> Iterator[str]:
+    """An address where connections are made and nothing is ever answered."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"

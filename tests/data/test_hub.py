@@ -120,6 +120,36 @@ def test_without_network_and_unknown_it_says_so(tmp_path: Path, closed_endpoint:
         open_hub("hf:me/web", cache_dir=tmp_path, endpoint=closed_endpoint)
 
 
+def test_a_hub_that_is_silent_is_not_waited_for(
+    hub: Hub, silent_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall that drops packets, or a server that takes them and never answers."""
+    monkeypatch.setattr("quintic.data.hub._PATIENCE", 0.2)
+    with pytest.raises(DataError, match=r"hf:me/web: no answer from the Hub \(.*[Tt]ime"):
+        open_hub("hf:me/web", cache_dir=tmp_path, endpoint=silent_endpoint)
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["kept"])}
+    open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    known = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=silent_endpoint)
+    with pytest.raises(DataError, match=r"hf:me/web: a.jsonl cannot be downloaded \(.*[Tt]ime.*; check the network"):
+        list(known.documents())
+
+
+def test_a_network_that_comes_back_is_waited_for(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files["me/web"] = {"a.jsonl": jsonl_bytes(["text"])}
+    source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
+    asked, waits = [OSError("no route"), OSError("no route"), None], []
+
+    class Session:
+        def head(self, address: str, *, timeout: float) -> None:
+            if (error := asked.pop(0)) is not None:
+                raise error
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Session)
+    monkeypatch.setattr("quintic.data.hub.time.sleep", waits.append)
+    assert list(source.documents()) == ["text"]
+    assert waits == [1.0, 2.0]
+
+
 def test_what_the_hub_refuses_is_named(hub: Hub, tmp_path: Path) -> None:
     def message(spec: str) -> str:
         with pytest.raises(DataError) as error:
