@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,11 @@ def test_a_tracker_that_cannot_start_leaves_no_run(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1) or start anew"),
+        ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1), or start a new run with"),
+        (
+            "--steps 7",
+            "--steps cannot change when a run is resumed, as the schedules of all its steps follow from it: ",
+        ),
         ("--rows 8", "--rows cannot change when a run is resumed"),
         ("--seed=3", "--seed cannot change when a run is resumed"),
         ("--batch-tokens 100", "--batch-tokens 100 is not a multiple of --rows 4 x --seq-len 32 = 128"),
@@ -268,6 +273,16 @@ def test_a_resumed_run_computes_what_it_began(
     arguments = ["--resume", "--run", "run", "--runs_dir", str(mine.parent), *changed.split()]
     assert error_of(capsys, "train", *arguments).startswith(message)
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
+
+
+def test_a_longer_run_has_the_command_that_is_named(
+    mine: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
+) -> None:
+    said = error_of(capsys, "train", "--resume", "--runs-dir", str(mine.parent), "--steps", "7")
+    found = re.search(r"\(quintic (train --config .+ --run NEW --steps) \.\.\.\)$", said)
+    assert found
+    assert main([*shlex.split(found[1]), "7", "--runs-dir", str(mine.parent)]) == 0
+    assert RunHistory.load(mine.parent / "NEW").final["step"] == 7
 
 
 def test_a_resumed_run_may_be_watched_differently(mine: Path, no_drawings: None) -> None:

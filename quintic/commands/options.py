@@ -7,6 +7,7 @@ and what they start from.
 
 import dataclasses
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,8 @@ _FREE_WHEN_RESUMED = frozenset(
         "run.wandb",
     }
 )  # fmt: skip
+
+_LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
 
 _DESCRIPTIONS = {
     "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
@@ -318,7 +321,7 @@ def training_options(arguments: list[str], command: str) -> Start:
         if step is not None and not step.isdecimal():
             raise ConfigError(f"--resume-step {step}: needs a whole number of steps")
         return Start(
-            config=_resumed(load_config(run_dir / CONFIG_FILE), rest, command),
+            config=_resumed(run_dir / CONFIG_FILE, rest, command),
             resumed=run_dir,
             resume_step=None if step is None else int(step),
         )
@@ -356,7 +359,8 @@ def _absolute(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=Path(os.path.abspath(data.data_dir)))
 
 
-def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
+def _resumed(path: Path, arguments: list[str], command: str) -> Config:
+    saved = load_config(path)
     saved, asked = (
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))
@@ -366,6 +370,10 @@ def _resumed(saved: Config, arguments: list[str], command: str) -> Config:
     for name, (old, _) in changed_fields(saved, asked).items():
         if name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
-            raise ConfigError(f"{option} cannot change when a run is resumed: leave it out (it is {old}) or start anew")
+            why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
+            raise ConfigError(
+                f"{option} cannot change when a run is resumed{why}: leave it out (it is {old}), or start a new run "
+                f"with its other options (quintic train --config {shlex.quote(str(path))} --run NEW {option} ...)"
+            )
     unused_options(saved, asked)
     return asked
