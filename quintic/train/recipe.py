@@ -342,12 +342,14 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     factors = ""
     if config.optim.scale_rates:
         factors = f" (rates x {scale.lr_factor:.3f}, decay x {scale.decay_factor:.3f} of those at depth 12)"
+    # Those of the text are known once the run has its model: a plan and a resumed run must come to the same length.
+    of_rows = ", with as many lookup rows for each token" if sizes.l3_layers else ""
     falling = scale.steps - round(schedule.warmdown_frac * scale.steps)
     if schedule.warmup_steps is not None and schedule.warmup_steps > falling:
         factors += f"; --warmup-steps {schedule.warmup_steps} is not over when they begin to fall, after step {falling}"
     return [
         f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
-        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all",
+        f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
         f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
         f"by {scale.set_by} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "

@@ -156,6 +156,28 @@ def test_operations_count_the_rows_that_tokens_have(finished: Path) -> None:
         assert step["mfu"] == pytest.approx(expected * step["tokens_per_second"] / rate, rel=1e-3)
 
 
+def test_a_length_by_operations_is_that_of_the_plan_and_stays(
+    tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever rows the tokens of the text get, which would make it 11 steps."""
+    many = {**L3, "l3_embeddings": 20_000}
+    wanted = tiny_config(tiny_dataset, tmp_path, **many)
+    with torch.device("meta"):
+        even = GPT(model_config(wanted, vocab_size=300, bos_id=0))
+    flops = 12 * even.flops_per_token() * 256
+    arguments = tiny_options(
+        tiny_dataset, tmp_path, run="run", threads=1, steps=None, eval_every=0, target_flops=flops, **many
+    )
+    assert main(["plan", *arguments]) == 0
+    planned = capsys.readouterr().out
+    assert "in all, with as many lookup rows for each token\nLength: 12 steps" in planned
+    assert main(["train", *arguments]) == 0
+    assert main(["train", "--resume", "--runs-dir", str(tmp_path)]) == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (records[0]["total_steps"], records[-1]["step"]) == (12, 12)
+    assert 1.05 * flops < next(record["flops"] for record in records if record["kind"] == "final") < 2 * flops
+
+
 @pytest.mark.slow
 def test_a_resumed_run_never_allocates_and_ends_the_same(
     finished: Path, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
