@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
-from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
+from quintic.data.documents import MAX_DOCUMENT_BYTES
 from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.source import Source
 from quintic.data.sources import open_source
-from quintic.data.survey import survey, text_hash
+from quintic.data.survey import pieces_within, survey, text_hash
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import flush, remove_unfinished, write_atomically
 from quintic.errors import DataError
@@ -84,7 +84,8 @@ def prepare(
         vocab_size: ids of the tokenizer to train, at least 257; not used when `tokenizer` is given.
         tokenizer: a tokenizer to use instead of training one, see `Tokenizer.load`.
         val_frac: wanted fraction of documents on the validation side, between 0 and 1.
-        max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken.
+        max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken, or its piece
+            where it is cut.
         shard_tokens: a shard is closed when it holds so many tokens.
         repair: whether a finished folder with a file that is missing or of the wrong size is prepared again; else
             that is an error.
@@ -271,8 +272,7 @@ class _Tokenization:
         self._plan.progress("tokens", self.text_bytes, total)
         if limit is None or self.text_bytes < limit:
             for cursor, text in self._plan.source.documents_from(self._cursor):
-                for piece in split_document(text):
-                    data = piece.encode()
+                for piece, data in pieces_within(text, limit, self.text_bytes + pending_bytes):
                     side = "val" if text_hash(data) < self._threshold else "train"
                     pending.append((side, piece, len(data)))
                     pending_bytes += len(data)

@@ -11,7 +11,7 @@ from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
 from quintic.data.source import Source
 from quintic.errors import DataError
 
-__all__ = ["Survey", "survey", "text_hash"]
+__all__ = ["Survey", "pieces_within", "survey", "text_hash"]
 
 _HASH_RANGE = 1 << 64
 
@@ -34,6 +34,22 @@ class Survey:
 def text_hash(data: bytes) -> int:
     """Return the hash of a document's UTF-8 text, evenly spread from 0 to 2**64 - 1."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def pieces_within(text: str, max_bytes: int | None, before: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the pieces of a document with their UTF-8 text, up to the one that reaches the end of the text used.
+
+    Args:
+        text: the document.
+        max_bytes: the text used ends after so many bytes; all is used when None.
+        before: bytes of the documents before this one.
+    """
+    for piece in split_document(text):
+        if max_bytes is not None and before >= max_bytes:
+            return
+        data = piece.encode()
+        before += len(data)
+        yield piece, data
 
 
 def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_bytes: int) -> Survey:
@@ -59,8 +75,8 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
         if seen >= budget:
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
-        cut = [(text_hash(piece.encode()), piece) for piece in split_document(text)]
-        size = len(text.encode())
+        cut = [(text_hash(data), piece) for piece, data in pieces_within(text, max_bytes, seen)]
+        size = sum(len(piece.encode()) for _, piece in cut)
         # Pieces at even distances, if the document is too much for the sample.
         chosen = cut[:: -(-size // (sample_bytes - sampled))]
         hashes += [value for value, _ in cut]

@@ -141,6 +141,18 @@ def test_max_bytes_stops_after_the_document_that_reaches_it(tmp_path: Path) -> N
     assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted(texts[:10])
 
 
+@pytest.mark.parametrize("sample_bytes", [1 << 20, 90_000])
+def test_max_bytes_stops_within_a_big_file(sample_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_SAMPLE_BYTES", sample_bytes)
+    path = tmp_path / "book.txt"
+    path.write_text(make_text(3, 60_000), encoding="utf-8")
+    pieces = split_document(path.read_text(encoding="utf-8"))
+    assert len(pieces) > 4
+    limit = sum(len(piece.encode()) for piece in pieces[:3]) - 5
+    dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300, val_frac=0.3, max_bytes=limit)
+    assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted(pieces[:3])
+
+
 def test_one_big_file_makes_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 60_000), encoding="utf-8")
