@@ -16,8 +16,11 @@ from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
 
-# Refusals of the system for reasons that lie with the disk and its permissions, not with this program.
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+# Refusals of the system for reasons that lie with the disk and its permissions, not with this program -> what helps.
+_DISK_ERRORS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change who may read and write it"),
+}
 
 _USAGE = """\
 usage: quintic COMMAND [OPTIONS]
@@ -88,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _DISK_ERRORS:
             raise
         place = f"{error.filename}: " if error.filename is not None else ""
-        code = _fail(f"{place}{error.strerror}; free some space, or write elsewhere (--runs-dir, --data-dir, --out)")
+        advice = f"{_DISK_ERRORS[error.errno]}, or use another place (--runs-dir, --data-dir, --out)"
+        code = _fail(f"{place}{error.strerror}; {advice}")
         try:
             sys.stdout.flush()
         except OSError:  # it was the output that could not be written

@@ -210,8 +210,19 @@ def test_a_disk_that_fills_up_during_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(MetricsLog, "write", full)
         message = error_of(capsys, "train", *options)
-    assert message == "No space left on device; free some space, or write elsewhere (--runs-dir, --data-dir, --out)"
+    assert message == "No space left on device; free some space, or use another place (--runs-dir, --data-dir, --out)"
     assert main(["train", "--resume"]) == 0  # when there is space again
+
+
+def test_a_place_that_may_not_be_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path
+) -> None:
+    def refuse(arguments: list[str]) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/run/.lock")
+
+    monkeypatch.setattr("quintic.commands.report.run", refuse)
+    said = "runs/run/.lock: Permission denied; change who may read and write it, or use another place (--runs-dir, "
+    assert error_of(capsys, "report").startswith(said)
 
 
 @pytest.mark.slow
