@@ -100,6 +100,7 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --preset cpu --steps 10000000000", "--steps 1e+10: makes 1e+10 steps, 1,000,000,000 at most"),
         ("train --preset cpu --steps None --tokens-per-param 1e9", "--tokens-per-param 1e+09: makes "),
         ("train --tokens-per-param 1e300", "--tokens-per-param 1e+300: must be at most 1,000,000,000"),
+        ("plan --model gpt2 --zzz", "unknown option --zzz: quintic plan --model NAME --help lists the options"),
         ("plan --depth 100000", "--depth 100000: must be at most 1,000"),
         ("train --aspect-ratio 100000000", "--aspect-ratio 100000000: must be at most 100,000"),
         ("train --head-dim 100002", "--head-dim 100002: must be at most 100,000"),

@@ -264,7 +264,7 @@ def rehearsal_options(arguments: list[str]) -> RehearsalOptions | None:
     given = [name for argument in arguments if (name := argument.partition("=")[0]) in own]
     if given and "--model" not in given:
         raise ConfigError(f"{given[0]} needs --model NAME: a model to plan for, such as llama-3-70b")
-    return parse(RehearsalOptions, arguments, "plan") if given else None
+    return parse(RehearsalOptions, arguments, "plan --model NAME") if given else None
 
 
 def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None:

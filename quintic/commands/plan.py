@@ -9,10 +9,12 @@ import torch
 from quintic.commands.options import rehearsal_options, training_options
 from quintic.commands.parsing import taken
 from quintic.data.dataset import MANIFEST_NAME
+from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.model.gpt import GPT
 from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
+from quintic.rehearsal.planned_models import is_on_hub
 from quintic.rehearsal.table import rehearsal_text
 from quintic.streams import say
 from quintic.train.config import Config, DataConfig
@@ -35,6 +37,8 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     rehearsal = rehearsal_options(arguments)
     if rehearsal is not None:
+        if is_on_hub(rehearsal.model):  # before transformers asks for it, which waits for long where nobody answers
+            download(rehearsal.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
         print(rehearsal_text(rehearsal))
         return 0
     start = training_options(arguments, "plan")

@@ -150,7 +150,10 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
             raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
         listing = _kept_listing(kept, repo)
         if listing is None:
-            raise DataError(f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}") from error
+            raise DataError(
+                f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}, or the --data-dir of a "
+                "machine that has prepared the text"
+            ) from error
         return listing
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data is not None else {}
     listing = {
@@ -244,7 +247,4 @@ def _advice(error: Exception) -> str:
         return "write hf:owner/name"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "free some space, or use another --data-dir"
-    return (
-        "check the network, or give local files (--data, --tokenizer), or the --data-dir of a machine that prepared "
-        "the text"
-    )
+    return "check the network, or give local files"

@@ -16,7 +16,7 @@ from torch import nn
 
 from quintic.errors import ConfigError
 
-__all__ = ["KNOWN_MODELS", "Decoder", "Sizes", "planned_model"]
+__all__ = ["KNOWN_MODELS", "Decoder", "Sizes", "is_on_hub", "planned_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,11 @@ KNOWN_MODELS: dict[str, Sizes | None] = {
 """By name; None for the one that is not in the manner of Llama."""
 
 
+def is_on_hub(name: str) -> bool:
+    """Return whether a name is `owner/name` of a model on the Hugging Face Hub, and nothing that is here."""
+    return name not in KNOWN_MODELS and "/" in name and not name.endswith(".json") and not Path(name).exists()
+
+
 def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
     """Return a model on the meta device.
 
@@ -89,7 +94,7 @@ def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
 def _from_configuration(name: str) -> nn.Module:
     path = Path(name)
     folder = path.parent if path.is_file() else path
-    if not path.exists() and ("/" not in name or path.suffix == ".json"):
+    if not path.exists() and not is_on_hub(name):
         nearest = difflib.get_close_matches(name, KNOWN_MODELS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quintic.cli import main
+from quintic.errors import DataError
 from quintic.rehearsal.planned_models import KNOWN_MODELS, planned_model
 
 # As their authors state them.
@@ -99,6 +100,19 @@ def test_plan_prints_a_table_and_totals(capsys):
     assert list(totals) == ["operations", "sent", "state", "temporary memory"]
     most, mean, balance = numbers(totals["operations"])
     assert balance == pytest.approx(most / mean, abs=0.01)
+
+
+def test_a_model_of_a_hub_that_does_not_answer(capsys, monkeypatch):
+    asked = []
+
+    def refuse(repo, name, **where):
+        asked.append((repo, name, where["repo_type"]))
+        raise DataError("no answer")
+
+    monkeypatch.setattr("quintic.commands.plan.download", refuse)
+    assert main(["plan", "--model", "owner/name"]) == 2
+    assert asked == [("owner/name", "config.json", "model")]
+    assert capsys.readouterr().err == "quintic: error: no answer\n"
 
 
 def test_plan_tells_what_crosses_between_nodes(capsys):
