@@ -5,7 +5,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Source", "SourceFile", "slug"]
+__all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
+
+# Names of files may be bytes that are no UTF-8, which Python reads as lone surrogates.
+NAME_ERRORS = "backslashreplace"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class Source:
         """
         digest = hashlib.blake2b(self.identity.encode(), digest_size=16)
         for part in self.parts:
-            digest.update(f"\0{part.name}\0{part.size_bytes}\0{part.identity()}".encode())
+            digest.update(f"\0{part.name}\0{part.size_bytes}\0{part.identity()}".encode(errors=NAME_ERRORS))
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:

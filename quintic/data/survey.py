@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintic.data.documents import MAX_DOCUMENT_BYTES, split_document
-from quintic.data.source import Source
+from quintic.data.source import NAME_ERRORS, Source
 from quintic.errors import DataError
 
 __all__ = ["Survey", "pieces_within", "survey", "text_hash"]
@@ -102,5 +102,5 @@ def _sample_documents(source: Source, *, in_order: bool) -> Iterator[str]:
     if in_order:
         yield from source.documents()
     else:
-        for part in sorted(source.parts, key=lambda part: text_hash(part.name.encode())):
+        for part in sorted(source.parts, key=lambda part: text_hash(part.name.encode(errors=NAME_ERRORS))):
             yield from part.read()

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,6 +152,14 @@ def test_max_bytes_stops_within_a_big_file(sample_bytes: int, tmp_path: Path, mo
     limit = sum(len(piece.encode()) for piece in pieces[:3]) - 5
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300, val_frac=0.3, max_bytes=limit)
     assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted(pieces[:3])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are any bytes on Linux only")
+def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "text", texts := ["a first one", "a second one", "a third one"])
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("a last one")
+    dataset = prepare(str(folder), data_dir=tmp_path, vocab_size=300, val_frac=0.3)
+    assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted([*texts, "a last one"])
 
 
 def test_one_big_file_makes_both_sides(tmp_path: Path) -> None:
