@@ -12,7 +12,8 @@ Every record has a ``kind``; the other fields depend on it:
     resume   step, time
     rollback step, spike_step
     final    step, loss, bpb, seconds, baselines, breakdown, smoothed_loss, least_loss, flops, peak_memory_bytes; and
-             without the first ten steps tokens_per_second, mfu, first_step_extra_seconds, compile_seconds
+             without the first ten steps of each process tokens_per_second, mfu, first_step_extra_seconds,
+             compile_seconds
 
 The last samples come after the final record.
 
