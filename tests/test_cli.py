@@ -189,7 +189,8 @@ def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
-    assert error_of(capsys, "plan", "--preset", "tpu") == "--preset tpu: unknown; choose cpu or gpu"
+    others = "(for train also speedrun, speedrun-tiny)"
+    assert error_of(capsys, "plan", "--preset", "tpu") == f"--preset tpu: unknown; choose cpu or gpu {others}"
     assert error_of(capsys, "plan", "--recipe", "mine") == "--recipe mine: give quintic or seed or nanochat"
     saved = ["--config", str(trained / "config.json"), "--preset", "cpu"]
     assert error_of(capsys, "plan", *saved) == "--preset cpu: the options come from --config; give one of the two"

@@ -54,7 +54,8 @@ def preset(name: str) -> Config:
         ConfigError: there is none of that name.
     """
     if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)}")
+        names = " or ".join(PRESETS)
+        raise ConfigError(f"--preset {name}: unknown; choose {names} (for train also speedrun, speedrun-tiny)")
     return PRESETS[name]()
 
 

@@ -220,8 +220,10 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
         check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
-        check_at_least(0, tokens_per_param=self.tokens_per_param, warmup_steps=self.warmup_steps)
+        check_at_least(0, warmup_steps=self.warmup_steps)
         _check_at_most(10**9, tokens_per_param=self.tokens_per_param)
+        if not self.tokens_per_param > 0:
+            raise ConfigError(f"--tokens-per-param {self.tokens_per_param}: must be above 0")
         if self.target_flops is not None and not 0 < self.target_flops < math.inf:
             raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
         for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):

@@ -143,7 +143,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (OptimConfig, "momentum_warmup_steps", -1, "must be at least 0"),
         *[(OptimConfig, "clip_norm", v, "above 0 and finite") for v in (0.0, -1.0, float("inf"), float("nan"))],
         *[(ScheduleConfig, f, 0, "must be at least 1") for f in ("steps", "batch_tokens", "rows")],
-        (ScheduleConfig, "tokens_per_param", float("nan"), "must be at least 0"),
+        *[(ScheduleConfig, "tokens_per_param", v, "must be above 0") for v in (0.0, -1.0, float("nan"))],
         *[(ScheduleConfig, f, 1.1, "between 0 and 1") for f in ("warmup_frac", "warmdown_frac", "final_lr_frac")],
         *[(RunConfig, f, 0, "must be at least 1") for f in ("threads", "eval_tokens", "keep")],
         *[

@@ -178,7 +178,7 @@ def test_the_length_is_set_by_steps_then_operations_then_the_ratio() -> None:
     assert (by_steps.steps, by_steps.set_by) == (77, "--steps")
     # Batch and rates follow from the model, whatever sets the length.
     assert by_ratio.tokens == by_operations.tokens == by_steps.tokens
-    for small in (of_depth(12, tokens_per_param=0), of_depth(12, target_flops=1.0)):
+    for small in (of_depth(12, tokens_per_param=1e-9), of_depth(12, target_flops=1.0)):
         assert scale_of(small, model).steps == 1
 
 
