@@ -1,5 +1,6 @@
 """The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -33,6 +34,10 @@ __all__ = [
     "package_versions",
     "peak_memory_bytes",
 ]
+
+# glibc's numbers of options of mallopt, and their values: blocks of up to 32 MiB, the most that it takes, come from the
+# heap, which keeps what is freed.
+_MALLOC_OPTIONS = {-3: 32 * 2**20, -1: 2**31 - 1}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 # Sides of the square product by which the matrix rate is measured: large enough for full speed, and brief.
 _PRODUCT_SIDES = {"cuda": 8192, "cpu": 1024}
@@ -84,7 +89,7 @@ class Hardware:
 
 
 def choose_hardware(run: RunConfig) -> Hardware:
-    """Return the hardware that the options ask for, `auto` resolved.
+    """Return the hardware that the options ask for, `auto` resolved; on a CPU this process then keeps freed memory.
 
     Raises:
         ConfigError: the machine does not have what was asked for.
@@ -111,6 +116,8 @@ def choose_hardware(run: RunConfig) -> Hardware:
         raise ConfigError(in_options(error)) from None
     if run.threads is not None:
         torch.set_num_threads(run.threads)
+    if device.type == "cpu":
+        _keep_freed_memory()
     compiled = device.type == "cuda" if run.compile is None else run.compile
     if run.fp8 and run.parallel == "tp":
         raise ConfigError("--fp8 cannot divide a product among ranks: choose another --parallel than tp")
@@ -203,6 +210,17 @@ def compile_seconds() -> float:
 
     names = ("entire_frame_compile", "entire_backward_compile")
     return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory that tensors free, where it is glibc.
+
+    It would give it back to the system, which clears every page again for the tensors of the next layer: 11 % of a step
+    of the default run on two cores.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        for option, value in _MALLOC_OPTIONS.items():
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -197,6 +199,34 @@ def test_the_peak_of_memory_never_falls() -> None:
     assert after >= max(before, large.numel())
     del large
     assert peak_memory_bytes(torch.device("cpu")) >= after
+
+
+_FAULTS = """
+import resource, sys, torch
+from quintic.train.config import RunConfig
+from quintic.train.hardware import choose_hardware
+
+def layer():
+    tensors = [torch.ones(2 * 2**20) for _ in range(6)]  # 8 MiB each
+    return [x * 2 for x in tensors]
+
+if sys.argv[1] == "keep":
+    choose_hardware(RunConfig(device="cpu"))
+for number in range(9):
+    layer()
+    if number == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_freed_memory_is_kept_on_a_cpu() -> None:
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", _FAULTS, word], check=True, capture_output=True, text=True).stdout)
+        for word in ("keep", "give back")
+    )
+    assert kept <= given_back / 4  # pages that the system had to clear
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
