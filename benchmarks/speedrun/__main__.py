@@ -138,10 +138,8 @@ def names(options: argparse.Namespace) -> dict[str, str]:
 
 def the_track(options: argparse.Namespace) -> Track:
     """Return the track of all contestants."""
-    track = preset(options.preset).track
-    chunk = min(track.validation_chunk, options.val_tokens // track.chunks)
-    track = replace(track.scaled(options.steps), eval_every=options.eval_every)
-    return replace(track, validation_tokens=options.val_tokens, validation_chunk=chunk)
+    track = preset(options.preset).track.scaled(options.steps).validated(options.val_tokens)
+    return replace(track, eval_every=options.eval_every)
 
 
 def contestants(options: argparse.Namespace) -> dict[str, list[str] | None]:

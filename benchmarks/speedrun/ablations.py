@@ -14,7 +14,6 @@ makes only those that are missing there. FOLDER/NAME.md and .json have the table
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from benchmarks.common.results import (
 )
 from benchmarks.training.tune import share_cores
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.speedrun.presets import preset, switches, without
+from quintic.speedrun.presets import FP8_FEATURES, preset, switches, without
 from quintic.speedrun.stages import Track
 from quintic.train.config import RunConfig
 from quintic.train.hardware import choose_hardware, multiplies_fp8
@@ -58,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / f"{options.name}.jsonl"
     rows = read_rows(log)
-    done = {(row["without"], row["seed"]) for row in rows}
-    jobs = [(name, seed) for seed in options.seeds for name in (WHOLE, *options.only) if (name, seed) not in done]
+    wanted = [(name, seed) for seed in options.seeds for name in (WHOLE, *options.only)]
+    jobs = [job for job in wanted if job not in done(rows)]
     share_cores(options.jobs)
     started = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -77,9 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(shown), flush=True)
             write(rows, words, options)
     write(rows, words, options)
-    wanted = {(name, seed) for seed in options.seeds for name in (WHOLE, *options.only)}
     print_table(HEADS, table_rows(rows))
-    return int(not wanted <= {(row["without"], row["seed"]) for row in rows})
+    return int(not done(rows).issuperset(wanted))
+
+
+def done(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, int]]:
+    """Return (feature left out, seed) of the runs that were made."""
+    return {(row["without"], row["seed"]) for row in rows}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -96,7 +99,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
     options = parser.parse_args(words)
     has_fp8 = multiplies_fp8(choose_hardware(RunConfig()).device)
-    names = [name for name in switches() if has_fp8 or not name.startswith("fp8")]
+    names = [name for name in switches() if has_fp8 or name not in FP8_FEATURES]
     options.only = names if options.only is None else options.only
     if unknown := [name for name in options.only if name not in names]:
         parser.error(f"--only {' '.join(unknown)}: not a feature here; choose among {', '.join(names)}")
@@ -107,16 +110,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def the_track(options: argparse.Namespace) -> Track:
     """Return the track of all runs."""
-    track = preset(options.preset).track
+    track = preset(options.preset).track.scaled(options.steps).validated(options.val_tokens)
     stages = [replace(one, batch_tokens=one.batch_tokens // options.share) for one in (*track.stages, track.extension)]
-    track = replace(track.scaled(options.steps), stages=tuple(stages[:-1]), extension=stages[-1])
-    chunk = min(track.validation_chunk, options.val_tokens // track.chunks)
+    *stages, extension = stages
     return replace(
         track,
+        stages=tuple(stages),
+        extension=extension,
         eval_every=options.steps,
         pass_tokens=options.pass_tokens,
-        validation_tokens=options.val_tokens,
-        validation_chunk=chunk,
     )
 
 
@@ -139,10 +141,8 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     from quintic.speedrun.shards import open_data
 
     chosen, track, hardware = preset(options.preset), the_track(options), choose_hardware(RunConfig())
-    model = chosen.model
-    if not multiplies_fp8(hardware.device):
-        model = replace(model, fp8_head=False, fp8_mlp=False)
-    model = model if name == WHOLE else without(model, [name])
+    left_out = [] if multiplies_fp8(hardware.device) else [*FP8_FEATURES]
+    model = without(chosen.model, left_out if name == WHOLE else [*left_out, name])
     with tempfile.TemporaryDirectory() as made:
         run_dir = Path(made)
         data = open_data(
@@ -156,8 +156,8 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         race = Race(track, model, data, hardware, seed=seed, capture=hardware.device.type == "cuda")
         race.warm_up()
         start = time.perf_counter() - began
-        with _turn, open(os.devnull, "w", encoding="utf-8") as nowhere:
-            result = train(race, hardware, run_dir, facts={}, warm_up=False, say=lambda line: print(line, file=nowhere))
+        with _turn:
+            result = train(race, hardware, run_dir, facts={}, warm_up=False, say=lambda line: None)
         records = read_metrics(run_dir / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]
     by_stage = [

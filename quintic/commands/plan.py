@@ -37,7 +37,8 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     rehearsal = rehearsal_options(arguments)
     if rehearsal is not None:
-        if is_on_hub(rehearsal.model):  # before transformers asks for it, which waits for long where nobody answers
+        if is_on_hub(rehearsal.model):
+            # Asked here first: transformers waits for minutes for a Hub that does not answer.
             download(rehearsal.model, "config.json", repo_type="model", revision=None, cache_dir=None, endpoint=None)
         print(rehearsal_text(rehearsal))
         return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
+from quintic.speedrun import presets as speedrun
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import changed_fields
 
@@ -54,8 +55,8 @@ def preset(name: str) -> Config:
         ConfigError: there is none of that name.
     """
     if name not in PRESETS:
-        names = " or ".join(PRESETS)
-        raise ConfigError(f"--preset {name}: unknown; choose {names} (for train also speedrun, speedrun-tiny)")
+        races = ", ".join(speedrun.PRESETS)
+        raise ConfigError(f"--preset {name}: unknown; choose {' or '.join(PRESETS)} (for train also {races})")
     return PRESETS[name]()
 
 

@@ -70,19 +70,19 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
     seen = sampled = 0
     complete = True
     hashes: list[int] = []
-    pieces: list[tuple[int, str]] = []
+    pieces: list[tuple[int, int, str]] = []
     for text in _sample_documents(source, in_order=in_order):
         if seen >= budget:
             complete = max_bytes is not None and max_bytes <= sample_bytes
             break
-        cut = [(text_hash(data), piece) for piece, data in pieces_within(text, max_bytes, seen)]
-        size = sum(len(piece.encode()) for _, piece in cut)
+        cut = [(text_hash(data), len(data), piece) for piece, data in pieces_within(text, max_bytes, seen)]
+        size = sum(length for _, length, _ in cut)
         # Pieces at even distances, if the document is too much for the sample.
         chosen = cut[:: -(-size // (sample_bytes - sampled))]
-        hashes += [value for value, _ in cut]
+        hashes += [value for value, _, _ in cut]
         pieces += chosen
         seen += size
-        sampled = min(sampled + sum(len(piece.encode()) for _, piece in chosen), sample_bytes - 1)
+        sampled = min(sampled + sum(length for _, length, _ in chosen), sample_bytes - 1)
     if not hashes:
         raise DataError(f"{source.spec}: there is no text in it; give a source with text")
     if complete:
@@ -94,7 +94,7 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
                 f"{advice if max_bytes is None else f'raise --max-bytes ({max_bytes:,})'}"
             )
         threshold = min(max(threshold, smallest + 1), largest)
-    texts = [text for value, text in pieces if value >= threshold]
+    texts = [text for value, _, text in pieces if value >= threshold]
     return Survey(texts=texts, text_bytes=sampled, threshold=threshold)
 
 

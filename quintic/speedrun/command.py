@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields, replace
 
 from quintic.speedrun.options import SpeedrunOptions
-from quintic.speedrun.presets import preset, without
+from quintic.speedrun.presets import FP8_FEATURES, preset, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data
@@ -33,7 +33,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
-        model = replace(model, fp8_head=False, fp8_mlp=False)
+        model = without(model, FP8_FEATURES)
     data = ranks.once_per_host(
         lambda: open_data(
             options.data or chosen.data,
@@ -62,8 +62,7 @@ def _track(track: Track, options: SpeedrunOptions) -> Track:
     if options.steps is not None:
         track = track.scaled(options.steps)
     if options.val_tokens is not None:
-        chunk = max(1, min(track.validation_chunk, options.val_tokens // track.chunks))
-        track = replace(track, validation_tokens=options.val_tokens, validation_chunk=chunk)
+        track = track.validated(options.val_tokens)
     return replace(
         track,
         eval_every=options.eval_every or track.eval_every,

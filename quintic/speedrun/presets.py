@@ -7,10 +7,13 @@ from quintic.errors import ConfigError
 from quintic.model.speedrun_sizes import SpeedrunConfig
 from quintic.speedrun.stages import SPEEDRUN, TINY, Track
 
-__all__ = ["BYTES_BOS", "PRESETS", "Preset", "preset", "switches", "without"]
+__all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "preset", "switches", "without"]
 
 BYTES_BOS = 256
 """The token that begins a document where every other token is a byte."""
+
+FP8_FEATURES = ("fp8-head", "fp8-mlp")
+"""Features that take a device which multiplies in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,11 @@ class Track:
         own, tokens = self.chunks // ranks, settings.batch_tokens // ranks
         return next(n for n in range(1, own + 1) if n == own or (own % n == 0 and tokens // n <= self.pass_tokens))
 
+    def validated(self, tokens: int) -> "Track":
+        """Return the same track with another number of tokens to score, in chunks of at most as many as now."""
+        chunk = max(1, min(self.validation_chunk, tokens // self.chunks))
+        return replace(self, validation_tokens=tokens, validation_chunk=chunk)
+
     def scaled(self, steps: int) -> "Track":
         """Return the same track in another number of steps: every length in steps shrinks or grows alike.
 
