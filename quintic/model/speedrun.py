@@ -12,6 +12,7 @@ dimension. Where this model departs from the race's:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -101,7 +102,6 @@ class SpeedrunGPT(nn.Module):
             last, top = config.dense_starts()
             self.last_connections = TokenCoefficients(width, config.gate_channels, last).to(dtype)
             self.head_connections = TokenCoefficients(width, config.gate_channels, top).to(dtype)
-        self._skip, self._project, self._finish = add_skip, query_key_value, finish_layer
         self.rotary = Rotary(config.head_dim, config.rotary_base, yarn=config.yarn)
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
@@ -228,7 +228,7 @@ class SpeedrunGPT(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
-        """Return the row of these tokens: documents, rotary angles and masks for all layers."""
+        """Return the row of these tokens: embeddings, documents, rotary angles and masks for all layers."""
         if self.rotary.windows is None:
             raise ValueError("the model has no windows yet; call set_windows(short, long)")
         short, long = (window + 1 for window in self.rotary.windows)
@@ -242,17 +242,20 @@ class SpeedrunGPT(nn.Module):
                 implementation=self.attention_name,
                 dtype=dtype,
                 document_starts=None if document_starts is None else copies * document_starts,
-                longest=None if longest is None else copies * longest,
             )
             for copies in (1, 2)
         )
         starts, (cos, sin) = document_begins(inputs, self.config.bos_id), self.rotary.tables(2 * len(inputs), dtype)
-        return FlatRow(starts.unsqueeze(1), cos, sin, mask, paired_mask, (short, long))
+        limits = torch.empty((short, long, longest or len(inputs), 0))
+        torch._dynamo.maybe_mark_dynamic(limits, [0, 1, 2])
+        return FlatRow(self.inputs.look_up(inputs), starts.unsqueeze(1), cos, sin, (mask, paired_mask), limits)
 
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return the head's input, (T, C)."""
         config, length = self.config, len(inputs)
-        embedding_TC, bigram_TC, values_KTC = self.inputs.look_up(inputs)
+        short, long, longest, _ = row.limits.shape
+        masks = [replace(mask, longest=copies * longest) for copies, mask in enumerate(row.masks, start=1)]
+        embedding_TC, bigram_TC, values_KTC = row.looked_up
         x_TC, injected, gates = self._enter(inputs, embedding_TC, bigram_TC)
         # Taken apart here, so that the gradient is put together once.
         values = () if values_KTC is None else values_KTC.unbind()
@@ -267,12 +270,12 @@ class SpeedrunGPT(nn.Module):
                 x_TC, dense_value_TC, found = self._connect(x_TC, streams["entry"], streams["shared"])
                 own |= found
             if plan.skips:
-                x_TC = self._skip(self.skip_scale, x_TC, own.pop("skip"), streams["early"])
+                x_TC = add_skip(self.skip_scale, x_TC, own.pop("skip"), streams["early"])
             attended = None
             if plan.attends:
                 copies = 2 if plan.paired else 1
                 cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
-                q_NHD, k_NHD, v_NHD = self._project(
+                q_NHD, k_NHD, v_NHD = query_key_value(
                     plan,
                     weights,
                     self.rotary.query_scale,
@@ -284,14 +287,15 @@ class SpeedrunGPT(nn.Module):
                     gate_TH=own.pop("value", None),
                     dense_value_TC=dense_value_TC,
                 )
-                mask = row.paired_mask if plan.paired else row.mask
-                out_NHD = attention(q_NHD[None], k_NHD[None], v_NHD[None], mask, row.windows[plan.long])
+                out_NHD = attention(
+                    q_NHD[None], k_NHD[None], v_NHD[None], masks[copies - 1], long if plan.long else short
+                )
                 attended = Attended(
                     out_NHD.view(length, config.num_heads, -1),
                     v_NHD.view(length, config.num_heads, -1),
                     {name: added for name, added in injected.items() if name in own},
                 )
-            x_TC = self._finish(plan, weights, x_TC, own, attended)
+            x_TC = finish_layer(plan, weights, x_TC, own, attended)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
@@ -353,14 +357,9 @@ class SpeedrunGPT(nn.Module):
             found.append(weights._replace(mlp_mix=next(next_mix, None)))
         return found
 
-    def compile_parts(self) -> None:
-        """Compile everything but attention, for each number of tokens; layers share the code of each part, by kind."""
-        # Kinds of layers, in training and in validation.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        for name in ("_enter", "_connect", "_skip", "_project", "_finish", "_top"):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
-        if self.late_gates is not None:
-            self.late_gates.compile(dynamic=False)
+    def compile_trunk(self) -> None:
+        """Compile what lies between lookups and loss, for each number of tokens in training and in validation."""
+        self._trunk = torch.compile(self._trunk, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
 
     def parameter_roles(self) -> dict[str, str]:
         """Return each parameter's role by its name, by which the optimizer groups them (quintic/speedrun/recipe.py)."""

@@ -1,7 +1,6 @@
 """The layers of the speedrun's model: rotary positions, coefficients per token, projections around attention, the MLP.
 
-These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices. Each
-is compiled for the few kinds of layers that differ in it. Attention itself is not, since its windows change.
+These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices.
 Shape suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head
 dimension.
 """
@@ -164,14 +163,16 @@ class TokenCoefficients(nn.Module):
 
 
 class FlatRow(NamedTuple):
-    """Documents, rotary angles and masks of one row of tokens, shared by all layers."""
+    """One row of tokens, as all layers share it."""
 
+    looked_up: tuple[Tensor, Tensor | None, Tensor | None]  # from `SpeedrunInputs.look_up`
     starts: Tensor  # (T, 1) bool: where documents start
     cos: Tensor  # (2T, D / 4) of the rotary angles
     sin: Tensor
-    mask: DocumentMask
-    paired_mask: DocumentMask  # of the 2T positions that paired heads have
-    windows: tuple[int, int]  # short, long: positions that a query sees, itself included
+    masks: tuple[DocumentMask, DocumentMask]  # of the T positions, and of the 2T that paired heads have
+    # (short, long, longest, 0): positions that a query sees, itself included, and tokens of the longest document, as
+    # sizes of an empty tensor. They change in mid-run, and compiled code can leave sizes open; numbers are constants.
+    limits: Tensor
 
 
 class BlockWeights(NamedTuple):

@@ -79,7 +79,7 @@ class Race:
             table[: len(data.vocabulary)] = torch.tensor(prefixes(data.vocabulary))
             self.model.set_prefixes(table.to(self.device))
         if hardware.compile:
-            self.model.compile_parts()
+            self.model.compile_trunk()
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.captured = quintic.CapturedStep(self.optimizer) if capture else None

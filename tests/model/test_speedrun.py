@@ -650,7 +650,7 @@ def compare_compiled(**changes):
     plain, compiled = (build(2, num_layers=4, **changes).float() for _ in range(2))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled.compile_parts()
+    compiled.compile_trunk()
     compare(plain, compiled, *tokens(), 1e-4)
     assert not torch._dynamo.utils.counters["graph_break"]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -660,7 +660,7 @@ def compare_compiled(**changes):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
-def test_compiled_parts_have_no_breaks_and_compute_the_same(monkeypatch):
+def test_compiled_code_has_no_breaks_and_compute_the_same(monkeypatch):
     # What is traced is in question here, not the code that is made of it, which takes minutes.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     compare_compiled(fp8_mlp=True)
@@ -695,7 +695,7 @@ def test_bfloat16_on_a_gpu_is_close_to_float32():
     plain, compiled = (model.cuda() for model in models)
     for model in models:
         model.set_windows(128, 384)
-    compiled.compile_parts()
+    compiled.compile_trunk()
     inputs = torch.randint(4, 1024, (2048,), generator=generator)
     starts = torch.tensor([0, 300, 301, 1100, 2048])
     inputs[starts[:-1]] = BOS

@@ -12,7 +12,6 @@ key/value heads, D head dimension.
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -115,13 +114,13 @@ def attend(
     Returns:
         (N, H, D) in the dtype of the queries.
     """
+    if name == "varlen":
+        return _attend_varlen(q_NHD, k_NGD, v_NGD, starts, longest, window)
     before = None if window >= longest else window - 1  # positions before its own that a query sees
-    return _ATTEND[name](q_NHD, k_NGD, v_NGD, starts, longest, before)
+    return (_attend_fa3 if name == "fa3" else _attend_fa4)(q_NHD, k_NGD, v_NGD, starts, longest, before)
 
 
-def _attend_varlen(
-    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, starts: Tensor, longest: int, before: int | None
-) -> Tensor:
+def _attend_varlen(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, starts: Tensor, longest: int, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
@@ -130,8 +129,10 @@ def _attend_varlen(
         options["enable_gqa"] = True
     elif groups > 1:
         k_NGD, v_NGD = (kv.repeat_interleave(groups, dim=1) for kv in (k_NGD, v_NGD))
-    window = (-1 if before is None else before, 0)
-    out = varlen_attn(q_NHD, k_NGD, v_NGD, starts, starts, longest, longest, window_size=window, **options)
+    # The operator itself sees whether the window is wider than all documents: where code is compiled for any window,
+    # nothing may depend on its size.
+    sides = (window - 1, 0)
+    out = varlen_attn(q_NHD, k_NGD, v_NGD, starts, starts, longest, longest, window_size=sides, **options)
     return cast(Tensor, out)
 
 
@@ -232,13 +233,6 @@ def _varlen_arguments(starts: Tensor, longest: int) -> dict[str, Any]:
         "causal": True,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-_ATTEND: dict[FlashName, Callable[..., Tensor]] = {
-    "varlen": _attend_varlen,
-    "fa3": _attend_fa3,
-    "fa4": _attend_fa4,
-}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
