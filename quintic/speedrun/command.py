@@ -2,12 +2,10 @@
 
 from dataclasses import asdict, fields, replace
 
-from quintic.speedrun.options import SpeedrunOptions
-from quintic.speedrun.presets import FP8_FEATURES, preset, without
+from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.run import train
 from quintic.speedrun.shards import open_data
-from quintic.speedrun.stages import Track
 from quintic.train.config import BaseRunConfig, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, multiplies_fp8
@@ -21,12 +19,13 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
 
     Args:
         name: of the preset.
-        options: changes to it.
+        options: those of the preset, with changes.
         command: the command line, for the log.
         ranks: the processes that train.
     """
     chosen = preset(name)
-    track = ranks.agree(lambda: _track(chosen.track, options))
+    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
     model = ranks.agree(lambda: without(chosen.model, options.without))
     shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
     hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
@@ -36,9 +35,9 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
         model = without(model, FP8_FEATURES)
     data = ranks.once_per_host(
         lambda: open_data(
-            options.data or chosen.data,
+            options.data,
             data_dir=options.data_dir,
-            num_shards=options.shards or chosen.num_shards,
+            num_shards=options.shards,
             vocab_size=model.vocab_size,
             bos_id=model.bos_id,
             tokenizer=options.tokenizer,
@@ -55,16 +54,4 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     print(
         f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
         f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
-    )
-
-
-def _track(track: Track, options: SpeedrunOptions) -> Track:
-    if options.steps is not None:
-        track = track.scaled(options.steps)
-    if options.val_tokens is not None:
-        track = track.validated(options.val_tokens)
-    return replace(
-        track,
-        eval_every=options.eval_every or track.eval_every,
-        pass_tokens=options.pass_tokens or track.pass_tokens,
     )
