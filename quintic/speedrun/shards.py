@@ -6,7 +6,6 @@ uint16. Files whose names have `val` in them are for validation, those with `tra
 Source: the format is that of llm.c and the modded-nanogpt speedrun.
 """
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -31,7 +30,6 @@ _MAGIC, _VERSION = 20240520, 1
 _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
-_HUB_NAMES = {"val": "fineweb_val_{:06d}.bin", "train": "fineweb_train_{:06d}.bin"}
 
 # Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
 _BYTES_OF_TEXT = 2_000_000
@@ -40,23 +38,14 @@ _VALIDATION_SHARE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RaceData:
-    """The shards of a run.
+    """The shards of a run."""
 
-    Attributes:
-        source: the name that the run was given.
-        train: at least one file, in order.
-        validation: the file to score.
-        vocab_size: tokens must be smaller.
-        bos_id: the token that begins a document.
-        vocabulary: the bytes of each token, none for special ones; None where the vocabulary is not at hand.
-    """
-
-    source: str
-    train: tuple[Path, ...]
+    source: str  # the name that the run was given
+    train: tuple[Path, ...]  # at least one file, in order
     validation: Path
-    vocab_size: int
-    bos_id: int
-    vocabulary: tuple[bytes, ...] | None
+    vocab_size: int  # tokens are smaller
+    bos_id: int  # the token that begins a document
+    vocabulary: tuple[bytes, ...] | None  # the bytes of each token, none for special ones; None where it is not at hand
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
@@ -146,9 +135,15 @@ def open_data(
         DataError: there are no such shards, or they cannot be downloaded.
     """
     if source.startswith("hf:"):
-        train, validation = _downloaded(source, data_dir, num_shards)
+        train, validation = _downloaded(source, data_dir / "hub", num_shards)
     else:
-        train, validation = _in_folder(source, data_dir, num_shards)
+        folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
+        train, validation = ([*sorted(folder.glob(f"*{split}*.bin"))] for split in ("train", "val"))
+        if not (train and validation):
+            raise DataError(
+                f"--data {source}: no *{'val' if train else 'train'}*.bin in this folder; give a folder with training "
+                "and validation shards, or hf:kjj0/fineweb10B-gpt2"
+            )
     vocabulary = None
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
@@ -156,25 +151,45 @@ def open_data(
         vocabulary = vocabulary_of(tokenizer, bos_id=bos_id, cache_dir=data_dir / "hub")
     return RaceData(
         source=source,
-        train=tuple(train),
-        validation=validation,
+        train=tuple(train[:num_shards]),
+        validation=validation[0],
         vocab_size=vocab_size,
         bos_id=bos_id,
         vocabulary=vocabulary,
     )
 
 
-def _in_folder(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
-    folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
-    files = sorted(folder.glob("*.bin"))
-    train, validation = ([file for file in files if split in file.name] for split in ("train", "val"))
-    for split, some in (("train", train), ("val", validation)):
-        if not some:
-            raise DataError(
-                f"--data {source}: no *{split}*.bin in this folder; give a folder with training and validation shards, "
-                "or hf:kjj0/fineweb10B-gpt2"
-            )
-    return train[:num_shards], validation[0]
+def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)/?", source)
+    if match is None:
+        raise DataError(f"--data {source}: not the name of shards on the Hub; write hf:owner/name")
+
+    def get(split: str, number: int) -> Path:
+        name = f"fineweb_{split}_{number:06d}.bin"
+        return download(match[1], name, repo_type="dataset", revision=None, cache_dir=cache_dir, endpoint=None)
+
+    validation = [get("val", 0)]
+    return [get("train", number) for number in range(1, num_shards + 1)], validation
+
+
+def _bytes_of_python(data_dir: Path) -> Path:
+    """Write the text that comes with Python as two shards whose tokens are bytes; return their folder."""
+    folder = data_dir / "python-bytes"
+    if (folder / "val_000000.bin").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    documents, size = list[Tokens](), 0
+    for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
+        content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+        documents.append(np.insert(content.astype(_TOKEN), 0, BYTES_BOS))
+        size += len(content)
+        if size >= _BYTES_OF_TEXT:
+            break
+    held_back = documents[::_VALIDATION_SHARE]
+    del documents[::_VALIDATION_SHARE]
+    write_shard(folder / "train_000000.bin", np.concatenate(documents))
+    write_shard(folder / "val_000000.bin", np.concatenate(held_back))
+    return folder
 
 
 def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
@@ -188,46 +203,14 @@ def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None)
     Raises:
         DataError: there is nothing of that name, or it is of another kind.
     """
-    fields = json.loads(read_definition(tokenizer, cache_dir=cache_dir))
-    value = {symbol: number for number, symbol in enumerate(byte_alphabet())}
-    special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
+    definition = read_definition(tokenizer, cache_dir=cache_dir)
+    bytes_of = {symbol: bytes([number]) for number, symbol in enumerate(byte_alphabet())}
     try:
-        vocabulary: dict[str, int] = fields["model"]["vocab"]
-        by_number = {
-            number: b"" if number in special else bytes(value[symbol] for symbol in token)
-            for token, number in vocabulary.items()
-        }
-    except (KeyError, TypeError, AttributeError):
+        fields = json.loads(definition)
+        special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
+        tokens: dict[int, bytes] = {bos_id: b""}
+        for token, number in fields["model"]["vocab"].items():
+            tokens[number] = b"" if number in special else b"".join(bytes_of[symbol] for symbol in token)
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise DataError(f"{tokenizer}: not a byte-level BPE; give GPT-2's tokenizer.json, or 'gpt2'") from None
-    return tuple(by_number.get(number, b"") for number in range(max(*by_number, bos_id) + 1))
-
-
-def _downloaded(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
-    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)/?", source)
-    if match is None:
-        raise DataError(f"--data {source}: not the name of shards on the Hub; write hf:owner/name")
-    get = functools.partial(
-        download, match.group(1), repo_type="dataset", revision=None, cache_dir=data_dir / "hub", endpoint=None
-    )
-    validation = get(_HUB_NAMES["val"].format(0))
-    return [get(_HUB_NAMES["train"].format(number)) for number in range(1, num_shards + 1)], validation
-
-
-def _bytes_of_python(data_dir: Path) -> Path:
-    """Write the text that comes with Python as two shards whose tokens are bytes; return their folder."""
-    folder = data_dir / "python-bytes"
-    if (folder / "val_000000.bin").is_file():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    documents, size = [], 0
-    for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
-        content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        documents.append(np.concatenate([[BYTES_BOS], content]))
-        size += len(content)
-        if size >= _BYTES_OF_TEXT:
-            break
-    held_back = documents[::_VALIDATION_SHARE]
-    rest = [document for number, document in enumerate(documents) if number % _VALIDATION_SHARE]
-    write_shard(folder / "train_000000.bin", np.concatenate(rest))
-    write_shard(folder / "val_000000.bin", np.concatenate(held_back))
-    return folder
+    return tuple(tokens.get(number, b"") for number in range(max(tokens) + 1))
