@@ -47,7 +47,7 @@ _ADAMW = {
     "gate_bias": _adamw(0.1, 0.0, (0.9, 0.99)),
 }
 # Only the banks keep the bits that their weights lack, as in the race.
-_MUON = {
+_MUON: dict[str, Any] = {
     "lr": 0.023,
     "weight_decay": 1.2,
     "scale_decay": True,
@@ -77,26 +77,21 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         model: on its device, with initialised weights.
         ranks: number of those that share the work; above 1 the optimizer averages their gradients.
     """
-    sizes, params = model.config, dict(model.named_parameters())
-    options: dict[str, dict[str, Any]] = {
-        "qk_bank": {**_MUON, "view": quintic.Rows(2 * sizes.head_dim)},
-        "vo_bank": {**_MUON, "view": quintic.Rows(sizes.width)},
-        "mlp_bank": {
-            **_MUON,
-            "view": quintic.Rows(4 * sizes.width),
-            "lr_multipliers": (1.0, 2.0) * sizes.num_layers,
-        },
+    sizes = model.config
+    options = {
+        "qk_bank": _MUON | {"view": quintic.Rows(2 * sizes.head_dim)},
+        "vo_bank": _MUON | {"view": quintic.Rows(sizes.width)},
+        "mlp_bank": _MUON | {"view": quintic.Rows(4 * sizes.width), "lr_multipliers": (1.0, 2.0) * sizes.num_layers},
         **_ADAMW,
     }
     names = {role: names_of_role(model, role) for role in options}
-    groups: list[dict[str, Any]] = [
-        {"name": role, "params": [(name, params[name]) for name in names[role]], **options[role]}
-        for role in options
-        if names[role]
-    ]
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-        group["comms"] = group["comms"] if ranks > 1 else "none"
+    groups: list[dict[str, Any]] = []
+    for role, own in options.items():
+        if names[role]:  # else the model is without it
+            params = [(name, model.get_parameter(name)) for name in names[role]]
+            groups.append({"name": role, "params": params, "initial_lr": own["lr"], **own})
+            if ranks == 1:
+                groups[-1]["comms"] = "none"
     optimizer = quintic.Muon(
         groups,
         decay_coupling="lr_squared",

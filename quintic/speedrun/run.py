@@ -1,4 +1,4 @@
-"""A speedrun from its first step to its last validation: the loop, the clock and the log.
+"""A speedrun from its options to its last validation: the parts, the loop, the clock and the log.
 
 The clock is the race's: it runs while the model trains, and stands still in the warm-up and in validations. The log's
 times and losses of steps are measured on the device and read when the clock stands still.
@@ -12,10 +12,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,24 +23,70 @@ import quintic
 from quintic.errors import DivergedError
 from quintic.report.history import METRICS_FILE
 from quintic.report.report import write_report
+from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
 from quintic.speedrun.race import Race
-from quintic.train.hardware import Hardware, Stopwatch, git_state, machine_facts, package_versions, peak_memory_bytes
+from quintic.speedrun.shards import open_data
+from quintic.train.config import BaseRunConfig, RunConfig
+from quintic.train.distributed import Ranks, check_gpus
+from quintic.train.hardware import (
+    Hardware,
+    Stopwatch,
+    choose_hardware,
+    git_state,
+    machine_facts,
+    multiplies_fp8,
+    package_versions,
+    peak_memory_bytes,
+)
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
+from quintic.train.runs import run_folder
 
-__all__ = ["RaceResult", "train"]
+__all__ = ["RaceResult", "speedrun", "train"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaceResult:
+class RaceResult(NamedTuple):
     """The results of a finished run."""
 
-    loss: float
-    """Loss of the validation text, in nats per token."""
-    bpb: float | None
-    """In bits per byte; None where the vocabulary is not at hand."""
-    seconds: float
-    """By the race's clock."""
+    loss: float  # of the validation text, in nats per token
+    bpb: float | None  # in bits per byte; None where the vocabulary is not at hand
+    seconds: float  # by the race's clock
+
+
+def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
+    """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
+    chosen = preset(name)
+    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
+    model = ranks.agree(lambda: without(chosen.model, options.without))
+    shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
+    hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
+    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
+    if without_fp8:
+        model = without(model, FP8_FEATURES)
+    data = ranks.once_per_host(
+        lambda: open_data(
+            options.data,
+            data_dir=options.data_dir,
+            num_shards=options.shards,
+            vocab_size=model.vocab_size,
+            bos_id=model.bos_id,
+            tokenizer=options.tokenizer,
+        )
+    )
+    capture = options.capture and hardware.device.type == "cuda"
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
+    run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
+    bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
+    facts = {"command": command, "config": {**asdict(options), "preset": name}}
+    result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+    per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
+    print(
+        f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
+        f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+    )
 
 
 def train(
@@ -55,7 +101,7 @@ def train(
     """Train and score a model; all ranks must call it.
 
     Args:
-        race: as constructed.
+        race: is closed at the end.
         hardware: where it computes, for the log.
         run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
         facts: command and configuration, for the log.

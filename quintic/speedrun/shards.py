@@ -6,7 +6,6 @@ uint16. Files whose names have `val` in them are for validation, those with `tra
 Source: the format is that of llm.c and the modded-nanogpt speedrun.
 """
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from quintic.data.hub import download
 from quintic.data.sources import open_source
-from quintic.data.tokenizer import byte_alphabet, read_definition
+from quintic.data.tokenizer import Tokenizer
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
@@ -58,11 +57,7 @@ def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
 
 
 def read_shard(path: Path, *, vocab_size: int = 2**16) -> Tokens:
-    """Return the tokens of a shard.
-
-    Args:
-        path: the file.
-        vocab_size: tokens must be smaller.
+    """Return the tokens of a shard, which must be smaller than `vocab_size`.
 
     Raises:
         DataError: the file cannot be read, is no such shard, is cut off, or has another vocabulary's tokens.
@@ -97,11 +92,7 @@ _ADVICE = (
 
 
 def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:
-    """Write tokens as a shard; the file is the old or the new one, also after a crash.
-
-    Args:
-        path: the file; its folder must exist.
-        tokens: each from 0 to 65535; documents begin with the token for that.
+    """Write tokens, each from 0 to 65535, as a shard; the file is the old or the new one, also after a crash.
 
     Raises:
         DataError: a token does not fit, or the file cannot be written.
@@ -122,14 +113,8 @@ def open_data(
 ) -> RaceData:
     """Return the shards of a run; those of the Hub are downloaded, unless they are there already.
 
-    Args:
-        source: a folder of `.bin` files, `hf:owner/name` with the names of the race's FineWeb shards, or `python`: the
-            text that comes with Python, as bytes.
-        data_dir: where downloads and made shards are kept.
-        num_shards: training shards to take at most.
-        vocab_size: the model's.
-        bos_id: the token that begins a document.
-        tokenizer: vocabulary of the shards (see `Tokenizer.load`), for prefixes and bits per byte; None for neither.
+    `source`, `data_dir`, `num_shards` and `tokenizer` are the options `--data`, `--data-dir`, `--shards` and
+    `--tokenizer` of the race; `vocab_size` and `bos_id`, the token that begins a document, are the model's.
 
     Raises:
         DataError: there are no such shards, or they cannot be downloaded.
@@ -193,24 +178,6 @@ def _bytes_of_python(data_dir: Path) -> Path:
 
 
 def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
-    """Return the bytes of each token of a byte-level BPE, none for special ones; a tokenizer.json needs no package.
-
-    Args:
-        tokenizer: see `Tokenizer.load`.
-        bos_id: the token that begins a document.
-        cache_dir: where a download is kept.
-
-    Raises:
-        DataError: there is nothing of that name, or it is of another kind.
-    """
-    definition = read_definition(tokenizer, cache_dir=cache_dir)
-    bytes_of = {symbol: bytes([number]) for number, symbol in enumerate(byte_alphabet())}
-    try:
-        fields = json.loads(definition)
-        special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
-        tokens: dict[int, bytes] = {bos_id: b""}
-        for token, number in fields["model"]["vocab"].items():
-            tokens[number] = b"" if number in special else b"".join(bytes_of[symbol] for symbol in token)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise DataError(f"{tokenizer}: not a byte-level BPE; give GPT-2's tokenizer.json, or 'gpt2'") from None
-    return tuple(tokens.get(number, b"") for number in range(max(tokens) + 1))
+    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), none for special ones and for `bos_id`."""
+    loaded = Tokenizer.load(tokenizer, cache_dir=cache_dir)
+    return tuple(b"" if number == bos_id else loaded.decode_bytes([number]) for number in range(loaded.vocab_size))

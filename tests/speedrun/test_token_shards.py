@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.data.tokenizer import byte_alphabet
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
 from quintic.speedrun.shards import open_data, prefixes, read_shard, vocabulary_of, write_shard
@@ -129,12 +129,14 @@ def test_the_races_shards_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.
     assert {(repo, kind) for repo, _, kind in asked} == {("kjj0/fineweb10B-gpt2", "dataset")}
 
 
-def test_a_vocabulary_is_read_without_the_tokenizers_package(tmp_path: Path):
-    vocabulary = {symbol: number for number, symbol in enumerate(byte_alphabet())} | {"ab": 256, "<s>": 258}
-    definition = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 258, "content": "<s>"}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
-    found = vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
-    assert found == (*(bytes([value]) for value in range(256)), b"ab", b"", b"", b"", b"")
+def test_the_vocabulary_is_that_of_the_tokenizer_without_special_tokens(tmp_path: Path):
+    tokenizer = Tokenizer.train(["one two three", "two three four"], 270)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    vocabulary = vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=100)
+    assert [token for token in vocabulary if len(token) > 1]  # merges
+    for number, token in enumerate(vocabulary):
+        assert token == (b"" if number in (100, tokenizer.bos_id) else tokenizer.decode_bytes([number]))
+    assert len(vocabulary) == tokenizer.vocab_size
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"▁a": 0}}}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"not a byte-level BPE; give GPT-2's tokenizer\.json"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: a unknown tokenizer that is not byte-level BPE"):
         vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
