@@ -20,15 +20,17 @@ _FEWEST_STEPS_OF_A_STAGE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Settings that stay the same for a stage, and the first and last weights of the predictions."""
+    """Settings of a stage; the weights of its losses go from a first to a last one."""
 
     batch_tokens: int
     document_tokens: int  # documents are cut at so many
     windows: tuple[int, int]  # short and long attention windows, in tokens
     rate: float  # factor on all learning rates, until they fall
-    first_weights: tuple[float, ...] = (1.0,)  # of the losses for the next token, the one after it, ...
-    last_weights: tuple[float, ...] = (1.0,)
-    prefix_weights: tuple[float, float] = (0.0, 0.0)  # first and last, for the longest prefix of the next token
+    weights: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # for the next token, the one after it, ...
+    prefix_weight: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # for the longest token that the next one begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,6 @@ class Track:
         number = bisect_right(self.starts, step) - 1
         stage, start, end = self.stages[number], self.starts[number], (*self.starts, self.steps)[number + 1]
         done = min(1.0, (step - start) / (end - start))
-        weights = zip(stage.first_weights, stage.last_weights, strict=True)
         short, long = stage.windows
         return StepSettings(
             stage=number,
@@ -96,8 +97,8 @@ class Track:
             windows=(short, long if step < self.steps else self.final_long_window),
             rate=self._rate(step, stage.rate),
             momentum=self._momentum(step),
-            prediction_weights=tuple(_between(first, last, done) for first, last in weights),
-            prefix_weight=_between(*stage.prefix_weights, done),
+            prediction_weights=tuple(_between(first, last, done) for first, last in stage.weights),
+            prefix_weight=_between(*stage.prefix_weight, done),
             unties=step == self.untie_step,
         )
 
@@ -158,18 +159,16 @@ _FIRST = Stage(
     document_tokens=896,
     windows=(1 * 128, 3 * 128),
     rate=1.0,
-    first_weights=(1.0, 0.5, 0.25),
-    last_weights=(1.0, 0.5, 0.0),
-    prefix_weights=(0.25, 0.25),
+    weights=((1.0, 1.0), (0.5, 0.5), (0.25, 0.0)),
+    prefix_weight=(0.25, 0.25),
 )
 _SECOND = Stage(
     batch_tokens=262_144,
     document_tokens=2048,
     windows=(3 * 128, 7 * 128),
     rate=1.52,  # 2^0.6
-    first_weights=(1.0, 0.5),
-    last_weights=(1.0, 0.0),
-    prefix_weights=(0.25, 0.0),
+    weights=((1.0, 1.0), (0.5, 0.0)),
+    prefix_weight=(0.25, 0.0),
 )
 _THIRD = Stage(batch_tokens=393_216, document_tokens=2048, windows=(5 * 128, 11 * 128), rate=1.73)  # 3^0.5
 
