@@ -40,7 +40,7 @@ from quintic.train.hardware import (
 )
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
-from quintic.train.runs import run_folder
+from quintic.train.runs import discard_unstarted, run_folder
 
 __all__ = ["RaceResult", "speedrun", "train"]
 
@@ -81,7 +81,12 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
-    result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+    try:
+        result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+    except BaseException:
+        if ranks.is_first:
+            discard_unstarted(run_dir)
+        raise
     per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
     print(
         f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
@@ -130,8 +135,9 @@ def train(
             say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
             record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
             log.write("eval", **record)
-            if not math.isfinite(loss):
-                raise DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+            if not math.isfinite(loss):  # on all ranks, of which one says so
+                diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+                raise diverged if ranks.is_first else ranks.failed_elsewhere()
             if number < track.steps:
                 tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
         peak = peak_memory_bytes(race.device)

@@ -56,8 +56,8 @@ def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
     ]
 
 
-def read_shard(path: Path, *, vocab_size: int = 2**16) -> Tokens:
-    """Return the tokens of a shard, which must be smaller than `vocab_size`.
+def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Tokens:
+    """Return the tokens of a shard, or the first `count`, which must be smaller than `vocab_size`.
 
     Raises:
         DataError: the file cannot be read, is no such shard, is cut off, or has another vocabulary's tokens.
@@ -69,13 +69,13 @@ def read_shard(path: Path, *, vocab_size: int = 2**16) -> Tokens:
             raise DataError(f"{path}: not a token shard (its first number is not {_MAGIC}); {_ADVICE}")
         if header[1] != _VERSION:
             raise DataError(f"{path}: a token shard of version {header[1]}, not {_VERSION}; {_ADVICE}")
-        count, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
-        if count != present:
+        announced, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
+        if announced != present:
             raise DataError(
-                f"{path}: its header says {count:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
+                f"{path}: its header says {announced:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
                 "delete it and download or write it again"
             )
-        tokens = np.fromfile(path, dtype=_TOKEN, offset=_HEADER_BYTES)
+        tokens = np.fromfile(path, dtype=_TOKEN, count=count, offset=_HEADER_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     if len(tokens) and int(tokens.max()) >= vocab_size:
@@ -117,7 +117,7 @@ def open_data(
     `--tokenizer` of the race; `vocab_size` and `bos_id`, the token that begins a document, are the model's.
 
     Raises:
-        DataError: there are no such shards, or they cannot be downloaded.
+        DataError: there are no such shards, they are damaged or cannot be downloaded, or the vocabulary is too large.
     """
     if source.startswith("hf:"):
         train, validation = _downloaded(source, data_dir / "hub", num_shards)
@@ -129,14 +129,24 @@ def open_data(
                 f"--data {source}: no *{'val' if train else 'train'}*.bin in this folder; give a folder with training "
                 "and validation shards, or hf:kjj0/fineweb10B-gpt2"
             )
+        if both := set(train) & set(validation):
+            raise DataError(f"{min(both)}: is named for training and for validation; rename it")
+    train = train[:num_shards]
+    for path in (*train, validation[0]):
+        read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
     vocabulary = None
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
     elif tokenizer is not None:
         vocabulary = vocabulary_of(tokenizer, bos_id=bos_id, cache_dir=data_dir / "hub")
+        if len(vocabulary) > vocab_size:
+            raise DataError(
+                f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {vocab_size:,}; give the one with "
+                "which the shards were made"
+            )
     return RaceData(
         source=source,
-        train=tuple(train[:num_shards]),
+        train=tuple(train),
         validation=validation[0],
         vocab_size=vocab_size,
         bos_id=bos_id,
@@ -162,7 +172,10 @@ def _bytes_of_python(data_dir: Path) -> Path:
     folder = data_dir / "python-bytes"
     if (folder / "val_000000.bin").is_file():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); use another --data-dir") from error
     documents, size = list[Tokens](), 0
     for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
         content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from host_graphs import GRAPHS, capture_on_hosts
 
 from quintic import CapturedStep
 from quintic.cli import main
-from quintic.errors import ConfigError, DataError
+from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError, QuinticError
 from quintic.optim import captured_step
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.speedrun import graphs
@@ -358,6 +359,18 @@ def test_a_race_that_nobody_closed_ends_with_its_last_reference(shards: Path) ->
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
+def test_one_rank_says_that_the_run_diverged(
+    rank: int, kind: type[QuinticError], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = race_of(shards)
+    race.ranks = Ranks(rank=rank)
+    object.__setattr__(race.ranks, "failed_elsewhere", lambda: OtherRankError("another"))
+    monkeypatch.setattr(race, "evaluate", lambda settings: (math.nan, None))
+    with pytest.raises(kind):
+        train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+
+
 # -------------------------------------------------------------------------------------------------- the command line
 
 
@@ -415,6 +428,19 @@ def test_wrong_options_are_refused_by_name(
     assert main(options_for(shards, tmp_path / "runs", *more)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shard(tmp_path / "train.bin", [BYTES_BOS, 1, 2])
+    (tmp_path / "val.bin").write_bytes((shards / "a_val_0.bin").read_bytes())
+    options = options_for(tmp_path, tmp_path / "runs", "--val-tokens", "1024")
+    options.remove("--no-warm-up")
+    assert main(options) == 2
+    assert "no training shard fills a chunk of 128 tokens with documents cut at 56" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -89,6 +89,28 @@ def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path: Path):
         open_data(str(tmp_path), **options(tmp_path))
 
 
+def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path):
+    for name in ("x_train_1", "x_train_2", "x_val_0"):
+        write_shard(tmp_path / f"{name}.bin", [256, 1, 2])
+    (tmp_path / "x_train_2.bin").write_bytes((tmp_path / "x_train_2.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"x_train_2\.bin: its header says 3 tokens, the file has 2\.0"):
+        open_data(str(tmp_path), **options(tmp_path))
+    assert len(open_data(str(tmp_path), **options(tmp_path, num_shards=1)).train) == 1
+
+
+def test_a_shard_for_both_training_and_validation_is_refused(tmp_path: Path):
+    for name in ("retrieval_train", "train", "val"):
+        write_shard(tmp_path / f"{name}.bin", [256, 1])
+    with pytest.raises(DataError, match=r"retrieval_train\.bin: is named for training and for validation; rename it"):
+        open_data(str(tmp_path), **options(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "data").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match=r"python-bytes: cannot be made \(Not a directory\); use another --data-dir"):
+        open_data("python", **options(tmp_path))
+
+
 def test_a_malformed_name_on_the_hub_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="--data hf:one: not the name of shards"):
         open_data("hf:one", **options(tmp_path))
@@ -140,3 +162,14 @@ def test_the_vocabulary_is_that_of_the_tokenizer_without_special_tokens(tmp_path
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"▁a": 0}}}), encoding="utf-8")
     with pytest.raises(DataError, match=r"tokenizer\.json: a unknown tokenizer that is not byte-level BPE"):
         vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path):
+    for name in ("train", "val"):
+        write_shard(tmp_path / f"{name}.bin", [0, 1])
+    Tokenizer.train(["one two three four"], 270).save(tmp_path / "tokenizer.json")
+    size = Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
+    given = options(tmp_path, bos_id=0, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=size)
+    assert len(open_data(str(tmp_path), **given).vocabulary) == size
+    with pytest.raises(DataError, match=rf"tokenizer\.json: has {size} tokens, the model {size - 1}; give the one"):
+        open_data(str(tmp_path), **{**given, "vocab_size": size - 1})
