@@ -44,6 +44,11 @@ class _Shard:
     def __init__(self, path: Path, vocab_size: int, bos_id: int) -> None:
         self.tokens: Tokens = read_shard(path, vocab_size=vocab_size)
         self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == bos_id)
+        if len(self.tokens) and not len(self.starts):
+            raise DataError(
+                f"{path}: no document in it begins with token {bos_id}; it was made with another tokenizer: give shards "
+                "of this preset's vocabulary"
+            )
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def documents(self, first: int, tokens: int, cut: int) -> list[Tokens] | None:
@@ -93,13 +98,17 @@ class ChunkStream(Iterator[FlatBatch]):
         self._load = map(load, itertools.cycle(data.train)).__next__
         self._batches = functools.partial(_batches, data, settings, chunks, passes, ranks, self._device)
         self._threads: list[Prefetcher[Any]] = []
+        self._closed = False
 
     def __next__(self) -> FlatBatch:
         """Return the next batch.
 
         Raises:
             DataError: a shard cannot be used, or the shards do not fill a chunk.
+            ValueError: the stream is closed.
         """
+        if self._closed:
+            raise ValueError("the stream is closed")
         if not self._threads:
             shards = Prefetcher(self._load, depth=1)
             self._threads = [Prefetcher(self._batches(shards).__next__, _BATCHES_AHEAD), shards]
@@ -107,7 +116,8 @@ class ChunkStream(Iterator[FlatBatch]):
         return batch.to(self._device, starts=True)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads; no more batches."""
+        self._closed = True
         for thread in self._threads:
             thread.close()
 
