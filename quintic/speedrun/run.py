@@ -26,7 +26,7 @@ from quintic.report.report import write_report
 from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.shards import open_data
-from quintic.train.config import BaseRunConfig, RunConfig
+from quintic.train.config import BaseRunConfig, Config, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
     Hardware,
@@ -40,7 +40,7 @@ from quintic.train.hardware import (
 )
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
-from quintic.train.runs import discard_unstarted, run_folder
+from quintic.train.runs import check_new_run, discard_unstarted, run_folder
 
 __all__ = ["RaceResult", "speedrun", "train"]
 
@@ -59,8 +59,9 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
     track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
     model = ranks.agree(lambda: without(chosen.model, options.without))
-    shared = {field.name: getattr(options, field.name) for field in fields(BaseRunConfig)}
-    hardware = ranks.agree(lambda: choose_hardware(RunConfig(**shared)))
+    run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
+    ranks.from_first(lambda: check_new_run(Config(run=run)))
+    hardware = ranks.agree(lambda: choose_hardware(run))
     ranks.agree(lambda: check_gpus(ranks, hardware.device))
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:

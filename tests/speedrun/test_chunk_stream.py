@@ -167,7 +167,9 @@ def test_text_without_the_token_that_begins_documents_is_refused(tmp_path: Path)
     paths = write(tmp_path, [[1, 2, 3] * 20])
     with (
         stream_of(paths, lambda step: Settings(8, 8), chunks=1) as stream,
-        pytest.raises(DataError, match=r"train_0\.bin: no document in it begins with token 9; it was made with another"),
+        pytest.raises(
+            DataError, match=r"train_0\.bin: no document in it begins with token 9; it was made with another"
+        ),
     ):
         next(stream)
 

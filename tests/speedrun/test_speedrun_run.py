@@ -443,6 +443,24 @@ def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--run", "x"], "x exists: choose another --run"),
+        (["--runs-dir", "file"], "file is no folder that can be written; choose another"),
+    ],
+)
+def test_a_run_that_cannot_be_made_is_refused_before_its_text_is_sought(
+    more: list[str], message: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / METRICS_FILE).touch()
+    (tmp_path / "file").touch()
+    assert main(options_for(shards / "none", tmp_path / "runs", *more)) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_an_unknown_speedrun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--preset", "speedruns"]) == 2
