@@ -1,4 +1,4 @@
-"""The race's token files: `.bin` shards, read, written, found and downloaded.
+"""The race's token files: `.bin` shards, read, written and downloaded.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and the tokens as
 uint16. Files whose names have `val` in them are for validation, those with `train` for training; there is no text.

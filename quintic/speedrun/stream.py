@@ -46,8 +46,8 @@ class _Shard:
         self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == bos_id)
         if len(self.tokens) and not len(self.starts):
             raise DataError(
-                f"{path}: no document in it begins with token {bos_id}; it was made with another tokenizer: give shards "
-                "of this preset's vocabulary"
+                f"{path}: no document in it begins with token {bos_id}; it was made with another tokenizer: give "
+                "shards of this preset's vocabulary"
             )
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
