@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -357,6 +358,31 @@ def test_a_race_that_nobody_closed_ends_with_its_last_reference(shards: Path) ->
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race, now = race_of(shards), 0.0
+
+    def lasting(seconds: float, result: object) -> Callable[..., object]:
+        def work(*_: object) -> object:
+            nonlocal now
+            now += seconds
+            return result
+
+        return work
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(race, "warm_up", lasting(1000.0, None))
+    monkeypatch.setattr(race, "evaluate", lasting(100.0, (1.0, None)))
+    monkeypatch.setattr(race, "train_step", lasting(2.0, (torch.tensor(1.0), 0)))
+    result = train(race, HARDWARE, tmp_path, facts={}, say=lambda text: None)
+    assert result.seconds == 48.0
+    records = read_metrics(tmp_path / METRICS_FILE)
+    assert records[0]["warmup_seconds"] == 1000.0
+    assert [record["seconds"] for record in records if record["kind"] == "train"] == [*range(2, 50, 2)]
+    assert [record["seconds"] for record in records if record["kind"] == "eval"] == [0.0, 16.0, 32.0, 48.0]
+    assert {record["times_ms"]["step"] for record in records if record["kind"] == "train"} == {2000.0}
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
