@@ -111,15 +111,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def the_track(options: argparse.Namespace) -> Track:
     """Return the track of all runs."""
     track = preset(options.preset).track.scaled(options.steps).validated(options.val_tokens)
-    stages = [replace(one, batch_tokens=one.batch_tokens // options.share) for one in (*track.stages, track.extension)]
-    *stages, extension = stages
-    return replace(
-        track,
-        stages=tuple(stages),
-        extension=extension,
-        eval_every=options.steps,
-        pass_tokens=options.pass_tokens,
-    )
+    stages = tuple(replace(one, batch_tokens=one.batch_tokens // options.share) for one in track.stages)
+    return replace(track, stages=stages, eval_every=options.steps, pass_tokens=options.pass_tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ in the process

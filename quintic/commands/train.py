@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         race = ranks.agree(lambda: speedrun_options(arguments))
         if race is None:
             return _run(arguments, launch, ranks)
-        from quintic.speedrun.command import speedrun
+        from quintic.speedrun.run import speedrun
 
         name, options = race
         speedrun(name, options, command=shlex.join(["quintic", "train", *arguments]), ranks=ranks)

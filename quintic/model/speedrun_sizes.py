@@ -69,9 +69,7 @@ class SpeedrunConfig:
         if self.num_heads % 2 or self.num_heads < 2:
             raise ValueError(f"num_heads={self.num_heads}: must be even, because matrices and layers pair heads")
         if self.head_dim % 4 or self.head_dim < 4:
-            raise ValueError(
-                f"head_dim={self.head_dim}: must be a multiple of 4; half of the channels rotate, in pairs"
-            )
+            raise ValueError(f"head_dim={self.head_dim}: must be a multiple of 4; half of the channels rotate in pairs")
         if self.width != self.num_heads * self.head_dim:
             raise ValueError(f"width={self.width}: must be num_heads x head_dim = {self.num_heads * self.head_dim}")
         if not 0 <= self.bos_id < self.vocab_size:
@@ -125,17 +123,18 @@ class SpeedrunConfig:
         """Return the gates "name.layer" of the layers after the skip's source (`late`), or of those up to it."""
         starts: Starts = {}
         for plan in self.layers:
-            found: Starts = {}
+            if late != (plan.index > self.skip_source):
+                continue
+            own: Starts = {}
             if plan.exclusive:
-                found["exclusive"] = self.num_heads, 0.0
+                own["exclusive"] = self.num_heads, 0.0
             if plan.gated:
-                found["attention"] = self.num_heads, 0.25
+                own["attention"] = self.num_heads, 0.25
             if plan.skips:
-                found["skip"] = 1, 0.5
+                own["skip"] = 1, 0.5
             if plan.attends and not (self.dense_connections and plan.index == self.num_layers - 1):
-                found |= self._injection_starts()
-            if late == (plan.index > self.skip_source):
-                starts |= {f"{name}.{plan.index}": start for name, start in found.items()}
+                own |= self._injection_starts()
+            starts |= {f"{name}.{plan.index}": start for name, start in own.items()}
         return starts
 
     def dense_starts(self) -> tuple[Starts, Starts]:

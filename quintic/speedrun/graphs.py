@@ -1,7 +1,8 @@
 """Passes of the model as CUDA graphs: a chunk is through sooner than the host could launch its thousand kernels."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,6 @@ from quintic.speedrun.stages import StepSettings
 from quintic.speedrun.stream import FlatBatch
 
 __all__ = ["CapturedPasses"]
-
-
-class _RecordedPass(NamedTuple):
-    graph: Any
-    inputs: tuple[Tensor, ...]
-    """The tensors that the graph reads: the batch and the weights of the losses."""
-    loss: Tensor
 
 
 class CapturedPasses:
@@ -32,33 +26,31 @@ class CapturedPasses:
 
     def __init__(self, make: Callable[[FlatBatch, Tensor, StepSettings], Tensor]) -> None:
         self._make = make
-        self._recorded: dict[object, _RecordedPass | None] = {}
-        self._pool: Any = None
+        self._recorded: dict[object, tuple[Any, tuple[Tensor, ...], Tensor] | None] = {}
+        """Kind -> (graph, the tensors that it reads, its loss); None after the first pass."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
         """Make a pass; the loss returned is overwritten by the next one."""
-        sizes = len(batch.inputs), len(batch.document_starts), len(weights)
-        kind = (sizes, settings.windows, settings.document_tokens)
+        given = (batch.inputs, batch.targets, batch.document_starts, weights)
+        kind = (*map(len, given), settings.windows, settings.document_tokens)
         if kind not in self._recorded:
             self._recorded[kind] = None
             return self._make(batch, weights, settings)
-        recorded = self._recorded[kind] = self._recorded[kind] or self._record(batch, weights, settings)
-        now = (batch.inputs, batch.targets, batch.document_starts, weights)
-        for target, source in zip(recorded.inputs, now, strict=True):
+        recorded = self._recorded[kind]
+        if recorded is None:
+            kept = tuple(tensor.clone() for tensor in given)
+            twin = replace(batch, inputs=kept[0], targets=kept[1], document_starts=kept[2])
+            graph, loss = capture(lambda: self._make(twin, kept[3], settings), self._pool)
+            self._recorded[kind] = recorded = graph, kept, loss
+        graph, kept, loss = recorded
+        for target, source in zip(kept, given, strict=True):
             target.copy_(source)
-        recorded.graph.replay()
-        return recorded.loss
-
-    def _record(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> _RecordedPass:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        kept = FlatBatch(batch.inputs.clone(), batch.targets.clone(), batch.document_starts.clone())
-        kept_weights = weights.clone()
-        graph, loss = capture(lambda: self._make(kept, kept_weights, settings), self._pool)
-        return _RecordedPass(graph, (kept.inputs, kept.targets, kept.document_starts, kept_weights), loss)
+        graph.replay()
+        return loss
 
     def close(self) -> None:
         """Free the graphs and their memory."""
         for recorded in filter(None, self._recorded.values()):
-            recorded.graph.reset()
+            recorded[0].reset()
         self._recorded.clear()

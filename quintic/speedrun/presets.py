@@ -1,13 +1,16 @@
-"""The speedrun's presets: a track, a model and where their text comes from, by name."""
+"""The speedrun's presets by name, and the options of `quintic train --preset speedrun` that change them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from quintic.errors import ConfigError
 from quintic.model.speedrun_sizes import SpeedrunConfig
 from quintic.speedrun.stages import SPEEDRUN, TINY, Track
+from quintic.train.config import BaseRunConfig, check_at_least
 
-__all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "preset", "switches", "without"]
+__all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
 
 BYTES_BOS = 256
 """The token that begins a document where every other token is a byte."""
@@ -17,15 +20,60 @@ FP8_FEATURES = ("fp8-head", "fp8-mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeedrunOptions(BaseRunConfig):
+    """Options of a speedrun."""
+
+    data: str
+    """Folder with *train*.bin and *val*.bin token shards, hf:owner/name with the race's, or 'python': the text of your
+    Python installation as bytes (for speedrun-tiny)."""
+    data_dir: Path = Path("data")
+    """Folder for downloads."""
+    shards: int
+    """Training shards to take at most."""
+    tokenizer: str | None = "gpt2"
+    """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
+    'gpt2', which is downloaded. 'None' for neither."""
+    steps: int
+    """Optimizer steps; every stage shrinks or grows alike."""
+    without: tuple[str, ...] = ()
+    """Features of the model to leave out, such as 'smear skip'."""
+    warm_up: bool = True
+    """Compile the code of every stage before the clock starts."""
+    pass_tokens: int
+    """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory."""
+    eval_every: int
+    """Steps between validations."""
+    val_tokens: int
+    """Validation tokens."""
+    capture: bool = True
+    """Replay passes and steps of the optimizer as CUDA graphs, on a GPU."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        super().__post_init__()
+        check_at_least(1, shards=self.shards, pass_tokens=self.pass_tokens)
+        check_at_least(1, eval_every=self.eval_every, val_tokens=self.val_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preset:
     """Everything that a run has by default."""
 
     track: Track
     model: SpeedrunConfig
     data: str
-    """Source of the shards, see `quintic.speedrun.shards.open_data`."""
     num_shards: int
-    """Training shards to take at most."""
+
+    def options(self) -> SpeedrunOptions:
+        """Return the options that change nothing."""
+        return SpeedrunOptions(
+            data=self.data,
+            shards=self.num_shards,
+            steps=self.track.steps,
+            pass_tokens=self.track.pass_tokens,
+            eval_every=self.track.eval_every,
+            val_tokens=self.track.validation_tokens,
+        )
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -64,8 +112,7 @@ def preset(name: str) -> Preset:
 
 def switches() -> tuple[str, ...]:
     """Return the features of the model that can be left out, as options write them."""
-    model = PRESETS["speedrun"].model
-    names = [field.name for field in fields(model) if getattr(model, field.name) is True]
+    names = [field.name for field in fields(SpeedrunConfig) if field.type is bool]
     return tuple(name.replace("_", "-") for name in (*names, "gate_channels"))
 
 
@@ -75,8 +122,9 @@ def without(model: SpeedrunConfig, names: Sequence[str]) -> SpeedrunConfig:
     Raises:
         ConfigError: there is no feature of a name.
     """
+    changes: dict[str, Any] = {}
     for name in names:
         if name not in switches():
             raise ConfigError(f"--without {name}: no feature of the model; choose among {', '.join(switches())}")
-    changes = {name.replace("-", "_"): False if name != "gate-channels" else 0 for name in names}
-    return replace(model, **changes)  # type: ignore[arg-type]  # mypy takes the values for those of one field
+        changes[name.replace("-", "_")] = 0 if name == "gate-channels" else False
+    return replace(model, **changes)

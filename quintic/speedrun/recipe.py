@@ -6,7 +6,7 @@ steps have added up. Decay is coupled to the rate squared, so that it falls fast
 Source: rates, decays and orders are those of the modded-nanogpt speedrun, whose contributors tuned them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import quintic
 from quintic.model.speedrun import SpeedrunGPT
@@ -15,40 +15,51 @@ from quintic.speedrun.stages import StepSettings
 __all__ = ["ADAMW_EVERY", "build_optimizer", "names_of_role", "set_rates"]
 
 ADAMW_EVERY = 2
-_MUON = {"lr": 0.023, "weight_decay": 1.2, "scale_decay": True, "cautious": True}
-_ADAMW_LR, _ADAMW_DECAY = 0.008, 0.005
 
 
-class _Treatment(NamedTuple):
-    """Factors on AdamW's rate and decay, its betas, and how gradients travel between ranks."""
+def _adamw(lr: float, decay: float, betas: tuple[float, float], comms: str = "replicated") -> dict[str, Any]:
+    """Return AdamW's options for a role, given factors on rate and decay."""
+    return {
+        "algorithm": "adamw",
+        "lr": 0.008 * lr,
+        "weight_decay": 0.005 * decay,
+        "betas": betas,
+        "cautious": "strict",
+        "comms": comms,
+        "step_every": ADAMW_EVERY,
+    }
 
-    lr: float
-    decay: float
-    betas: tuple[float, float]
-    comms: str = "replicated"
 
-
-# In the order in which gradients are sent.
+# In the order in which gradients are sent, after those of the banks.
 _ADAMW = {
-    "scalars": _Treatment(5.0, 0.0, (0.9, 0.99)),
-    "smear_gate": _Treatment(0.01, 0.0, (0.9, 0.99)),
-    "value_gates": _Treatment(1.0, 1.0, (0.9, 0.99)),
-    "head": _Treatment(1.0, 150.0, (0.5, 0.95), "sharded"),
-    "bigram": _Treatment(75.0, 5.0, (0.75, 0.95), "sharded_sparse"),
-    "output_scales": _Treatment(1.0, 0.0, (0.9, 0.95)),
-    "residual_scales": _Treatment(5.0, 0.0, (0.9, 0.95)),
-    "value_embedding": _Treatment(75.0, 5.0, (0.75, 0.95), "sharded"),
-    "embedding": _Treatment(1.0, 150.0, (0.5, 0.95), "sharded"),
-    "connection_weights": _Treatment(0.25, 1.0, (0.9, 0.99)),
-    "connection_bias": _Treatment(0.25, 0.0, (0.9, 0.99)),
-    "gate_weights": _Treatment(0.1, 1.0, (0.9, 0.99)),
-    "gate_bias": _Treatment(0.1, 0.0, (0.9, 0.99)),
+    "scalars": _adamw(5.0, 0.0, (0.9, 0.99)),
+    "smear_gate": _adamw(0.01, 0.0, (0.9, 0.99)),
+    "value_gates": _adamw(1.0, 1.0, (0.9, 0.99)),
+    "head": _adamw(1.0, 150.0, (0.5, 0.95), "sharded"),
+    "bigram": _adamw(75.0, 5.0, (0.75, 0.95), "sharded_sparse"),
+    "output_scales": _adamw(1.0, 0.0, (0.9, 0.95)),
+    "residual_scales": _adamw(5.0, 0.0, (0.9, 0.95)),
+    "value_embedding": _adamw(75.0, 5.0, (0.75, 0.95), "sharded"),
+    "embedding": _adamw(1.0, 150.0, (0.5, 0.95), "sharded"),
+    "connection_weights": _adamw(0.25, 1.0, (0.9, 0.99)),
+    "connection_bias": _adamw(0.25, 0.0, (0.9, 0.99)),
+    "gate_weights": _adamw(0.1, 1.0, (0.9, 0.99)),
+    "gate_bias": _adamw(0.1, 0.0, (0.9, 0.99)),
 }
-_BANKS = ("qk_bank", "vo_bank", "mlp_bank")
+# Only the banks keep the bits that their weights lack, as in the race.
+_MUON: dict[str, Any] = {
+    "lr": 0.023,
+    "weight_decay": 1.2,
+    "scale_decay": True,
+    "cautious": True,
+    "comms": "sharded",
+    "master": "mantissa",
+}
 # Small ones first, while large messages travel; the banks' products last, while updated tables travel back.
 _WORK_ORDER = (
     *("scalars", "smear_gate", "value_gates", "connection_bias", "gate_bias", "output_scales", "residual_scales"),
-    *("connection_weights", "value_embedding", "bigram", "gate_weights", "head", "embedding", *_BANKS),
+    *("connection_weights", "value_embedding", "bigram", "gate_weights", "head", "embedding"),
+    *("qk_bank", "vo_bank", "mlp_bank"),
 )
 
 
@@ -67,38 +78,20 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         ranks: number of those that share the work; above 1 the optimizer averages their gradients.
     """
     sizes = model.config
-    views = {
-        "qk_bank": quintic.Rows(2 * sizes.head_dim),
-        "vo_bank": quintic.Rows(sizes.width),
-        "mlp_bank": quintic.Rows(4 * sizes.width),
+    options = {
+        "qk_bank": _MUON | {"view": quintic.Rows(2 * sizes.head_dim)},
+        "vo_bank": _MUON | {"view": quintic.Rows(sizes.width)},
+        "mlp_bank": _MUON | {"view": quintic.Rows(4 * sizes.width), "lr_multipliers": (1.0, 2.0) * sizes.num_layers},
+        **_ADAMW,
     }
-    params = dict(model.named_parameters())
-    names = {role: names_of_role(model, role) for role in (*_BANKS, *_ADAMW)}
+    names = {role: names_of_role(model, role) for role in options}
     groups: list[dict[str, Any]] = []
-    for role in names:
-        if not names[role]:
-            continue  # the model is without it
-        group: dict[str, Any] = {"name": role, "params": [(name, params[name]) for name in names[role]]}
-        if role in views:
-            group |= {**_MUON, "view": views[role], "comms": "sharded"}
-            # Only the banks keep the bits that their weights lack, as in the race.
-            group["master"] = "mantissa"
-            if role == "mlp_bank":
-                group["lr_multipliers"] = (1.0, 2.0) * sizes.num_layers
-        else:
-            treatment = _ADAMW[role]
-            group |= {
-                "algorithm": "adamw",
-                "lr": _ADAMW_LR * treatment.lr,
-                "weight_decay": _ADAMW_DECAY * treatment.decay,
-                "betas": treatment.betas,
-                "cautious": "strict",
-                "comms": treatment.comms,
-                "step_every": ADAMW_EVERY,
-            }
-        if ranks == 1:
-            group["comms"] = "none"
-        groups.append(group)
+    for role, own in options.items():
+        if names[role]:  # else the model is without it
+            params = [(name, model.get_parameter(name)) for name in names[role]]
+            groups.append({"name": role, "params": params, "initial_lr": own["lr"], **own})
+            if ranks == 1:
+                groups[-1]["comms"] = "none"
     optimizer = quintic.Muon(
         groups,
         decay_coupling="lr_squared",
@@ -108,8 +101,6 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         launch_order=[name for role in names for name in names[role]],
         work_order=[name for role in _WORK_ORDER for name in names[role]],
     )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
     if model.tied:
         optimizer.tie(names["head"][0], names["embedding"][0], transposed=True)
     return optimizer

@@ -1,4 +1,4 @@
-"""A speedrun from its first step to its last validation: the loop, the clock and the log.
+"""A speedrun from its options to its last validation: the parts, the loop, the clock and the log.
 
 The clock is the race's: it runs while the model trains, and stands still in the warm-up and in validations. The log's
 times and losses of steps are measured on the device and read when the clock stands still.
@@ -6,75 +6,93 @@ times and losses of steps are measured on the device and read when the clock sta
 Source: the rules of the clock follow the modded-nanogpt speedrun.
 """
 
-import gc
 import hashlib
 import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import quintic
 from quintic.errors import DivergedError
 from quintic.report.history import METRICS_FILE
 from quintic.report.report import write_report
+from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
 from quintic.speedrun.race import Race
-from quintic.speedrun.stages import StepSettings
-from quintic.train.hardware import Hardware, Stopwatch, git_state, machine_facts, package_versions, peak_memory_bytes
+from quintic.speedrun.shards import open_data
+from quintic.train.config import BaseRunConfig, Config, RunConfig
+from quintic.train.distributed import Ranks, check_gpus
+from quintic.train.hardware import (
+    Hardware,
+    Stopwatch,
+    choose_hardware,
+    git_state,
+    machine_facts,
+    multiplies_fp8,
+    package_versions,
+    peak_memory_bytes,
+)
+from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
+from quintic.train.runs import check_new_run, discard_unstarted, run_folder
 
-__all__ = ["RaceResult", "train"]
+__all__ = ["RaceResult", "speedrun", "train"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaceResult:
+class RaceResult(NamedTuple):
     """The results of a finished run."""
 
-    loss: float
-    """Loss of the validation text, in nats per token."""
-    bpb: float | None
-    """In bits per byte; None where the vocabulary is not at hand."""
-    seconds: float
-    """By the race's clock."""
+    loss: float  # of the validation text, in nats per token
+    bpb: float | None  # in bits per byte; None where the vocabulary is not at hand
+    seconds: float  # by the race's clock
 
 
-class _Clock:
-    """Seconds of training on the host, and of each step on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds = 0.0
-        self._began = 0.0
-        self._watch = Stopwatch(device)
-
-    def start(self) -> None:
-        self._synchronize()
-        self._watch = Stopwatch(self._device)
-        self._watch.mark()
-        self._began = time.perf_counter()
-
-    def mark(self) -> float:
-        """Note the end of a step; return the seconds so far, of the host, which does not wait."""
-        self._watch.mark()
-        return self.seconds + time.perf_counter() - self._began
-
-    def stop(self) -> list[tuple[float, float]]:
-        """Wait for the device; return (seconds, seconds of the run before it) of each step since the start."""
-        self._synchronize()
-        before, self.seconds = self.seconds, self.seconds + time.perf_counter() - self._began
-        steps = self._watch.seconds()
-        return list(zip(steps, itertools.accumulate(steps, initial=before), strict=False))
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks) -> None:
+    """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
+    chosen = preset(name)
+    track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
+    track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
+    model = ranks.agree(lambda: without(chosen.model, options.without))
+    run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
+    ranks.from_first(lambda: check_new_run(Config(run=run)))
+    hardware = ranks.agree(lambda: choose_hardware(run))
+    ranks.agree(lambda: check_gpus(ranks, hardware.device))
+    without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
+    if without_fp8:
+        model = without(model, FP8_FEATURES)
+    data = ranks.once_per_host(
+        lambda: open_data(
+            options.data,
+            data_dir=options.data_dir,
+            num_shards=options.shards,
+            vocab_size=model.vocab_size,
+            bos_id=model.bos_id,
+            tokenizer=options.tokenizer,
+        )
+    )
+    capture = options.capture and hardware.device.type == "cuda"
+    race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
+    run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
+    bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
+    print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
+    facts = {"command": command, "config": {**asdict(options), "preset": name}}
+    try:
+        result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+    except BaseException:
+        if ranks.is_first:
+            discard_unstarted(run_dir)
+        raise
+    per_byte = "" if result.bpb is None else f" ({result.bpb:.4f} bits per byte)"
+    print(
+        f"\nvalidation: {result.loss:.4f} nats per token{per_byte} after {result.seconds:.2f} s of training, "
+        f"{1000 * result.seconds / track.steps:.2f} ms a step\nreport:     {run_dir / 'report.html'}"
+    )
 
 
 def train(
@@ -89,7 +107,7 @@ def train(
     """Train and score a model; all ranks must call it.
 
     Args:
-        race: as constructed.
+        race: is closed at the end.
         hardware: where it computes, for the log.
         run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
         facts: command and configuration, for the log.
@@ -107,63 +125,54 @@ def train(
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
     say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
-    clock, tokens = _Clock(race.device), 0
-    waiting: list[_Step] = []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        with closing(race), MetricsLog(run_dir / METRICS_FILE if ranks.is_first else None) as log:
-            log.write("run", **_facts(race, hardware), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
-            clock.start()
-            for number in range(track.steps + 1):
-                settings = track.at(number)
-                if number == track.steps or number % track.eval_every == 0:
-                    _write_steps(race, log, waiting, clock.stop())
-                    loss, bpb = race.evaluate(settings)
-                    say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(clock.seconds, number)}")
-                    record = {"step": number, "tokens": tokens, "seconds": clock.seconds, "loss": loss, "bpb": bpb}
-                    log.write("eval", **record)
-                    if not math.isfinite(loss):
-                        raise DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
-                    if number == track.steps:
-                        break
-                    clock.start()
-                loss_here, epoch = race.train_step(settings, race.stream)
-                seconds = clock.mark()
-                tokens += settings.batch_tokens
-                waiting.append((number + 1, settings, tokens, epoch, loss_here))
-                say(f"step {number + 1}/{track.steps}  {_time(seconds, number + 1)}")
-            peak = peak_memory_bytes(race.device)
-            log.write("final", **record, peak_memory_bytes=peak, tokens_per_second=tokens / clock.seconds)
-            if ranks.is_first:
-                write_report(run_dir)
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    return RaceResult(loss=loss, bpb=bpb, seconds=clock.seconds)
+    tokens, seconds = 0, 0.0
+    log_file = run_dir / METRICS_FILE if ranks.is_first else None
+    with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
+        collected()  # once, and no more before the end
+        log.write("run", **_facts(race, hardware), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
+        scored = [*range(0, track.steps, track.eval_every), track.steps]
+        for number, following in itertools.pairwise([*scored, track.steps]):
+            loss, bpb = race.evaluate(track.at(number))
+            say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
+            record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
+            log.write("eval", **record)
+            if not math.isfinite(loss):  # on all ranks, of which one says so
+                diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+                raise diverged if ranks.is_first else ranks.failed_elsewhere()
+            if number < track.steps:
+                tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
+        peak = peak_memory_bytes(race.device)
+        log.write("final", **record, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
+        if ranks.is_first:
+            write_report(run_dir)
+    return RaceResult(loss=loss, bpb=bpb, seconds=seconds)
 
 
-def _time(seconds: float, steps: int) -> str:
-    return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
-
-
-_Step = tuple[int, StepSettings, int, int, Tensor]
-"""(number from 1, settings, tokens so far, epoch of the text, loss)"""
-
-
-def _write_steps(race: Race, log: MetricsLog, steps: list[_Step], times: list[tuple[float, float]]) -> None:
-    """Write the records of the steps since the clock was started, and forget them."""
-    if not steps:
-        return
-    losses = race.ranks.total(torch.stack([loss.double() for *_, loss in steps]).cpu()).tolist()
-    for (number, settings, tokens, epoch, _), loss, (took, seconds) in zip(steps, losses, times, strict=True):
+def _train(
+    race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
+) -> tuple[int, float]:
+    """Make steps and log them; return the run's tokens and seconds, given those before."""
+    _synchronize(race.device)
+    watch, made = Stopwatch(race.device), []
+    watch.mark()
+    began = time.perf_counter() - seconds
+    for number in steps:
+        made.append(race.train_step(race.track.at(number), race.stream))
+        watch.mark()
+        # By the host, which does not wait.
+        say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
+    _synchronize(race.device)
+    ended = time.perf_counter() - began
+    losses = race.ranks.total(torch.stack([loss for loss, _ in made]).double().cpu()).tolist()
+    for number, loss, (_, epoch), took in zip(steps, losses, made, watch.seconds(), strict=True):
+        settings = race.track.at(number)
+        tokens, seconds = tokens + settings.batch_tokens, seconds + took
         log.write(
             "train",
-            step=number,
+            step=number + 1,
             stage=settings.stage,
             tokens=tokens,
-            seconds=seconds + took,
+            seconds=seconds,
             loss=loss,
             lr={group["name"]: group["initial_lr"] * settings.rate for group in race.optimizer.param_groups},
             momentum=settings.momentum,
@@ -171,7 +180,16 @@ def _write_steps(race: Race, log: MetricsLog, steps: list[_Step], times: list[tu
             tokens_per_second=settings.batch_tokens / took,
             times_ms={"step": 1000 * took},
         )
-    steps.clear()
+    return tokens, ended
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time(seconds: float, steps: int) -> str:
+    return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
 
 
 def _facts(race: Race, hardware: Hardware) -> dict[str, Any]:
@@ -181,7 +199,7 @@ def _facts(race: Race, hardware: Hardware) -> dict[str, Any]:
         "machine": machine_facts(hardware),
         "ranks": race.ranks.size,
         "git": git_state(),
-        "code": code_hash(),
+        "code": _code_hash(),
         "versions": package_versions(),
         "model": {
             "parameters": sum(param.numel() for param in race.model.parameters()),
@@ -194,7 +212,7 @@ def _facts(race: Race, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def code_hash() -> str:
+def _code_hash() -> str:
     """Return the SHA-256 of all source files of this package, in the order of their names."""
     root = Path(quintic.__file__).parent
     digest = hashlib.sha256()

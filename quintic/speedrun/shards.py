@@ -1,4 +1,4 @@
-"""The race's token files: `.bin` shards, read, written, found and downloaded.
+"""The race's token files: `.bin` shards, read, written and downloaded.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and the tokens as
 uint16. Files whose names have `val` in them are for validation, those with `train` for training; there is no text.
@@ -6,8 +6,6 @@ uint16. Files whose names have `val` in them are for validation, those with `tra
 Source: the format is that of llm.c and the modded-nanogpt speedrun.
 """
 
-import functools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import numpy.typing as npt
 
 from quintic.data.hub import download
 from quintic.data.sources import open_source
-from quintic.data.tokenizer import byte_alphabet, read_definition
+from quintic.data.tokenizer import Tokenizer
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
@@ -31,7 +29,6 @@ _MAGIC, _VERSION = 20240520, 1
 _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
-_HUB_NAMES = {"val": "fineweb_val_{:06d}.bin", "train": "fineweb_train_{:06d}.bin"}
 
 # Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
 _BYTES_OF_TEXT = 2_000_000
@@ -40,23 +37,14 @@ _VALIDATION_SHARE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RaceData:
-    """The shards of a run.
+    """The shards of a run."""
 
-    Attributes:
-        source: the name that the run was given.
-        train: at least one file, in order.
-        validation: the file to score.
-        vocab_size: tokens must be smaller.
-        bos_id: the token that begins a document.
-        vocabulary: the bytes of each token, none for special ones; None where the vocabulary is not at hand.
-    """
-
-    source: str
-    train: tuple[Path, ...]
+    source: str  # the name that the run was given
+    train: tuple[Path, ...]  # at least one file, in order
     validation: Path
-    vocab_size: int
-    bos_id: int
-    vocabulary: tuple[bytes, ...] | None
+    vocab_size: int  # tokens are smaller
+    bos_id: int  # the token that begins a document
+    vocabulary: tuple[bytes, ...] | None  # the bytes of each token, none for special ones; None where it is not at hand
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
@@ -68,12 +56,8 @@ def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
     ]
 
 
-def read_shard(path: Path, *, vocab_size: int = 2**16) -> Tokens:
-    """Return the tokens of a shard.
-
-    Args:
-        path: the file.
-        vocab_size: tokens must be smaller.
+def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Tokens:
+    """Return the tokens of a shard, or the first `count`, which must be smaller than `vocab_size`.
 
     Raises:
         DataError: the file cannot be read, is no such shard, is cut off, or has another vocabulary's tokens.
@@ -85,13 +69,13 @@ def read_shard(path: Path, *, vocab_size: int = 2**16) -> Tokens:
             raise DataError(f"{path}: not a token shard (its first number is not {_MAGIC}); {_ADVICE}")
         if header[1] != _VERSION:
             raise DataError(f"{path}: a token shard of version {header[1]}, not {_VERSION}; {_ADVICE}")
-        count, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
-        if count != present:
+        announced, present = int(header[2]), (size - _HEADER_BYTES) / _TOKEN.itemsize
+        if announced != present:
             raise DataError(
-                f"{path}: its header says {count:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
+                f"{path}: its header says {announced:,} tokens, the file has {present:,.1f}: it is cut off or damaged; "
                 "delete it and download or write it again"
             )
-        tokens = np.fromfile(path, dtype=_TOKEN, offset=_HEADER_BYTES)
+        tokens = np.fromfile(path, dtype=_TOKEN, count=count, offset=_HEADER_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     if len(tokens) and int(tokens.max()) >= vocab_size:
@@ -108,11 +92,7 @@ _ADVICE = (
 
 
 def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:
-    """Write tokens as a shard; the file is the old or the new one, also after a crash.
-
-    Args:
-        path: the file; its folder must exist.
-        tokens: each from 0 to 65535; documents begin with the token for that.
+    """Write tokens, each from 0 to 65535, as a shard; the file is the old or the new one, also after a crash.
 
     Raises:
         DataError: a token does not fit, or the file cannot be written.
@@ -133,84 +113,58 @@ def open_data(
 ) -> RaceData:
     """Return the shards of a run; those of the Hub are downloaded, unless they are there already.
 
-    Args:
-        source: a folder of `.bin` files, `hf:owner/name` with the names of the race's FineWeb shards, or `python`: the
-            text that comes with Python, as bytes.
-        data_dir: where downloads and made shards are kept.
-        num_shards: training shards to take at most.
-        vocab_size: the model's.
-        bos_id: the token that begins a document.
-        tokenizer: vocabulary of the shards (see `Tokenizer.load`), for prefixes and bits per byte; None for neither.
+    `source`, `data_dir`, `num_shards` and `tokenizer` are the options `--data`, `--data-dir`, `--shards` and
+    `--tokenizer` of the race; `vocab_size` and `bos_id`, the token that begins a document, are the model's.
 
     Raises:
-        DataError: there are no such shards, or they cannot be downloaded.
+        DataError: there are no such shards, they are damaged or cannot be downloaded, or the vocabulary is too large.
     """
     if source.startswith("hf:"):
-        train, validation = _downloaded(source, data_dir, num_shards)
+        train, validation = _downloaded(source, data_dir / "hub", num_shards)
     else:
-        train, validation = _in_folder(source, data_dir, num_shards)
+        folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
+        train, validation = ([*sorted(folder.glob(f"*{split}*.bin"))] for split in ("train", "val"))
+        if not (train and validation):
+            raise DataError(
+                f"--data {source}: no *{'val' if train else 'train'}*.bin in this folder; give a folder with training "
+                "and validation shards, or hf:kjj0/fineweb10B-gpt2"
+            )
+        if both := set(train) & set(validation):
+            raise DataError(f"{min(both)}: is named for training and for validation; rename it")
+    train = train[:num_shards]
+    for path in (*train, validation[0]):
+        read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
     vocabulary = None
     if bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
     elif tokenizer is not None:
         vocabulary = vocabulary_of(tokenizer, bos_id=bos_id, cache_dir=data_dir / "hub")
+        if len(vocabulary) > vocab_size:
+            raise DataError(
+                f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {vocab_size:,}; give the one with "
+                "which the shards were made"
+            )
     return RaceData(
         source=source,
         train=tuple(train),
-        validation=validation,
+        validation=validation[0],
         vocab_size=vocab_size,
         bos_id=bos_id,
         vocabulary=vocabulary,
     )
 
 
-def _in_folder(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
-    folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
-    files = sorted(folder.glob("*.bin"))
-    train, validation = ([file for file in files if split in file.name] for split in ("train", "val"))
-    for split, some in (("train", train), ("val", validation)):
-        if not some:
-            raise DataError(
-                f"--data {source}: no *{split}*.bin in this folder; give a folder with training and validation shards, "
-                "or hf:kjj0/fineweb10B-gpt2"
-            )
-    return train[:num_shards], validation[0]
-
-
-def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
-    """Return the bytes of each token of a byte-level BPE, none for special ones; a tokenizer.json needs no package.
-
-    Args:
-        tokenizer: see `Tokenizer.load`.
-        bos_id: the token that begins a document.
-        cache_dir: where a download is kept.
-
-    Raises:
-        DataError: there is nothing of that name, or it is of another kind.
-    """
-    fields = json.loads(read_definition(tokenizer, cache_dir=cache_dir))
-    value = {symbol: number for number, symbol in enumerate(byte_alphabet())}
-    special = {bos_id, *(token["id"] for token in fields.get("added_tokens") or [])}
-    try:
-        vocabulary: dict[str, int] = fields["model"]["vocab"]
-        by_number = {
-            number: b"" if number in special else bytes(value[symbol] for symbol in token)
-            for token, number in vocabulary.items()
-        }
-    except (KeyError, TypeError, AttributeError):
-        raise DataError(f"{tokenizer}: not a byte-level BPE; give GPT-2's tokenizer.json, or 'gpt2'") from None
-    return tuple(by_number.get(number, b"") for number in range(max(*by_number, bos_id) + 1))
-
-
-def _downloaded(source: str, data_dir: Path, num_shards: int) -> tuple[list[Path], Path]:
+def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)/?", source)
     if match is None:
         raise DataError(f"--data {source}: not the name of shards on the Hub; write hf:owner/name")
-    get = functools.partial(
-        download, match.group(1), repo_type="dataset", revision=None, cache_dir=data_dir / "hub", endpoint=None
-    )
-    validation = get(_HUB_NAMES["val"].format(0))
-    return [get(_HUB_NAMES["train"].format(number)) for number in range(1, num_shards + 1)], validation
+
+    def get(split: str, number: int) -> Path:
+        name = f"fineweb_{split}_{number:06d}.bin"
+        return download(match[1], name, repo_type="dataset", revision=None, cache_dir=cache_dir, endpoint=None)
+
+    validation = [get("val", 0)]
+    return [get("train", number) for number in range(1, num_shards + 1)], validation
 
 
 def _bytes_of_python(data_dir: Path) -> Path:
@@ -218,16 +172,25 @@ def _bytes_of_python(data_dir: Path) -> Path:
     folder = data_dir / "python-bytes"
     if (folder / "val_000000.bin").is_file():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    documents, size = [], 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); use another --data-dir") from error
+    documents, size = list[Tokens](), 0
     for text in filter(None, open_source("python", cache_dir=data_dir).documents()):
         content = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        documents.append(np.concatenate([[BYTES_BOS], content]))
+        documents.append(np.insert(content.astype(_TOKEN), 0, BYTES_BOS))
         size += len(content)
         if size >= _BYTES_OF_TEXT:
             break
     held_back = documents[::_VALIDATION_SHARE]
-    rest = [document for number, document in enumerate(documents) if number % _VALIDATION_SHARE]
-    write_shard(folder / "train_000000.bin", np.concatenate(rest))
+    del documents[::_VALIDATION_SHARE]
+    write_shard(folder / "train_000000.bin", np.concatenate(documents))
     write_shard(folder / "val_000000.bin", np.concatenate(held_back))
     return folder
+
+
+def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), none for special ones and for `bos_id`."""
+    loaded = Tokenizer.load(tokenizer, cache_dir=cache_dir)
+    return tuple(b"" if number == bos_id else loaded.decode_bytes([number]) for number in range(loaded.vocab_size))

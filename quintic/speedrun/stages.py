@@ -1,14 +1,14 @@
 """The schedule of a speedrun as data: the settings of every step, from a few frozen tables.
 
-A track is a number of stages of equal length and an extension at the end. Batches, windows and documents change from
-stage to stage; rates, momentum and the weights of the predictions from step to step. Steps count from 0; the settings
-of the step after the last one are those of the final validation.
+A track is a number of stages of equal length and a short one at the end, the extension. Batches, windows and documents
+change from stage to stage; rates, momentum and the weights of the predictions from step to step. Steps count from 0;
+the settings of the step after the last one are those of the final validation.
 
 Source: the constants are those of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt, August 2026).
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quintic.errors import ConfigError
 
@@ -20,20 +20,17 @@ _FEWEST_STEPS_OF_A_STAGE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Settings that stay the same for a third of the run, and the first and last weights of the predictions."""
+    """Settings of a stage; the weights of its losses go from a first to a last one."""
 
     batch_tokens: int
-    document_tokens: int
-    """Documents are cut at so many tokens."""
-    windows: tuple[int, int]
-    """(short, long) attention windows in tokens."""
-    rate: float
-    """Factor on all learning rates, until they fall."""
-    first_weights: tuple[float, ...] = (1.0,)
-    """Weights of the losses for the next token, the one after it, ...; one entry per predicted token."""
-    last_weights: tuple[float, ...] = (1.0,)
-    prefix_weights: tuple[float, float] = (0.0, 0.0)
-    """First and last weight of the loss for the longest token that the next one begins with."""
+    document_tokens: int  # documents are cut at so many
+    windows: tuple[int, int]  # short and long attention windows, in tokens
+    rate: float  # factor on all learning rates, until they fall
+    weights: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # for the next token, the one after it, ...
+    prefix_weight: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # for the longest token that the next one begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,50 +45,28 @@ class StepSettings:
     momentum: float
     prediction_weights: tuple[float, ...]
     prefix_weight: float
-    unties: bool
-    """Head and embedding part after this step."""
+    unties: bool  # head and embedding part after this step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        stages: of equal length, one after the other.
-        extension: the stage of the last steps, at the final rate.
-        scheduled_steps: of `stages` together.
-        extension_steps: of `extension`.
-        final_long_window: in tokens, for the last validation; the rotary embedding does not grow with it.
-        fall: share of the scheduled steps in which rates fall linearly.
-        final_rate: the rate at the end of the fall.
-        momentum: (least, most); it rises in the first steps and falls in the last.
-        momentum_rise_steps: first steps, in which the momentum rises.
-        momentum_fall_steps: last steps, in which it falls.
-        untie_stage: number of the stage at whose beginning head and embedding part, after its first odd step: only odd
-            steps move them.
-        chunks: pieces of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step.
-        pass_tokens: tokens up to which a rank's chunks go through the model together.
-        eval_every: steps between validations.
-        validation_tokens: tokens to score.
-        validation_chunk: tokens scored at once.
-    """
-
-    stages: tuple[Stage, ...]
-    extension: Stage
-    scheduled_steps: int
+    stages: tuple[Stage, ...]  # one after the other; the last one is the extension, at the final rate
+    scheduled_steps: int  # of all stages but the extension
     extension_steps: int
-    final_long_window: int
-    fall: float = 0.6
+    final_long_window: int  # in tokens, for the last validation; the rotary embedding does not grow with it
+    fall: float = 0.6  # share of the scheduled steps in which rates fall linearly
     final_rate: float = 0.15
-    momentum: tuple[float, float] = (0.85, 0.95)
-    momentum_rise_steps: int
-    momentum_fall_steps: int
-    untie_stage: int = 2
-    chunks: int = 8
-    pass_tokens: int = 65_536
-    eval_every: int
+    momentum: tuple[float, float] = (0.85, 0.95)  # least and most
+    momentum_rise_steps: int  # first steps, in which the momentum rises
+    momentum_fall_steps: int  # last steps, in which it falls
+    untie_stage: int = 2  # at its beginning head and embedding part
+    chunks: int = 8  # of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step
+    pass_tokens: int = 65_536  # tokens up to which a rank's chunks go through the model together
+    eval_every: int  # steps between validations
     validation_tokens: int
-    validation_chunk: int
+    validation_chunk: int  # tokens scored at once
 
     @property
     def steps(self) -> int:
@@ -100,24 +75,20 @@ class Track:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First step of each stage, the extension included."""
-        count = len(self.stages)
-        return tuple(round(self.scheduled_steps * number / count) for number in range(count + 1))
+        """First step of each stage."""
+        thirds = len(self.stages) - 1
+        return tuple(round(self.scheduled_steps * number / thirds) for number in range(thirds + 1))
 
     @property
     def untie_step(self) -> int:
-        """The step after which head and embedding part."""
+        """The step after which head and embedding part, the first odd one of its stage: only odd steps move them."""
         return self.starts[self.untie_stage] | 1
 
     def at(self, step: int) -> StepSettings:
         """Return the settings of a step from 0; those of the final validation for `steps`."""
-        starts = self.starts
-        number = max(place for place, start in enumerate(starts) if start <= step)
-        stage = (*self.stages, self.extension)[number]
-        end = (*starts[1:], self.steps)[number]
-        done = min(1.0, (step - starts[number]) / (end - starts[number]))
-        weights = zip(stage.first_weights, stage.last_weights, strict=True)
-        first_prefix, last_prefix = stage.prefix_weights
+        number = bisect_right(self.starts, step) - 1
+        stage, start, end = self.stages[number], self.starts[number], (*self.starts, self.steps)[number + 1]
+        done = min(1.0, (step - start) / (end - start))
         short, long = stage.windows
         return StepSettings(
             stage=number,
@@ -126,8 +97,8 @@ class Track:
             windows=(short, long if step < self.steps else self.final_long_window),
             rate=self._rate(step, stage.rate),
             momentum=self._momentum(step),
-            prediction_weights=tuple(first + (last - first) * done for first, last in weights),
-            prefix_weight=first_prefix + (last_prefix - first_prefix) * done,
+            prediction_weights=tuple(_between(first, last, done) for first, last in stage.weights),
+            prefix_weight=_between(*stage.prefix_weight, done),
             unties=step == self.untie_step,
         )
 
@@ -149,11 +120,11 @@ class Track:
         """
         if steps == self.steps:
             return self
+        fewest = _FEWEST_STEPS_OF_A_STAGE * len(self.stages)
+        if steps < fewest:
+            raise ConfigError(f"--steps {steps}: the track has {len(self.stages)} stages; give at least {fewest}")
         share = steps / self.steps
         extension = max(_FEWEST_STEPS_OF_A_STAGE, round(self.extension_steps * share))
-        fewest = _FEWEST_STEPS_OF_A_STAGE * (len(self.stages) + 1)
-        if steps < fewest:
-            raise ConfigError(f"--steps {steps}: the track has {len(self.stages) + 1} stages; give at least {fewest}")
         return replace(
             self,
             scheduled_steps=steps - extension,
@@ -179,50 +150,31 @@ class Track:
         return most
 
 
-def _track(tokens: int, documents: tuple[int, int], block: int, **lengths: Any) -> Track:
-    """Return a track of three stages and the extension.
-
-    Args:
-        tokens: of the first batch.
-        documents: tokens at which documents are cut, in the first stage and in the others.
-        block: tokens of a window's unit.
-        lengths: the other fields.
-    """
-    first, rest = documents
-    stages = (
-        Stage(
-            batch_tokens=tokens,
-            document_tokens=first,
-            windows=(block, 3 * block),
-            rate=1.0,
-            first_weights=(1.0, 0.5, 0.25),
-            last_weights=(1.0, 0.5, 0.0),
-            prefix_weights=(0.25, 0.25),
-        ),
-        Stage(
-            batch_tokens=2 * tokens,
-            document_tokens=rest,
-            windows=(3 * block, 7 * block),
-            rate=1.52,  # 2^0.6
-            first_weights=(1.0, 0.5),
-            last_weights=(1.0, 0.0),
-            prefix_weights=(0.25, 0.0),
-        ),
-        Stage(
-            batch_tokens=3 * tokens,
-            document_tokens=rest,
-            windows=(5 * block, 11 * block),
-            rate=1.73,  # 3^0.5
-        ),
-    )
-    extension = replace(stages[-1], windows=(6 * block, 13 * block))
-    return Track(stages=stages, extension=extension, final_long_window=20 * block, **lengths)
+def _between(first: float, last: float, done: float) -> float:
+    return first + (last - first) * done
 
 
-SPEEDRUN = _track(
-    131_072,
-    (896, 2048),
-    128,
+_FIRST = Stage(
+    batch_tokens=131_072,
+    document_tokens=896,
+    windows=(1 * 128, 3 * 128),
+    rate=1.0,
+    weights=((1.0, 1.0), (0.5, 0.5), (0.25, 0.0)),
+    prefix_weight=(0.25, 0.25),
+)
+_SECOND = Stage(
+    batch_tokens=262_144,
+    document_tokens=2048,
+    windows=(3 * 128, 7 * 128),
+    rate=1.52,  # 2^0.6
+    weights=((1.0, 1.0), (0.5, 0.0)),
+    prefix_weight=(0.25, 0.0),
+)
+_THIRD = Stage(batch_tokens=393_216, document_tokens=2048, windows=(5 * 128, 11 * 128), rate=1.73)  # 3^0.5
+
+SPEEDRUN = Track(
+    stages=(_FIRST, _SECOND, _THIRD, replace(_THIRD, windows=(6 * 128, 13 * 128))),
+    final_long_window=20 * 128,
     scheduled_steps=1270,
     extension_steps=15,
     momentum_rise_steps=300,
@@ -232,10 +184,18 @@ SPEEDRUN = _track(
     validation_chunk=262_144,
 )
 
-TINY = _track(
-    256,
-    (56, 128),
-    8,
+TINY = replace(
+    SPEEDRUN,
+    stages=tuple(
+        replace(
+            stage,
+            batch_tokens=stage.batch_tokens // 512,
+            document_tokens=stage.document_tokens // 16,
+            windows=(stage.windows[0] // 16, stage.windows[1] // 16),
+        )
+        for stage in SPEEDRUN.stages
+    ),
+    final_long_window=SPEEDRUN.final_long_window // 16,
     scheduled_steps=21,
     extension_steps=3,
     momentum_rise_steps=6,

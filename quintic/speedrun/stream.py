@@ -5,7 +5,7 @@ Order. Documents come in the order of the shards, and the shards again from the 
 the last one is shortened, and its rest is dropped, so that the next chunk begins with a document too. What does not
 fill a chunk at the end of a shard is dropped.
 
-Ranks. All ranks walk through the same chunks, and each reads the tokens of its own: of every `size` chunks, rank r has
+Ranks. All ranks walk through the same chunks, and each copies the tokens of its own: of every `size` chunks, rank r has
 the r-th. So a step's text does not depend on the number of ranks, which must divide the number of chunks. Chunks
 of a rank may be joined in a batch: as each begins with a document, none sees another.
 
@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from quintic.data.loader import Batch as FlatBatch
 from quintic.data.loader import numbered
@@ -45,24 +44,21 @@ class _Shard:
     def __init__(self, path: Path, vocab_size: int, bos_id: int) -> None:
         self.tokens: Tokens = read_shard(path, vocab_size=vocab_size)
         self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == bos_id)
+        if len(self.tokens) and not len(self.starts):
+            raise DataError(
+                f"{path}: no document in it begins with token {bos_id}; it was made with another tokenizer: give "
+                "shards of this preset's vocabulary"
+            )
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
-    def chunk(self, document: int, tokens: int, cut: int) -> npt.NDArray[np.int64] | None:
-        """Return the tokens that each document gives to a chunk, targets included; None where the shard ends first.
-
-        Args:
-            document: the first one.
-            tokens: inputs of the chunk.
-            cut: most tokens of a document.
-        """
-        lengths: npt.NDArray[np.int64] = np.minimum(self.lengths[document : document + tokens + 1], cut)
-        totals = np.cumsum(lengths)
-        last = int(np.searchsorted(totals, tokens + 1))
-        if last == len(totals):
+    def documents(self, first: int, tokens: int, cut: int) -> list[Tokens] | None:
+        """Return the documents from `first` on, each cut, that have so many tokens; None where the shard ends first."""
+        lengths: npt.NDArray[np.int64] = np.minimum(self.lengths[first : first + tokens], cut)
+        count = 1 + int(np.searchsorted(np.cumsum(lengths), tokens))
+        if count > len(lengths):
             return None
-        lengths = lengths[: last + 1]
-        lengths[-1] -= totals[last] - (tokens + 1)
-        return lengths
+        begins = self.starts[first : first + count]
+        return [self.tokens[begin : begin + length] for begin, length in zip(begins, lengths[:count], strict=True)]
 
 
 class ChunkStream(Iterator[FlatBatch]):
@@ -96,27 +92,32 @@ class ChunkStream(Iterator[FlatBatch]):
             raise DataError(
                 f"{ranks.size} ranks cannot share the {chunks} chunks of a batch; start as many as divide them"
             )
-        self._data, self._settings, self._device = data, settings, numbered(device)
-        self._num_chunks, self._passes, self._ranks = chunks, passes, ranks
+        self._device = numbered(device)
+        # The functions in the threads hold no stream, so that one that was not closed ends with its last reference.
+        load = functools.partial(_Shard, vocab_size=data.vocab_size, bos_id=data.bos_id)
+        self._load = map(load, itertools.cycle(data.train)).__next__
+        self._batches = functools.partial(_batches, data, settings, chunks, passes, ranks, self._device)
         self._threads: list[Prefetcher[Any]] = []
+        self._closed = False
 
     def __next__(self) -> FlatBatch:
         """Return the next batch.
 
         Raises:
             DataError: a shard cannot be used, or the shards do not fill a chunk.
+            ValueError: the stream is closed.
         """
+        if self._closed:
+            raise ValueError("the stream is closed")
         if not self._threads:
-            load = functools.partial(_Shard, vocab_size=self._data.vocab_size, bos_id=self._data.bos_id)
-            shards = Prefetcher(map(load, itertools.cycle(self._data.train)).__next__, depth=1)
-            chunks = _chunks(shards, self._data, self._settings, self._num_chunks, self._ranks)
-            batches = _batches(chunks, self._num_chunks // self._ranks.size, self._passes, self._device)
-            self._threads = [Prefetcher(batches.__next__, _BATCHES_AHEAD), shards]
+            shards = Prefetcher(self._load, depth=1)
+            self._threads = [Prefetcher(self._batches(shards).__next__, _BATCHES_AHEAD), shards]
         batch: FlatBatch = self._threads[0].get()
         return batch.to(self._device, starts=True)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads; no more batches."""
+        self._closed = True
         for thread in self._threads:
             thread.close()
 
@@ -127,47 +128,34 @@ class ChunkStream(Iterator[FlatBatch]):
         self.close()
 
 
-# The functions in the threads hold no stream, so that one that was not closed ends with its last reference.
-
-
 def _batches(
-    chunks: Iterator[tuple[FlatBatch, StepSettings]],
-    chunks_per_step: int,
-    passes: Callable[[StepSettings], int],
-    device: torch.device,
-) -> Iterator[FlatBatch]:
-    """Yield a rank's batches, of its chunks of each step."""
-    waiting: list[FlatBatch] = []
-    for chunk, step in chunks:
-        waiting.append(chunk)
-        if len(waiting) == chunks_per_step // passes(step):
-            yield _joined(waiting).pinned(device, starts=True)
-            waiting = []
-
-
-def _chunks(
-    shards: Prefetcher[_Shard],
     data: RaceData,
     settings: Callable[[int], StepSettings],
     num_chunks: int,
+    passes: Callable[[StepSettings], int],
     ranks: Ranks,
-) -> Iterator[tuple[FlatBatch, StepSettings]]:
-    """Yield a rank's chunks and the settings of their steps, while walking through those of all ranks."""
-    num_shards = len(data.train)
+    device: torch.device,
+    shards: Prefetcher[_Shard],
+) -> Iterator[FlatBatch]:
+    """Yield a rank's batches, while walking through the chunks of all ranks."""
+    num_shards, waiting = len(data.train), list[Tokens]()
     shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
     for number in itertools.count():
         step = settings(number // num_chunks)
         tokens, cut = step.batch_tokens // num_chunks, step.document_tokens
-        while (lengths := shard.chunk(document, tokens, cut)) is None:
+        while (documents := shard.documents(document, tokens + 1, cut)) is None:  # the last token is a target only
             if num_unused == num_shards:
                 raise DataError(
                     f"{data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut "
                     f"at {cut}; give more text (--data)"
                 )
             shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
+        document, num_unused = document + len(documents), 0
         if number % ranks.size == ranks.rank:
-            yield _flat(shard, document, lengths, num_ended // num_shards), step
-        document, num_unused = document + len(lengths), 0
+            waiting.append(np.concatenate(documents)[: tokens + 1])
+            if len(waiting) == num_chunks // ranks.size // passes(step):
+                yield _flat(waiting, data.bos_id, epoch=num_ended // num_shards).pinned(device, starts=True)
+                waiting.clear()
 
 
 def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks: Ranks = ALONE) -> list[FlatBatch]:
@@ -186,37 +174,21 @@ def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks:
         raise DataError(
             f"{data.validation}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens"
         )
-    batches = []
-    for begin in range(ranks.rank * chunk_tokens, tokens, ranks.size * chunk_tokens):
-        piece = torch.from_numpy(text[begin : begin + chunk_tokens + 1].astype(np.int64))
-        starts = np.flatnonzero(text[begin + 1 : begin + chunk_tokens] == data.bos_id) + 1
-        batches.append(FlatBatch(piece[:-1], piece[1:], _starts([0, *starts.tolist(), chunk_tokens])))
-    return batches
+    begins = range(ranks.rank * chunk_tokens, tokens, ranks.size * chunk_tokens)
+    return [_flat([text[begin : begin + chunk_tokens + 1]], data.bos_id) for begin in begins]
 
 
-def _flat(shard: _Shard, first: int, lengths: npt.NDArray[np.int64], epoch: int) -> FlatBatch:
-    begins = shard.starts[first : first + len(lengths)]
-    pieces = [shard.tokens[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
-    tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
-    ends = np.cumsum(lengths)
-    ends[-1] -= 1  # the last token is a target only; its document may have been nothing else
-    return FlatBatch(tokens[:-1], tokens[1:], _starts(np.unique([0, *ends])), epoch)
+def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:
+    """Return chunks, each with one token more than inputs, as one batch.
 
-
-def _joined(chunks: list[FlatBatch]) -> FlatBatch:
-    """Return chunks of equally many tokens as one batch."""
-    size = len(chunks[0].inputs)
-    starts = [number * size + start for number, chunk in enumerate(chunks) for start in chunk.document_starts.tolist()]
-    inputs, targets = torch.cat([chunk.inputs for chunk in chunks]), torch.cat([chunk.targets for chunk in chunks])
-    return FlatBatch(inputs, targets, _starts(np.unique(starts)), chunks[-1].epoch)
-
-
-def _starts(values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-    """Return starts of documents, with the number of tokens at the end, padded to a number that hardly changes."""
-    tokens = int(values[-1])
-    room = max(_FEWEST_STARTS, tokens // _TOKENS_PER_DOCUMENT)
-    while room < len(values):
+    The starts of documents are padded with the number of tokens, to a length that hardly changes.
+    """
+    inputs = np.concatenate([chunk[:-1] for chunk in chunks]).astype(np.int64)
+    targets = np.concatenate([chunk[1:] for chunk in chunks]).astype(np.int64)
+    starts = np.union1d([0], np.flatnonzero(inputs == bos_id))
+    room = max(_FEWEST_STARTS, len(inputs) // _TOKENS_PER_DOCUMENT)
+    while room <= len(starts):
         room *= 2
-    padded = torch.full((room,), tokens, dtype=torch.int32)
-    padded[: len(values)] = torch.as_tensor(values, dtype=torch.int32)
-    return padded
+    padded = np.full(room, len(inputs), dtype=np.int32)
+    padded[: len(starts)] = starts
+    return FlatBatch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(padded), epoch)

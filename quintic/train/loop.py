@@ -37,7 +37,7 @@ from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
-__all__ = ["Interrupted", "Result", "check_trackers", "train"]
+__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
 
 
 # Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
@@ -133,7 +133,7 @@ def _train(
         ranks.agree(lambda: _open_log(config.run, run_dir, resume_step, ranks)) as log,
         Progress(run.total, start_step=run.step) as progress,
         _stop_requests() as stop_requested,
-        _rare_collections() as collect_rarely,
+        rare_collections() as collect_rarely,
     ):
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is not None:
@@ -331,7 +331,7 @@ def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tr
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[Callable[[], None]]:
+def rare_collections() -> Iterator[Callable[[], None]]:
     """Run Python's garbage collector only between steps, and seldom; yield a function to call after each step.
 
     By itself it runs in the middle of steps, and looks through all objects of PyTorch each time. Objects that exist

@@ -163,6 +163,25 @@ def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
         next(stream)
 
 
+def test_text_without_the_token_that_begins_documents_is_refused(tmp_path: Path):
+    paths = write(tmp_path, [[1, 2, 3] * 20])
+    with (
+        stream_of(paths, lambda step: Settings(8, 8), chunks=1) as stream,
+        pytest.raises(DataError, match=r"train_0\.bin: no document in it begins with token 9; it was made"),
+    ):
+        next(stream)
+
+
+@pytest.mark.timeout(10)
+def test_a_closed_stream_has_no_more_batches(tmp_path: Path):
+    stream = stream_of(write(tmp_path, [[BOS, 1] * 20]), lambda step: Settings(8, 4), chunks=1)
+    next(stream)
+    stream.close()
+    stream.close()
+    with pytest.raises(ValueError, match="the stream is closed"):
+        list(itertools.islice(stream, 8))  # those that were made ahead do not count
+
+
 def test_ranks_that_do_not_divide_the_chunks_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="3 ranks cannot share the 8 chunks"):
         stream_of([tmp_path], lambda step: Settings(8, 8), chunks=8, ranks=Ranks(size=3))

@@ -3,7 +3,9 @@
 import functools
 import gc
 import json
+import math
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +25,7 @@ from host_graphs import GRAPHS, capture_on_hosts
 
 from quintic import CapturedStep
 from quintic.cli import main
-from quintic.errors import ConfigError, DataError
+from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError, QuinticError
 from quintic.kernels.attention import flash
 from quintic.optim import captured_step
 from quintic.report.history import METRICS_FILE, read_metrics
@@ -379,6 +381,43 @@ def test_a_race_that_nobody_closed_ends_with_its_last_reference(shards: Path) ->
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.usefixtures("no_drawings")
+def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race, now = race_of(shards), 0.0
+
+    def lasting(seconds: float, result: object) -> Callable[..., object]:
+        def work(*_: object) -> object:
+            nonlocal now
+            now += seconds
+            return result
+
+        return work
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(race, "warm_up", lasting(1000.0, None))
+    monkeypatch.setattr(race, "evaluate", lasting(100.0, (1.0, None)))
+    monkeypatch.setattr(race, "train_step", lasting(2.0, (torch.tensor(1.0), 0)))
+    result = train(race, HARDWARE, tmp_path, facts={}, say=lambda text: None)
+    assert result.seconds == 48.0
+    records = read_metrics(tmp_path / METRICS_FILE)
+    assert records[0]["warmup_seconds"] == 1000.0
+    assert [record["seconds"] for record in records if record["kind"] == "train"] == [*range(2, 50, 2)]
+    assert [record["seconds"] for record in records if record["kind"] == "eval"] == [0.0, 16.0, 32.0, 48.0]
+    assert {record["times_ms"]["step"] for record in records if record["kind"] == "train"} == {2000.0}
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
+def test_one_rank_says_that_the_run_diverged(
+    rank: int, kind: type[QuinticError], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = race_of(shards)
+    race.ranks = Ranks(rank=rank)
+    object.__setattr__(race.ranks, "failed_elsewhere", lambda: OtherRankError("another"))
+    monkeypatch.setattr(race, "evaluate", lambda settings: (math.nan, None))
+    with pytest.raises(kind):
+        train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+
+
 # -------------------------------------------------------------------------------------------------- the command line
 
 
@@ -436,6 +475,37 @@ def test_wrong_options_are_refused_by_name(
     assert main(options_for(shards, tmp_path / "runs", *more)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+def test_a_run_that_fails_in_the_warm_up_leaves_no_folder(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shard(tmp_path / "train.bin", [BYTES_BOS, 1, 2])
+    (tmp_path / "val.bin").write_bytes((shards / "a_val_0.bin").read_bytes())
+    options = options_for(tmp_path, tmp_path / "runs", "--val-tokens", "1024")
+    options.remove("--no-warm-up")
+    assert main(options) == 2
+    assert "no training shard fills a chunk of 128 tokens with documents cut at 56" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.usefixtures("same_threads", "elsewhere")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--run", "x"], "x exists: choose another --run"),
+        (["--runs-dir", "file"], "file is no folder that can be written; choose another"),
+    ],
+)
+def test_a_run_that_cannot_be_made_is_refused_before_its_text_is_sought(
+    more: list[str], message: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / METRICS_FILE).touch()
+    (tmp_path / "file").touch()
+    assert main(options_for(shards / "none", tmp_path / "runs", *more)) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("elsewhere")

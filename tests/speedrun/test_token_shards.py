@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintic.data.tokenizer import byte_alphabet
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 from quintic.speedrun.presets import BYTES_BOS
 from quintic.speedrun.shards import open_data, prefixes, read_shard, vocabulary_of, write_shard
@@ -89,6 +89,28 @@ def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path: Path):
         open_data(str(tmp_path), **options(tmp_path))
 
 
+def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path):
+    for name in ("x_train_1", "x_train_2", "x_val_0"):
+        write_shard(tmp_path / f"{name}.bin", [256, 1, 2])
+    (tmp_path / "x_train_2.bin").write_bytes((tmp_path / "x_train_2.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"x_train_2\.bin: its header says 3 tokens, the file has 2\.0"):
+        open_data(str(tmp_path), **options(tmp_path))
+    assert len(open_data(str(tmp_path), **options(tmp_path, num_shards=1)).train) == 1
+
+
+def test_a_shard_for_both_training_and_validation_is_refused(tmp_path: Path):
+    for name in ("retrieval_train", "train", "val"):
+        write_shard(tmp_path / f"{name}.bin", [256, 1])
+    with pytest.raises(DataError, match=r"retrieval_train\.bin: is named for training and for validation; rename it"):
+        open_data(str(tmp_path), **options(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "data").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match=r"python-bytes: cannot be made \(Not a directory\); use another --data-dir"):
+        open_data("python", **options(tmp_path))
+
+
 def test_a_malformed_name_on_the_hub_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="--data hf:one: not the name of shards"):
         open_data("hf:one", **options(tmp_path))
@@ -129,12 +151,25 @@ def test_the_races_shards_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.
     assert {(repo, kind) for repo, _, kind in asked} == {("kjj0/fineweb10B-gpt2", "dataset")}
 
 
-def test_a_vocabulary_is_read_without_the_tokenizers_package(tmp_path: Path):
-    vocabulary = {symbol: number for number, symbol in enumerate(byte_alphabet())} | {"ab": 256, "<s>": 258}
-    definition = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 258, "content": "<s>"}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
-    found = vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
-    assert found == (*(bytes([value]) for value in range(256)), b"ab", b"", b"", b"", b"")
+def test_the_vocabulary_is_that_of_the_tokenizer_without_special_tokens(tmp_path: Path):
+    tokenizer = Tokenizer.train(["one two three", "two three four"], 270)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    vocabulary = vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=100)
+    assert [token for token in vocabulary if len(token) > 1]  # merges
+    for number, token in enumerate(vocabulary):
+        assert token == (b"" if number in (100, tokenizer.bos_id) else tokenizer.decode_bytes([number]))
+    assert len(vocabulary) == tokenizer.vocab_size
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"▁a": 0}}}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"not a byte-level BPE; give GPT-2's tokenizer\.json"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: a unknown tokenizer that is not byte-level BPE"):
         vocabulary_of(str(tmp_path / "tokenizer.json"), bos_id=260)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path):
+    for name in ("train", "val"):
+        write_shard(tmp_path / f"{name}.bin", [0, 1])
+    Tokenizer.train(["one two three four"], 270).save(tmp_path / "tokenizer.json")
+    size = Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
+    given = options(tmp_path, bos_id=0, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=size)
+    assert len(open_data(str(tmp_path), **given).vocabulary) == size
+    with pytest.raises(DataError, match=rf"tokenizer\.json: has {size} tokens, the model {size - 1}; give the one"):
+        open_data(str(tmp_path), **{**given, "vocab_size": size - 1})
