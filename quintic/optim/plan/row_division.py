@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.rules.means import mean_in_order
+from quintic.optim.layout.packing import mean_in_order
 from quintic.optim.state.parts import Part
 
 __all__ = ["MARK_BYTES", "RowDivision", "divided_rows", "mean_of_rows", "places_of", "rows_to_send", "touched_rows"]

@@ -1,7 +1,7 @@
 """Agreements of ranks: before the first step on their plans, at each step on the parameters that are stepped."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -119,7 +119,7 @@ class Agreements:
 
         In the first one all is well: ranks tell each other then.
         """
-        if self.has_agreed:
+        if self.has_agreed and self._sums:
             self.partial.check(self._watched(_due(pending_steps)))
 
     @contextmanager
@@ -137,7 +137,8 @@ class Agreements:
             counted.check(wait=True)
         for counted in self._counted.values():
             counted.start()
-        with self.partial.summed(self._watched(_due(pending_steps))):
+        summed = self.partial.summed(self._watched(_due(pending_steps))) if self._summing else nullcontext()
+        with summed:
             yield
         for counted in self._summing:
             counted.check(wait=False)
@@ -233,7 +234,7 @@ class _Counted:
     def start(self) -> None:
         """Begin to count."""
         present = [int(param.grad is not None) for param in self._params]
-        if self._partial.has_stand_ins:
+        if self._sums and self._partial.has_stand_ins:
             for number in self._watched:
                 present[number] -= self._partial.is_stand_in(self._params[number])
         for number in self._sums:
