@@ -113,7 +113,7 @@ def places_of(marks: Tensor) -> Tensor:
 def mean_of_rows(received: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
     """Return the mean over ranks of an owner's rows, (rows, row size): what is missing counts as zeros.
 
-    The bits are those of `averaging.mean_of_ranks` with the zeros written out. Rows received are (rows received, row
+    The bits are those of `packing.mean_of_ranks` with the zeros written out. Rows received are (rows received, row
     size) contiguous, places from `places_of`.
     """
     shape = (places.shape[1], received.shape[1])

@@ -13,7 +13,7 @@ from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout
+from quintic.optim.layout.layouts import Layout, is_dtensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.replicas import ReplicaChoice
@@ -92,14 +92,13 @@ class Agreements:
             params = [self._groups[group].params[index] for (group, index), _ in shared]
             names = [self._groups[group].param_names[index] for (group, index), _ in shared]
             needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in shared]
-            self.partial.watch(names, params)
-            watched = [param for param in params if self.partial.is_watched(param)]
+            watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
             differs = self.partial.exchange(watched, self._communicators[ranks]) if watched else None
             if differs is not None:
                 problem = problem or differs
                 continue
             rows = zip(params, shared, strict=True)
-            self._sums += [(param, group) for param, ((group, _), _) in rows if self.partial.is_watched(param)]
+            self._sums += [(param, group) for param, ((group, _), _) in rows if is_dtensor(param)]
             self._counted[ranks] = _Counted(params, needed, self._communicators[ranks], self.partial)
             if any(map(self.partial.is_sum, params)):
                 self._summing.append(self._counted[ranks])
@@ -221,7 +220,6 @@ class _Counted:
         self._present: list[int] | None = None
         self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
-        self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -234,11 +232,9 @@ class _Counted:
     def start(self) -> None:
         """Begin to count."""
         present = [int(param.grad is not None) for param in self._params]
-        if self._sums and self._partial.has_stand_ins:
-            for number in self._watched:
-                present[number] -= self._partial.is_stand_in(self._params[number])
         for number in self._sums:
-            present[number] += _WHOLE * self._partial.is_whole(self._params[number])
+            param = self._params[number]
+            present[number] += _WHOLE * self._partial.is_whole(param) - self._partial.is_stand_in(param)
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present

@@ -79,7 +79,6 @@ class BucketStep:
         self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
         self.group = common.groups[bucket.group]
         """As it is now."""
-        self.travels = bucket.travels
         self.active = NO_OPERANDS
         """The members that have a gradient, within a step."""
         self.counts = Counts(bucket, 0, 0, ())
@@ -122,7 +121,7 @@ class BucketStep:
 
         `host_go` is False if the host knows that a gradient is not finite.
         """
-        return not self.travels and (host_go or self.group.on_nonfinite == "propagate")
+        return not self.bucket.travels and (host_go or self.group.on_nonfinite == "propagate")
 
     def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
@@ -211,7 +210,7 @@ class LocalStep(BucketStep):
         """See `BucketStep`; without gradients there is nothing to do."""
         # AdamW counts steps also of parameters of which this rank holds no entry.
         has_work = bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
-        return has_work and super().runs_alone(host_go)
+        return has_work and (host_go or self.group.on_nonfinite == "propagate")
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""

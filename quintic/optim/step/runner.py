@@ -177,7 +177,7 @@ class Runner:
 
     def _run(self, alone: Sequence[BucketStep], go: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
-        travelling = [step for step in steps if step.travels]  # they come first in the plan
+        travelling = [step for step in steps if step.bucket.travels]  # they come first in the plan
         numbers = tuple([step.number for step in travelling])
         if numbers not in self._schedules:
             self._schedules[numbers] = restricted(self.plan.schedule, numbers)
@@ -214,10 +214,8 @@ class Runner:
             FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
                 on another rank: all connected ranks raise.
         """
-        if self.common.is_alone and not asking:
-            return None
         connected = self.agreements.connected
-        if not connected.is_alone and not connected.asks:
+        if not (asking if connected.is_alone else connected.asks):
             return None
         watched = [step.active for step in steps if step.group.on_nonfinite != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]
