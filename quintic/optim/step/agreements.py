@@ -82,27 +82,24 @@ class Agreements:
         self._sums, self._summing = [], []
         problem = None
         for ranks, shared in described(self._groups, self._layouts).items():
-            descriptions = [description for _, description in shared]
-            way = self._choices[ranks].way if ranks in self._choices else None
-            everything = [*descriptions, str(self._orders), f"replicas={way}"]
-            differs = difference(everything, ranks, self._communicators[ranks])
-            if differs is not None:
-                problem = problem or differs
-                continue
-            params = [self._groups[group].params[index] for (group, index), _ in shared]
-            names = [self._groups[group].param_names[index] for (group, index), _ in shared]
-            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in shared]
+            process_group, places = self._communicators[ranks], [place for place, _ in shared]
+            params = [self._groups[group].params[index] for group, index in places]
+            names = [self._groups[group].param_names[index] for group, index in places]
             watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
-            differs = self.partial.exchange(watched, self._communicators[ranks]) if watched else None
+            way = self._choices[ranks].way if ranks in self._choices else None
+            everything = [*(text for _, text in shared), str(self._orders), f"replicas={way}"]
+            differs = difference(everything, ranks, process_group)
+            if differs is None and watched:
+                differs = self.partial.exchange(watched, process_group)
             if differs is not None:
                 problem = problem or differs
                 continue
-            rows = zip(params, shared, strict=True)
-            self._sums += [(param, group) for param, ((group, _), _) in rows if is_dtensor(param)]
-            self._counted[ranks] = _Counted(params, needed, self._communicators[ranks], self.partial)
+            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
+            self._sums += [(param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched]
+            self._counted[ranks] = _Counted(params, needed, process_group, self.partial)
             if any(map(self.partial.is_sum, params)):
                 self._summing.append(self._counted[ranks])
-            self._places |= {place: (ranks, number) for number, (place, _) in enumerate(shared)}
+            self._places |= {place: (ranks, number) for number, place in enumerate(places)}
         facts = exchanged(facts_of(self._groups, self._layouts, problem), self._communicators)
         for rank, theirs in sorted(facts.items()):
             if theirs.problem is not None:
