@@ -25,7 +25,7 @@ from quintic.optim.state.upkeep import Change, Upkeep, WatchedParameters
 from quintic.optim.step.averaging import EarlyAverages
 from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
-from quintic.optim.step.telemetry import Counts, StepReport, report_of
+from quintic.optim.step.telemetry import StepReport, report_of
 from quintic.optim.validate import check_group, check_scheduled
 
 __all__ = ["Current", "States", "StepsMade"]
@@ -198,20 +198,17 @@ class StepsMade:
         self.num_steps = 0
         self.first_gradients: FirstGradients | None = FirstGradients()
         """None when there is nothing to find out any more."""
-        self._counts: list[Counts] = []
+        self._last = Done([], None, False)
         self._waiting = self._clipped_layers = 0
-        self._go: Tensor | None = None
-        """() int32 on a device: 0 if non-finite gradients stopped the last step; None if it did not look for them."""
         self._skipped: Tensor | None = None
         """() int64 on a device: steps stopped."""
 
     def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
         """Note a step; the host waits for nothing. A CUDA graph that is replayed has captured `count_skips`."""
         self.num_steps += 1
-        self._go = done.go if done.asks else None
-        if self._go is not None and not is_replayed:
+        self._last, self._waiting, self._clipped_layers = done, waiting, clipped_layers
+        if done.asks and not is_replayed:
             self.count_skips(done)
-        self._counts, self._waiting, self._clipped_layers = done.counts, waiting, clipped_layers
 
     def count_skips(self, done: Done) -> None:
         """Count on the device whether non-finite gradients stopped a step."""
@@ -223,13 +220,13 @@ class StepsMade:
 
     def report(self) -> StepReport:
         """Return the report of the last step; waits for the device."""
-        skipped_steps = int(self._skipped) if self._skipped is not None else 0
+        counts, go, asks = self._last
         return replace(
-            report_of(self._counts),
+            report_of(counts),
             waiting=self._waiting,
             clipped_layers=self._clipped_layers,
-            skipped=self._go is not None and not bool(self._go),
-            skipped_steps=skipped_steps,
+            skipped=asks and go is not None and not bool(go),
+            skipped_steps=0 if self._skipped is None else int(self._skipped),
         )
 
     def copy(self) -> "StepsMade":

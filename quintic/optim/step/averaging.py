@@ -168,15 +168,6 @@ class DividedMemory(BucketMemory):
             bucket.kernels,
             is_direct=bucket.is_direct,
         )
-        self._owned: Operands | None = None
-        self._spans: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        self.elsewhere: tuple[list[Tensor], Tensor] | None = None
-        """Counts of steps of parameters that only other ranks update, and where their first parts stand."""
-
-    def renew(self) -> None:
-        """Forget where weights and state are."""
-        super().renew()
-        self._owned = self.elsewhere = None
 
     def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
         """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
@@ -202,16 +193,18 @@ class DividedMemory(BucketMemory):
 
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the parts that this rank owns, given the mean of their gradients, (entries,)."""
-        if self._owned is None:
+
+        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
             owned = [(part, group.params[part.index]) for part in self.bucket.own]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
             states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
-            self._owned = Operands(self.bucket.members, pieces, [], states, len(owned))
             starts = accumulate((part.numel for part, _ in owned), initial=0)
-            self._spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
+            spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
+            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
+
+        operands, spans = self.once("owned", None, make)
         first = mean.storage_offset()
-        gradients = [mean.as_strided(shape, stride, first + start) for shape, stride, start in self._spans]
-        return self._owned._replace(gradients=gradients)
+        return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
 
 class OfGroup:

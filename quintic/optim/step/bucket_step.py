@@ -112,10 +112,6 @@ class BucketStep:
             # Also without anything to step now: what was measured before is of another step.
             self._common.measured[self.number] = {}
 
-    def renew(self) -> None:
-        """Forget where weights and state are: they may have other memory now."""
-        self.memory.renew()
-
     def runs_alone(self, host_go: bool) -> bool:
         """Return whether this rank has something to do that needs no messages.
 

@@ -103,6 +103,9 @@ class BlockPlaces:
 _P = TypeVar("_P")
 _T = TypeVar("_T")
 
+# What shares memory with state or weights.
+_PLACED = ("moments", "owned", "elsewhere")
+
 
 class BucketMemory:
     """Memory of one bucket on its device between steps, besides state."""
@@ -124,10 +127,12 @@ class BucketMemory:
     def renew(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
         self.everything = None
-        self._kept.pop("moments", None)
         self.places = BlockPlaces()
+        for name in _PLACED:
+            self._kept.pop(name, None)
 
-    def _once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
+    def once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
+        """Return what was made under this name, if the key is the same, or make it."""
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             kept = self._kept[name] = key, make()
@@ -182,7 +187,7 @@ class BucketMemory:
                 scales *= host_tensor(each, dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self._once("scales", (group.lr_scale, group.lr_multipliers, parts), make)
+        return self.once("scales", (group.lr_scale, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
@@ -196,7 +201,7 @@ class BucketMemory:
             ]
 
         key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
-        return self._once("moments", key, make)
+        return self.once("moments", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
         """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
@@ -210,7 +215,7 @@ class BucketMemory:
                         right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
                         raise _misread(member.name, key, value, right)
 
-        self._once("checked", (active.members, addresses), check)
+        self.once("checked", (active.members, addresses), check)
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
         """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
@@ -225,7 +230,7 @@ class BucketMemory:
                 owners.append(torch.full_like(offsets[-1], number))
             return torch.cat(owners), torch.cat(offsets)
 
-        return self._once("matrix_places", active.members, make)
+        return self.once("matrix_places", active.members, make)
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
@@ -235,7 +240,7 @@ class BucketMemory:
             numels = [param.numel() for param in active.params]
             return upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
 
-        return self._once("programs", active.members, make)
+        return self.once("programs", active.members, make)
 
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0

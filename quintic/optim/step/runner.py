@@ -1,8 +1,8 @@
 """Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
 
 A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
-the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while
-the first of these is under way.
+the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while the first of these
+is under way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,7 +112,7 @@ class Runner:
     def renew(self) -> None:
         """Find weights and state anew at the next step: they may have other memory now."""
         for step in self._steps:
-            step.renew()
+            step.memory.renew()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""

@@ -43,21 +43,16 @@ class UnitsStep(BucketStep):
     """Steps a bucket of units, each of which one of the ranks orthogonalises."""
 
     bucket: Gathered | DividedMatrices
-    _moments: list[list[Tensor]] | None = None
 
     @cached_property
     def _update_dtypes(self) -> list[torch.dtype]:
         """For each kind the dtype of updates."""
         return [update_dtype(kind.form, self.bucket.dtype) for kind in self.bucket.units.kinds]
 
-    def renew(self) -> None:
-        """See `BucketStep`."""
-        super().renew()
-        self._moments = None
-
     def moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
-        if self._moments is None:
+
+        def make() -> list[list[Tensor]]:
             moments: list[list[Tensor]] = [[] for _ in self.bucket.units.kinds]
             for unit in self.bucket.units.everywhere:
                 param = self.group.params[unit.index]
@@ -65,8 +60,9 @@ class UnitsStep(BucketStep):
                 blocks = second_moments(state, param.shape, self.group.view)
                 for kind, (block, matrix) in enumerate(unit.unit.matrices):
                     moments[kind].append(blocks[block][matrix : matrix + 1])
-            self._moments = moments
-        return self._moments
+            return moments
+
+        return self.memory.once("moments", None, make)
 
     def scales(self) -> Tensor:
         """Return the learning-rate scale times the own multiplier of each matrix of each unit, (units, kinds)."""
@@ -121,7 +117,6 @@ class GatheredStep(UnitsStep):
     """Steps a bucket whose matrices come to owners, see `BucketStep`."""
 
     bucket: Gathered
-    _packing: Packing | None = None
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
@@ -173,24 +168,23 @@ class GatheredStep(UnitsStep):
         def finish() -> list[Tensor]:
             vectors = wait_for_vectors()
             if not exchange.is_local:
-                self._moments_packing().unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
+                self._moments_packing.unpack(vectors.view(-1), [moment for of_kind in moments for moment in of_kind])
             return _factors_of_units(vectors.chunk(2, dim=1)[0], units)
 
         return finish
 
+    @cached_property
     def _moments_packing(self) -> Packing:
-        """Return the copy plan that unpacks gathered second moments, kind by kind."""
-        if self._packing is None:
-            bucket = self.bucket
-            numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
-            half = sum(numels)
-            runs: list[Run] = []
-            for number, numel in enumerate(numels):
-                for unit in range(len(bucket.units.everywhere)):
-                    place = (2 * unit + 1) * half + sum(numels[:number])
-                    runs.append(Run(len(runs), 0, numel, place))
-            self._packing = Packing(runs, bucket.kernels, bucket.device)
-        return self._packing
+        """The copy plan that unpacks gathered second moments, kind by kind."""
+        bucket = self.bucket
+        numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
+        half = sum(numels)
+        runs: list[Run] = []
+        for number, numel in enumerate(numels):
+            for unit in range(len(bucket.units.everywhere)):
+                place = (2 * unit + 1) * half + sum(numels[:number])
+                runs.append(Run(len(runs), 0, numel, place))
+        return Packing(runs, bucket.kernels, bucket.device)
 
 
 class DividedStep(BucketStep):
@@ -236,14 +230,16 @@ class DividedStep(BucketStep):
 
     def _count_elsewhere(self, stepped: Tensor) -> None:
         """Count the steps of parameters of which only other ranks have state, so that all ranks save the same."""
-        bucket, memory, params, state = self.bucket, self.memory, self.group.params, self._common.state
-        if memory.elsewhere is None:
+        bucket, params, state = self.bucket, self.group.params, self._common.state
+
+        def make() -> tuple[list[Tensor], Tensor]:
             # A parameter's parts may be in several buckets: it is counted with its first one.
             rows = [(number, state[params[part.index]]) for number, part in enumerate(bucket.parts) if part.start == 0]
             others = [(number, values["step"]) for number, values in rows if not values["exp_avg"].numel()]
             numbers = upload(host_tensor([number for number, _ in others], torch.int64), bucket.device)
-            memory.elsewhere = [step for _, step in others], numbers
-        steps, numbers = memory.elsewhere
+            return [step for _, step in others], numbers
+
+        steps, numbers = self.memory.once("elsewhere", None, make)
         if steps:
             torch._foreach_add_(steps, list(stepped[numbers].to(steps[0].dtype).unbind()))
 
