@@ -1,8 +1,8 @@
-"""The plan and the state that follow from an optimizer's groups, current whenever they are asked for; its steps made.
+"""The plan and the state that follow from an optimizer's groups, current whenever they are asked for.
 
 Users change options of groups, others move, convert or exchange parameters. So everything looks first: at the
 parameters, then at the options, which are checked again; then the plan is made anew if it depends on what has changed,
-and state is made, moved along or left as it is (`upkeep.py`).
+and state is made, moved along or left as it is (`upkeep.py`). `StepsMade` counts the steps, and reports the last one.
 """
 
 from collections.abc import Mapping, Sequence

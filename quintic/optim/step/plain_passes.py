@@ -1,6 +1,7 @@
-"""The passes over gradients, momentum and weights, and theirs in plain PyTorch; `device_passes.py` has them as kernels.
+"""The passes before and after an orthogonalisation: what they are, and how plain PyTorch makes them; AdamW's step, too.
 
-Both hand over the same things: directions (b, m, n), updates (b, m, n) and factors (b, m or 1, n or 1).
+`device_passes.py` makes them with kernels. Either hands over the same things: directions (b, m, n), updates (b, m, n)
+and factors (b, m or 1, n or 1).
 """
 
 from collections.abc import Sequence
