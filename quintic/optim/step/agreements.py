@@ -116,7 +116,7 @@ class Agreements:
         In the first one all is well: ranks tell each other then.
         """
         if self.has_agreed and self._sums:
-            self.partial.check(self._watched(_due(pending_steps)))
+            self.partial.check(self._due_sums(pending_steps))
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
@@ -133,7 +133,7 @@ class Agreements:
             counted.check(wait=True)
         for counted in self._counted.values():
             counted.start()
-        summed = self.partial.summed(self._watched(_due(pending_steps))) if self._summing else nullcontext()
+        summed = self.partial.summed(self._due_sums(pending_steps)) if self._summing else nullcontext()
         with summed:
             yield
         for counted in self._summing:
@@ -145,14 +145,14 @@ class Agreements:
         All ranks that share parameters must call it; errors are those of `agree` and `check_sums`.
         """
         self.agree()
-        params = self._watched(numbers)
+        wanted = set(numbers)
+        params = [param for param, group in self._sums if group in wanted]
         self.partial.check(params)
         self.partial.replace(params)
 
-    def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
-        wanted = set(numbers)
-        return [param for param, group in self._sums if group in wanted]
+    def _due_sums(self, pending_steps: Sequence[int]) -> list[Tensor]:
+        """Return the parameters stepped now whose gradients may be sums, in one order on all ranks."""
+        return [param for param, group in self._sums if pending_steps[group] == 0]
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -268,8 +268,3 @@ class _Counted:
         """Return () bool: whether any rank has any of the gradients in this step."""
         self.enough()
         return self._counts.any()
-
-
-def _due(pending_steps: Sequence[int]) -> list[int]:
-    """Return the numbers of the groups that are stepped now."""
-    return [number for number, pending in enumerate(pending_steps) if pending == 0]
