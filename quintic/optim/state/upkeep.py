@@ -23,7 +23,7 @@ Nothing is communicated. A master belongs to weights of low precision: after `mo
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from operator import attrgetter, is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,13 +118,6 @@ class _Source(NamedTuple):
     state: dict[str, Any]
 
 
-_Fate = Literal["keep", "take"] | dict[str, Tensor]
-"""The fate of a parameter's state: kept, the source's tensors, or made anew, with these values by name.
-
-Values are those of this rank; whole where ranks divide the new state, and did not divide the old one.
-"""
-
-
 class Upkeep:
     """The parameters and options that one optimizer's state was made for. Keeps references to the parameters."""
 
@@ -171,9 +164,10 @@ class Upkeep:
                 raise _divided_otherwise(name)
         entries = {entry.param: entry for entry in places.values()}
         sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
-        fates = [_fate_of(entry, sources[param]) for param, entry in entries.items()]
-        for (param, entry), fate in zip(entries.items(), fates, strict=True):
-            _make(entry, fate, sources[param], states)
+        # All of them before the first state is changed: this may raise.
+        values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
+        for param, entry in entries.items():
+            _make(entry, values[param], sources[param], states)
         for param in states.keys() - entries.keys():
             # What says something stays, as in PyTorch: the parameter may come back.
             if _says_nothing(states[param], param.dtype):
@@ -225,19 +219,20 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
     return tensors
 
 
-def _fate_of(entry: _Entry, source: _Source | None) -> _Fate:
-    """Return the fate of a parameter's state; an error if it has values that cannot move."""
+def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
+    """Return the values that move to a parameter's new state, by name; None if the source's state fits as it is.
+
+    Values are those of this rank; whole where ranks divide the new state, and did not divide the old one. If they
+    cannot move, that is a ValueError that names the parameter.
+    """
     if source is None:
         return {}
     is_cut_alike = source.was.division == entry.division and source.was.group.view == entry.group.view
     if is_cut_alike and fits(source.state, entry.param, entry.group, entry.own):
-        return "keep" if source.was.param is entry.param else "take"
-    return {} if _says_nothing(source.state, source.was.dtype) else _values_to_move(entry, source)
-
-
-def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
-    """Return the values that move to a parameter's new state; a ValueError that names it if they cannot."""
+        return None
     name, param, moved = entry.name, entry.param, dict[str, Tensor]()
+    if _says_nothing(source.state, source.was.dtype):
+        return moved
     for key, (_, other_shape) in needed_state(param, entry.group).items():
         # The other form of a master; weights of another dtype have no part of its value any more.
         other = master_key(source.state) if key in MASTER_KEYS and source.was.dtype == param.dtype else None
@@ -263,18 +258,18 @@ def _values_to_move(entry: _Entry, source: _Source) -> dict[str, Tensor]:
     return moved
 
 
-def _make(entry: _Entry, fate: _Fate, source: _Source | None, states: _States) -> None:
-    """Give a parameter its state."""
-    if fate == "keep":
+def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
+    """Give a parameter its state: the source's, or new state with these values."""
+    if source is not None and values is None and source.was.param is entry.param:
         return
     new = old = {} if source is None else source.state
-    if isinstance(fate, dict):
+    if values is not None:
         others = {key: value for key, value in old.items() if key not in STATE_KEYS}  # the user's
-        if not fate:
+        if not values:
             old.clear()  # before there is new state
         made = init_state(entry.param, entry.group, entry.own)
         was_whole = source is not None and source.was.own is None
-        for key, value in fate.items():
+        for key, value in values.items():
             if key in CUT_KEYS and entry.own is not None and was_whole:
                 for run, of_value in own_runs(made[key], value, entry.own, entry.param):
                     _move(run, of_value)
