@@ -117,8 +117,8 @@ class Current:
         """Do the same for a caller who may then replace tensors, quickly where nothing has happened."""
         self.look(dictionaries)
         if self._upkeep.is_outdated:
-            self.needed_state(dictionaries, states)
-        elif self.runner is not None:
+            self._make_state(states)
+        if self.runner is not None:
             self.runner.finish()
         self._upkeep.is_given = True
 
