@@ -37,7 +37,8 @@ from quintic.data.dataset import Dataset
 from quintic.data.shards import prepare
 from quintic.optim.polar.coefficients import SAFETY, Coefficients, polar_express_coefficients
 from quintic.optim.polar.forms import Form, resolve
-from quintic.optim.polar.products import multiply, nothing_ambient
+from quintic.optim.polar.orthogonalize import nothing_ambient
+from quintic.optim.polar.products import multiply
 from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
 from quintic.train.hardware import choose_hardware, machine_facts, package_versions

@@ -1,8 +1,7 @@
 """Runs of memory found by address: many copied by one launch, and the mean of what several ranks sent.
 
 Gradients and weights of many tensors travel as one message; these are the passes before and after it. The twins are in
-`optim/layout/packing.py` and `optim/rules/means.py`. Import this module only where Triton is installed (see
-`dispatch.py`).
+`optim/layout/packing.py`. Import this module only where Triton is installed (see `dispatch.py`).
 """
 
 import torch

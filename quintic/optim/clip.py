@@ -19,7 +19,7 @@ from quintic.optim.layout.layouts import local_tensor, reject_sparse
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.opaque import opaque
-from quintic.optim.step.averages.gradient_averages import OfGroup
+from quintic.optim.step.averaging import OfGroup
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,30 +1,34 @@
-"""The plan and the state that follow from the groups of an optimizer, current whenever they are asked for.
+"""The plan and the state that follow from an optimizer's groups, current whenever they are asked for.
 
 Users change options of groups, others move, convert or exchange parameters. So everything looks first: at the
-parameters (`watching.py`), then at the options, which are checked again; then the plan is made anew if it depends on
-what has changed, and state is made, moved along or left as it is (`upkeep.py`).
+parameters, then at the options, which are checked again; then the plan is made anew if it depends on what has changed,
+and state is made, moved along or left as it is (`upkeep.py`). `StepsMade` counts the steps, and reports the last one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
+from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.parameters import Parameter, connected_parameters
-from quintic.optim.state.upkeep import Upkeep
-from quintic.optim.state.watching import Change, WatchedParameters
-from quintic.optim.step.averages.gradient_averages import EarlyAverages
-from quintic.optim.step.runner import Runner
+from quintic.optim.state.upkeep import Change, Upkeep, WatchedParameters
+from quintic.optim.step.averaging import EarlyAverages
+from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
+from quintic.optim.step.telemetry import StepReport, report_of
 from quintic.optim.validate import check_group, check_scheduled
 
-__all__ = ["Current", "States"]
+__all__ = ["Current", "States", "StepsMade"]
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
@@ -113,8 +117,8 @@ class Current:
         """Do the same for a caller who may then replace tensors, quickly where nothing has happened."""
         self.look(dictionaries)
         if self._upkeep.is_outdated:
-            self.needed_state(dictionaries, states)
-        elif self.runner is not None:
+            self._make_state(states)
+        if self.runner is not None:
             self.runner.finish()
         self._upkeep.is_given = True
 
@@ -145,8 +149,13 @@ class Current:
         return self._qk_step
 
     def look(self, dictionaries: _Dictionaries) -> None:
-        """Bring `groups` up to date; check those of which options or parameters have changed."""
-        self._notice(dictionaries)
+        """Notice parameters that were moved or exchanged; bring `groups` up to date, and check those that changed."""
+        if self._watched is not None:
+            change = self._watched.look([dictionary["params"] for dictionary in dictionaries])
+            if change is Change.PARAMETERS:
+                self.outdate()
+            elif change is Change.MEMORY and self.runner is not None:
+                self.runner.renew()
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
@@ -181,12 +190,54 @@ class Current:
         if self._watched is None:
             self._watched = WatchedParameters([group.params for group in self.groups])
 
-    def _notice(self, dictionaries: Iterable[Mapping[str, Any]]) -> None:
-        """Notice parameters that were moved, converted or exchanged."""
-        if self._watched is None:
+
+class StepsMade:
+    """Counts of steps, and the report of the last one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.first_gradients: FirstGradients | None = FirstGradients()
+        """None when there is nothing to find out any more."""
+        self._last = Done([], None, False)
+        self._waiting = self._clipped_layers = 0
+        self._skipped: Tensor | None = None
+        """() int64 on a device: steps stopped."""
+
+    def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
+        """Note a step; the host waits for nothing. A CUDA graph that is replayed has captured `count_skips`."""
+        self.num_steps += 1
+        self._last, self._waiting, self._clipped_layers = done, waiting, clipped_layers
+        if done.asks and not is_replayed:
+            self.count_skips(done)
+
+    def count_skips(self, done: Done) -> None:
+        """Count on the device whether non-finite gradients stopped a step."""
+        if done.go is None or not done.asks:
             return
-        change = self._watched.look([dictionary["params"] for dictionary in dictionaries])
-        if change is Change.PARAMETERS:
-            self.outdate()
-        elif change is Change.MEMORY and self.runner is not None:
-            self.runner.renew()
+        if self._skipped is None:
+            self._skipped = torch.zeros((), dtype=torch.int64, device=done.go.device)
+        self._skipped += 1 - done.go
+
+    def report(self) -> StepReport:
+        """Return the report of the last step; waits for the device."""
+        counts, go, asks = self._last
+        return replace(
+            report_of(counts),
+            waiting=self._waiting,
+            clipped_layers=self._clipped_layers,
+            skipped=asks and go is not None and not bool(go),
+            skipped_steps=0 if self._skipped is None else int(self._skipped),
+        )
+
+    def copy(self) -> "StepsMade":
+        """Return a copy that later steps do not change."""
+        twin = copy(self)
+        twin._skipped = None if self._skipped is None else self._skipped.clone()
+        return twin
+
+    def restore(self, kept: "StepsMade") -> None:
+        """Take back what was known when `copy` was called."""
+        skipped = self._skipped
+        vars(self).update(vars(kept))
+        if skipped is not None and kept._skipped is not None:
+            self._skipped = skipped.copy_(kept._skipped)  # a CUDA graph may count there

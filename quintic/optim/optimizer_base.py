@@ -15,21 +15,43 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import load_state
-from quintic.optim.current import Current, States
+from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.opaque import opaque
-from quintic.optim.rules.rates import CycledMomentum, fill_adamw_rates
+from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.state.parameters import carry, whole_states
 from quintic.optim.state.parts import divided_parameters
 from quintic.optim.state.state import as_saved
 from quintic.optim.step.runner import Runner
-from quintic.optim.steps_made import StepsMade
 from quintic.optim.validate import check_apart, check_group, check_keys
 
 __all__ = ["OptimizerBase"]
+
+# What schedulers leave in groups whose momentum they cycle.
+_CYCLED_KEY = "max_momentum"
+
+
+class _CycledMomentum:
+    """Takes the momentum of Muon groups from `betas`, where schedulers write it in optimizers that have these."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], object]] = []
+        """Muon groups, with the `betas` they had when they were last looked at."""
+
+    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take the groups as they are: only what is written from now on counts."""
+        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
+
+    def follow(self) -> None:
+        """Set the momentum of groups whose `betas` a scheduler has written since."""
+        for place, (group, seen) in enumerate(self._seen):
+            if group["betas"] is not seen:
+                if _CYCLED_KEY in group:
+                    group["momentum"] = group["betas"][0]
+                self._seen[place] = group, group["betas"]
 
 
 class OptimizerBase(Optimizer):
@@ -38,7 +60,7 @@ class OptimizerBase(Optimizer):
     _current: Current
     _is_state_lent: bool
     """Whether `state` gives what there is, whatever it is."""
-    _cycled: CycledMomentum
+    _cycled: _CycledMomentum
     _steps_made: StepsMade
 
     def __init__(self, params: Any, defaults: dict[str, Any], orders: Orders) -> None:
@@ -298,7 +320,7 @@ class OptimizerBase(Optimizer):
         """Forget the steps made, and all that follows from the groups."""
         self._current = Current(orders)
         self._is_state_lent = False
-        self._cycled = CycledMomentum()
+        self._cycled = _CycledMomentum()
         self._steps_made = StepsMade()
 
 

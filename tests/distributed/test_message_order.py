@@ -14,7 +14,7 @@ from trajectories import fused_adamw_tolerance
 import quintic
 from quintic.optim.plan import divided
 from quintic.optim.state import parts
-from quintic.optim.step.averages import averaging
+from quintic.optim.step import averaging
 
 # Matrices of different shapes are different buckets.
 ON_ALL_RANKS = {"first": (6, 4), "third": (6, 10), "fifth": (6, 6)}

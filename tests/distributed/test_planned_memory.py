@@ -15,8 +15,8 @@ import quintic
 from quintic.optim.comms.collectives import Pending
 from quintic.optim.plan import exchange
 from quintic.optim.plan.plan import SMALL_BYTES
-from quintic.optim.step.averages import averaging
-from quintic.optim.step.gathered_step import GatheredStep
+from quintic.optim.step import averaging
+from quintic.optim.step.shared_step import GatheredStep
 
 # Some MiB: what a step allocates besides matrices is next to nothing then.
 SHAPES = {"square": (4, (192, 192)), "tall": (3, (256, 64)), "wide": (5, (64, 320))}

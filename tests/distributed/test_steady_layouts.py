@@ -29,5 +29,5 @@ def counted(rank, world_size):
 def test_a_step_with_messages_goes_through_few_files():
     for found in run(counted, 2, timeout=60):
         for layout, (num_files, num_calls, calls) in found.items():
-            assert num_files <= 29, (layout, calls)
-            assert num_calls <= 230, (layout, calls)
+            assert num_files <= 18, (layout, calls)
+            assert num_calls <= 205, (layout, calls)

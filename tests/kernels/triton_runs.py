@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintic.kernels.dispatch import triton_is_interpreted
-from quintic.optim.layout.packing import Packing, Run
-from quintic.optim.rules.means import mean_of_ranks
+from quintic.optim.layout.packing import Packing, Run, mean_of_ranks
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 # The interpreter has no reliable bfloat16.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import quintic
-from quintic.optim.steps_made import FirstGradients
+from quintic.optim.first_gradients import FirstGradients
 
 MATCH = (
     r"first step found no gradient at all, also none of 0\.weight and 3 others .*make it afterwards; quintic\.verify"
@@ -120,7 +120,9 @@ class LateAnswer:
 @pytest.mark.parametrize("present", [True, False])
 def test_the_host_does_not_wait_for_other_ranks(present, monkeypatch):
     made = []
-    monkeypatch.setattr("quintic.optim.steps_made.HostCopy", lambda value: made.append(LateAnswer(value)) or made[-1])
+    monkeypatch.setattr(
+        "quintic.optim.first_gradients.HostCopy", lambda value: made.append(LateAnswer(value)) or made[-1]
+    )
     groups, found = optimizer_of(model_of()).typed_groups, FirstGradients()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

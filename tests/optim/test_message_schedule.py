@@ -10,7 +10,8 @@ from torch import nn
 
 import quintic
 from quintic.optim.plan.order import Orders, arranged
-from quintic.optim.plan.schedule import Stages, one_ahead, overlapping, restricted, run_overlapping
+from quintic.optim.plan.schedule import Stages, one_ahead, overlapping, restricted
+from quintic.optim.step.bucket_step import run_overlapping
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=8)
 

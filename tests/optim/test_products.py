@@ -5,7 +5,8 @@ import torch
 from polar import polar_factor
 
 import quintic
-from quintic.optim.polar.products import multiply, nothing_ambient
+from quintic.optim.polar.orthogonalize import nothing_ambient
+from quintic.optim.polar.products import multiply
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}

@@ -10,7 +10,7 @@ from torch import nn
 
 import quintic
 from quintic import Experts, Flatten, Heads, Matrix, Muon, Rows, Split, reference_step, verify
-from quintic.optim.step import operands, plain_passes, updates
+from quintic.optim.step import bucket_step, operands, plain_passes
 
 EXACT = {"orthogonalizer": "polar_express", "compute_dtype": torch.float64}
 FLOAT32 = {"orthogonalizer": "polar_express", "compute_dtype": torch.float32}
@@ -300,7 +300,7 @@ def test_the_matrix_that_is_wrong_is_named(monkeypatch):
     model = Model()
     give(model, 0)
     optimizer = Muon(model.groups(), **FLOAT32)
-    right = updates.orthogonalized
+    right = bucket_step.orthogonalized
 
     def swapped(directions, form, bucket, group):
         update = right(directions, form, bucket, group)
@@ -308,7 +308,7 @@ def test_the_matrix_that_is_wrong_is_named(monkeypatch):
             update[1] = update[1].flip(0)
         return update
 
-    monkeypatch.setattr(updates, "orthogonalized", swapped)
+    monkeypatch.setattr(bucket_step, "orthogonalized", swapped)
     report = verify(model, optimizer)
     (wrong,) = report.wrong
     assert (wrong.name, wrong.tensor, wrong.matrix, wrong.num_matrices, wrong.ranks) == ("bank", "weight", 1, 3, (0,))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintic
+from quintic.optim.layout.packing import mean_of_ranks
 from quintic.optim.plan.row_division import (
     RowDivision,
     divided_rows,
@@ -15,7 +16,6 @@ from quintic.optim.plan.row_division import (
     rows_to_send,
     touched_rows,
 )
-from quintic.optim.rules.means import mean_of_ranks
 from quintic.optim.state.parts import parts_of
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintic.optim.state.watching import Change, WatchedParameters
+from quintic.optim.state.upkeep import Change, WatchedParameters
 
 
 def groups_of():

@@ -47,21 +47,26 @@ class Communicators:
         for group, of_group in zip(groups, layouts, strict=True):
             bound = bound_ranks(group)
             if bound:
-                self._find(bound, group.params[0], group)
+                self._find(bound, group.params[0].device, _candidates(group.params[0], group))
             for param, layout in zip(group.params, of_group, strict=True):
                 if layout is None or this_rank() not in layout.ranks:
                     continue
                 ranks = tuple(sorted(layout.ranks))
-                self._find(ranks, param, group)
+                self._find(ranks, param.device, _candidates(param, group))
                 if group.comms == "sharded_sparse":
                     if ranks not in self._groups_of_marks:
                         self._groups_of_marks[ranks] = new_group(ranks)
                     self._warm_up(self._groups_of_marks[ranks], param.device)
 
-    def _find(self, ranks: tuple[int, ...], param: Tensor, group: Group) -> None:
+    def _find(
+        self, ranks: tuple[int, ...], device: torch.device, candidates: Iterable[ProcessGroup | None]
+    ) -> ProcessGroup:
+        """Return the process group of ranks: the first candidate that has these ranks, or else a new one."""
         if ranks not in self._groups:
-            self._groups[ranks] = _group_of(ranks, _candidates(param, group))
-        self._warm_up(self._groups[ranks], param.device)
+            fitting = (one for one in candidates if one is not None and group_ranks(one) == ranks)
+            self._groups[ranks] = next(fitting, None) or new_group(ranks)
+        self._warm_up(self._groups[ranks], device)
+        return self._groups[ranks]
 
     def _warm_up(self, group: ProcessGroup, device: torch.device) -> None:
         """Connect ranks for a device, if the process group knows its type. All ranks of the group must call it."""
@@ -82,20 +87,11 @@ class Communicators:
 
         They are global ones, in ascending order, and send from the device.
         """
-        if ranks not in self._groups:
-            self._groups[ranks] = _group_of(ranks, [default_group()])
-        self._warm_up(self._groups[ranks], device)
-        return self._groups[ranks]
+        return self._find(ranks, device, [default_group()])
 
     def of_marks(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these ranks that nothing but `sparse_rows.py` uses."""
         return self._groups_of_marks[ranks]
-
-
-def _group_of(ranks: tuple[int, ...], candidates: Iterable[ProcessGroup | None]) -> ProcessGroup:
-    """Return the first candidate that has these ranks, or else a new process group."""
-    fitting = (candidate for candidate in candidates if candidate is not None and group_ranks(candidate) == ranks)
-    return next(fitting, None) or new_group(ranks)
 
 
 def _candidates(param: Tensor, group: Group) -> Iterable[ProcessGroup | None]:

@@ -1,6 +1,10 @@
-"""Runs of memory of many tensors as one message, and back. Twin of the kernels in `quintic/kernels/runs.py`."""
+"""Messages of the memory of many tensors: runs packed into one buffer and back, and the mean of all ranks' buffers.
 
-from collections.abc import Sequence
+Twin of the kernels in `quintic/kernels/runs.py`. Means are sums in the order of the ranks, in float32 or wider, divided
+and rounded once.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +14,7 @@ from quintic.kernels.dispatch import Kernels
 from quintic.optim.layout.tables import ALIGNMENT, AddressTable, upload_programs
 from quintic.optim.rules.device_memory import host_tensor, upload
 
-__all__ = ["Packing", "Run", "in_memory_order", "run_of"]
+__all__ = ["Packing", "Run", "in_memory_order", "mean_in_order", "mean_of_ranks", "run_of"]
 
 
 class Run(NamedTuple):
@@ -98,3 +102,25 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def run_of(tensor: Tensor, start: int, numel: int) -> Tensor:
     """Return some of these entries: `in_memory_order(tensor)[start : start + numel]` in one operation."""
     return tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)
+
+
+def mean_of_ranks(received: Tensor, kernels: Kernels, out: Tensor | None = None) -> Tensor:
+    """Return the mean of (ranks, entries) contiguous over ranks, in `out`, (entries,), or new memory."""
+    if out is None:
+        out = received.new_empty(received.shape[1:])
+    if kernels == "triton":
+        from quintic.kernels.runs import mean_of_ranks_
+
+        return mean_of_ranks_(received, out)
+    return mean_in_order(received.unbind(), out)
+
+
+def mean_in_order(tensors: Iterable[Tensor], out: Tensor) -> Tensor:
+    """Write the mean of tensors of one shape to `out`, and return it; an iterator may make them one at a time."""
+    tensors = iter(tensors)
+    total, count = next(tensors).to(torch.promote_types(out.dtype, torch.float32), copy=True), 1
+    for tensor in tensors:
+        total += tensor
+        count += 1
+    # A number would become its reciprocal on GPUs, and the quotient be rounded twice.
+    return out.copy_(total.div_(torch.full((), count, dtype=total.dtype, device=total.device)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
-from quintic.optim.rules.means import mean_in_order
+from quintic.optim.layout.packing import mean_in_order
 from quintic.optim.state.parts import Part
 
 __all__ = ["MARK_BYTES", "RowDivision", "divided_rows", "mean_of_rows", "places_of", "rows_to_send", "touched_rows"]
@@ -113,7 +113,7 @@ def places_of(marks: Tensor) -> Tensor:
 def mean_of_rows(received: Tensor, places: Tensor, kernels: Kernels) -> Tensor:
     """Return the mean over ranks of an owner's rows, (rows, row size): what is missing counts as zeros.
 
-    The bits are those of `averaging.mean_of_ranks` with the zeros written out. Rows received are (rows received, row
+    The bits are those of `packing.mean_of_ranks` with the zeros written out. Rows received are (rows received, row
     size) contiguous, places from `places_of`.
     """
     shape = (places.shape[1], received.shape[1])

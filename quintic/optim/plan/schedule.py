@@ -6,7 +6,7 @@ each other forever. So the order of one process group's buckets follows from the
 rank has to do, and process groups come in the same order everywhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "overlapping",
     "overlapping_bytes",
     "restricted",
-    "run_overlapping",
 ]
 
 Schedule = Sequence[int | None]
@@ -52,21 +51,6 @@ class Stages(NamedTuple):
 
 
 NO_STAGES = Stages(0, 0, 0, 0)
-
-
-def run_overlapping(
-    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
-) -> None:
-    """Run steps of three parts, divided by two yields, such that collectives are under way while others compute.
-
-    Every rank of a process group must run the same steps in the same order. Without a schedule each starts before the
-    work on the one before it, and is finished after the work on the next; `meanwhile` is work without collectives.
-    """
-    for number in one_ahead(len(steps)) if schedule is None else schedule:
-        if number is not None:
-            next(steps[number], None)
-        elif meanwhile is not None:
-            meanwhile()
 
 
 def one_ahead(count: int) -> list[int | None]:

@@ -18,7 +18,10 @@ https://arxiv.org/abs/2505.16932; Gram Newton-Schulz, J. Zhang, N. Amsel, B. Che
 https://dao-ailab.github.io/blog/2026/gram-newton-schulz/.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +31,23 @@ from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.polar.coefficients import DEFAULT_STEPS
 from quintic.optim.polar.cpu_orthogonalize import iterate_on_cpu, iterates_on_cpu
 from quintic.optim.polar.forms import Form, Method, Polynomials, resolve
-from quintic.optim.polar.products import nothing_ambient, padded_side
+from quintic.optim.polar.products import padded_side
 from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.sums import norms
 
-__all__ = ["apply_form", "orthogonalize"]
+__all__ = ["apply_form", "nothing_ambient", "orthogonalize"]
 
 # Frobenius norm that matrices enter the products with, instead of one. In float16 the entries of a large matrix of norm
 # one, and those of its smaller rows, would be subnormal numbers with few digits; the square of this is the largest
 # entry that R = X X^T can have. A power of two, so that no other dtype notices.
 _ENTRY_NORM = 128.0
+
+# torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
+_REDUCTIONS = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
 
 # Functions below are opaque to the compiler, too, because its graphs would run under the global settings that
 # `nothing_ambient` keeps away.
@@ -202,3 +211,60 @@ def _svd_of_batch(x: Tensor) -> Tensor:
     cutoff = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     factor: Tensor = (u * (s > cutoff).to(u.dtype).unsqueeze(-2)) @ vh
     return factor.masked_fill(bad, math.nan)
+
+
+def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Make products of `dtype` on a device exact up to float32 accumulation and one rounding, and leave no trace.
+
+    PyTorch has switches that change what a product computes: TF32 and bfloat16 for float32 operands, reductions and
+    accumulation in 16 bits, autocast. They are the process's. A compiled graph would ignore that they are changed:
+    callers keep out of `torch.compile`.
+    """
+    stack = contextlib.ExitStack()
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    if device_type == "cuda" and dtype in _REDUCTIONS:
+        stack.enter_context(_full_reductions(dtype))
+    switches: Any = None
+    if device_type == "cuda" and dtype == torch.float32:
+        switches = torch.backends.cuda.matmul
+    elif device_type == "cpu" and dtype != torch.float64:
+        switches = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    if switches is not None and switches.fp32_precision not in ("ieee", "none"):
+        stack.enter_context(_full_float32(switches))
+    return stack
+
+
+@contextlib.contextmanager
+def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
+    switches = torch.backends.cuda.matmul
+    name = _REDUCTIONS[dtype]
+    reduced = getattr(switches, name)
+    # Newer versions keep a second switch in the same setting: whether the sum may be split at all.
+    split = getattr(switches, f"{name}_split_k", True)
+    accumulation = switches.allow_fp16_accumulation
+    try:
+        if reduced or not split:
+            setattr(switches, name, False)
+        if accumulation:
+            switches.allow_fp16_accumulation = False
+        yield
+    finally:
+        if reduced or not split:
+            setattr(switches, name, reduced if split else (reduced, split))
+        if accumulation:
+            switches.allow_fp16_accumulation = True
+
+
+@contextlib.contextmanager
+def _full_float32(switches: Any) -> Iterator[None]:
+    """Set `switches.fp32_precision` to full precision."""
+    before = switches.fp32_precision
+    switches.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        # What was read may be inherited from a more general switch: then "none" gives it back, and nothing is pinned.
+        switches.fp32_precision = "none"
+        if switches.fp32_precision != before:
+            switches.fp32_precision = before

@@ -1,19 +1,13 @@
-"""Matrix products whose result follows from their operands alone, whatever is set globally.
+"""Matrix products whose result follows from their operands alone, not from the batch that they are in."""
 
-PyTorch has switches that change what a product computes: TF32 and bfloat16 for float32 operands, reductions and
-accumulation in 16 bits, autocast. `nothing_ambient` turns them off around a computation and puts them back.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import MAX_SUM
 
-__all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "nothing_ambient", "padded_side"]
+__all__ = ["ALIGNMENT", "SMALL_PRODUCT", "Multiply", "multiply", "padded_side"]
 
 # Multiplications up to which PyTorch leaves a whole batch of bfloat16 products to its own loops (else oneDNN).
 SMALL_PRODUCT = 16**3
@@ -25,35 +19,8 @@ ALIGNMENT = 64
 # depends on the addresses of matrices in the batch and on how many there are, and the last bit with it.
 _SIDE_MULTIPLE = 8
 
-# torch.backends.cuda.matmul, by dtype: whether partial sums may be rounded to 16 bits.
-_REDUCTIONS = {
-    torch.float16: "allow_fp16_reduced_precision_reduction",
-    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
-}
-
-
 Multiply = Callable[..., Tensor]
 """`multiply`, or a kernel that takes the same arguments."""
-
-
-def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Make products of `dtype` on a device exact up to float32 accumulation and one rounding, and leave no trace.
-
-    The switches are the process's. A compiled graph would ignore them: callers keep out of `torch.compile`.
-    """
-    stack = contextlib.ExitStack()
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    if device_type == "cuda" and dtype in _REDUCTIONS:
-        stack.enter_context(_full_reductions(dtype))
-    switches: Any = None
-    if device_type == "cuda" and dtype == torch.float32:
-        switches = torch.backends.cuda.matmul
-    elif device_type == "cpu" and dtype != torch.float64:
-        switches = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    if switches is not None and switches.fp32_precision not in ("ieee", "none"):
-        stack.enter_context(_full_float32(switches))
-    return stack
 
 
 def padded_side(side: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -156,38 +123,3 @@ def _needs_float32(a: Tensor, b: Tensor, alpha: float) -> bool:
     if a.device.type != "cpu" or a.itemsize != 2:
         return False
     return a.dtype == torch.float16 or alpha == 0 or a.shape[-2] * a.shape[-1] * b.shape[-1] <= SMALL_PRODUCT
-
-
-@contextlib.contextmanager
-def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
-    switches = torch.backends.cuda.matmul
-    name = _REDUCTIONS[dtype]
-    reduced = getattr(switches, name)
-    # Newer versions keep a second switch in the same setting: whether the sum may be split at all.
-    split = getattr(switches, f"{name}_split_k", True)
-    accumulation = switches.allow_fp16_accumulation
-    try:
-        if reduced or not split:
-            setattr(switches, name, False)
-        if accumulation:
-            switches.allow_fp16_accumulation = False
-        yield
-    finally:
-        if reduced or not split:
-            setattr(switches, name, reduced if split else (reduced, split))
-        if accumulation:
-            switches.allow_fp16_accumulation = True
-
-
-@contextlib.contextmanager
-def _full_float32(switches: Any) -> Iterator[None]:
-    """Set `switches.fp32_precision` to full precision."""
-    before = switches.fp32_precision
-    switches.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        # What was read may be inherited from a more general switch: then "none" gives it back, and nothing is pinned.
-        switches.fp32_precision = "none"
-        if switches.fp32_precision != before:
-            switches.fp32_precision = before

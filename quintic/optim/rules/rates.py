@@ -1,21 +1,17 @@
-"""Learning rates, decays and momenta of groups: which a new group begins with, and which a step takes.
+"""Learning rates and decays that a new AdamW group begins with.
 
 A schedule with absolute rates (`OneCycleLR(max_lr=...)`, `eta_min`, `min_lr`, `swa_lr`) gives all groups the same
 number: right for Muon, and far too much for AdamW. With `adamw_lr_ratio` that number is every group's `lr`, and
-AdamW groups are stepped with `lr * adamw_lr_ratio`. Schedulers that cycle the momentum write it into `betas` where an
-optimizer has these: for Muon groups it goes on from there to `momentum`.
+AdamW groups are stepped with `lr * adamw_lr_ratio`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ADAMW_LR", "CycledMomentum", "fill_adamw_rates", "first_name"]
+__all__ = ["ADAMW_LR", "fill_adamw_rates", "first_name"]
 
 ADAMW_LR = 3e-4
 """Learning rate of AdamW groups unless another one is given."""
-
-# What schedulers leave in groups whose momentum they cycle.
-_CYCLED_KEY = "max_momentum"
 
 
 def fill_adamw_rates(number: int, group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -36,23 +32,3 @@ def first_name(group: Mapping[str, Any]) -> str:
     """Return the name of the first parameter of a group, for messages; the group need not be complete."""
     first = next(iter(group["params"]), None)
     return str(first[0] if isinstance(first, tuple) else next(iter(group.get("param_names", [])), "no parameters"))
-
-
-class CycledMomentum:
-    """Takes the momentum of Muon groups from `betas`, where PyTorch's schedulers write it."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[dict[str, Any], object]] = []
-        """Muon groups, with the `betas` they had when they were last looked at."""
-
-    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take the groups as they are: only what is written from now on counts."""
-        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
-
-    def follow(self) -> None:
-        """Set the momentum of groups whose `betas` a scheduler has written since."""
-        for place, (group, seen) in enumerate(self._seen):
-            if group["betas"] is not seen:
-                if _CYCLED_KEY in group:
-                    group["momentum"] = group["betas"][0]
-                self._seen[place] = group, group["betas"]

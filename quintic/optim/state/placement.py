@@ -1,6 +1,6 @@
 """The state that a parameter has, its form and its device: one place for state that is made, moved, copied or loaded.
 
-State of a parameter's shape (`sharded.CUT_KEYS`: momentum, moments, masters) lies as the parameter does: a `DTensor` in
+State of a parameter's shape (`parts.CUT_KEYS`: momentum, moments, masters) lies as the parameter does: a `DTensor` in
 its layout, with its strides, or, where ranks divide it, the parts of this rank as one flat tensor. With `offload=True`
 it is in host memory, pinned where there is CUDA, so that the host need not wait for copies; `offload.py` brings it to
 the device. Everything else is whole on every rank, on the parameter's device.

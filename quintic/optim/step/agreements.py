@@ -1,7 +1,7 @@
 """Agreements of ranks: before the first step on their plans, at each step on the parameters that are stepped."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from quintic.optim.comms.comparing import Place, described, difference
 from quintic.optim.comms.connected import Connected, exchanged, facts_of
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout
+from quintic.optim.layout.layouts import Layout, is_dtensor
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.replicas import ReplicaChoice
@@ -82,28 +82,24 @@ class Agreements:
         self._sums, self._summing = [], []
         problem = None
         for ranks, shared in described(self._groups, self._layouts).items():
-            descriptions = [description for _, description in shared]
+            process_group, places = self._communicators[ranks], [place for place, _ in shared]
+            params = [self._groups[group].params[index] for group, index in places]
+            names = [self._groups[group].param_names[index] for group, index in places]
+            watched = {param: name for param, name in zip(params, names, strict=True) if is_dtensor(param)}
             way = self._choices[ranks].way if ranks in self._choices else None
-            everything = [*descriptions, str(self._orders), f"replicas={way}"]
-            differs = difference(everything, ranks, self._communicators[ranks])
+            everything = [*(text for _, text in shared), str(self._orders), f"replicas={way}"]
+            differs = difference(everything, ranks, process_group)
+            if differs is None and watched:
+                differs = self.partial.exchange(watched, process_group)
             if differs is not None:
                 problem = problem or differs
                 continue
-            params = [self._groups[group].params[index] for (group, index), _ in shared]
-            names = [self._groups[group].param_names[index] for (group, index), _ in shared]
-            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for (group, _), _ in shared]
-            self.partial.watch(names, params)
-            watched = [param for param in params if self.partial.is_watched(param)]
-            differs = self.partial.exchange(watched, self._communicators[ranks]) if watched else None
-            if differs is not None:
-                problem = problem or differs
-                continue
-            rows = zip(params, shared, strict=True)
-            self._sums += [(param, group) for param, ((group, _), _) in rows if self.partial.is_watched(param)]
-            self._counted[ranks] = _Counted(params, needed, self._communicators[ranks], self.partial)
+            needed = [1 if self._groups[group].comms in AVERAGING else len(ranks) for group, _ in places]
+            self._sums += [(param, group) for param, (group, _) in zip(params, places, strict=True) if param in watched]
+            self._counted[ranks] = _Counted(params, needed, process_group, self.partial)
             if any(map(self.partial.is_sum, params)):
                 self._summing.append(self._counted[ranks])
-            self._places |= {place: (ranks, number) for number, (place, _) in enumerate(shared)}
+            self._places |= {place: (ranks, number) for number, place in enumerate(places)}
         facts = exchanged(facts_of(self._groups, self._layouts, problem), self._communicators)
         for rank, theirs in sorted(facts.items()):
             if theirs.problem is not None:
@@ -119,8 +115,8 @@ class Agreements:
 
         In the first one all is well: ranks tell each other then.
         """
-        if self.has_agreed:
-            self.partial.check(self._watched(_due(pending_steps)))
+        if self.has_agreed and self._sums:
+            self.partial.check(self._due_sums(pending_steps))
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
@@ -137,7 +133,8 @@ class Agreements:
             counted.check(wait=True)
         for counted in self._counted.values():
             counted.start()
-        with self.partial.summed(self._watched(_due(pending_steps))):
+        summed = self.partial.summed(self._due_sums(pending_steps)) if self._summing else nullcontext()
+        with summed:
             yield
         for counted in self._summing:
             counted.check(wait=False)
@@ -148,14 +145,14 @@ class Agreements:
         All ranks that share parameters must call it; errors are those of `agree` and `check_sums`.
         """
         self.agree()
-        params = self._watched(numbers)
+        wanted = set(numbers)
+        params = [param for param, group in self._sums if group in wanted]
         self.partial.check(params)
         self.partial.replace(params)
 
-    def _watched(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Return the parameters of some groups whose gradients may be sums, in one order on all ranks."""
-        wanted = set(numbers)
-        return [param for param, group in self._sums if group in wanted]
+    def _due_sums(self, pending_steps: Sequence[int]) -> list[Tensor]:
+        """Return the parameters stepped now whose gradients may be sums, in one order on all ranks."""
+        return [param for param, group in self._sums if pending_steps[group] == 0]
 
     def any_present(self) -> Iterator[Tensor]:
         """Yield () bool on a device for each group of ranks that share parameters: whether one has any gradient.
@@ -220,7 +217,6 @@ class _Counted:
         self._present: list[int] | None = None
         self._flags = self._enough = self._counts = torch.empty(0)
         self._pending: Pending | None = None
-        self._watched = [number for number, param in enumerate(params) if partial.is_watched(param)]
         needed = [
             1 if partial.may_lack_addends(param) else number for param, number in zip(params, needed, strict=True)
         ]
@@ -233,11 +229,9 @@ class _Counted:
     def start(self) -> None:
         """Begin to count."""
         present = [int(param.grad is not None) for param in self._params]
-        if self._partial.has_stand_ins:
-            for number in self._watched:
-                present[number] -= self._partial.is_stand_in(self._params[number])
         for number in self._sums:
-            present[number] += _WHOLE * self._partial.is_whole(self._params[number])
+            param = self._params[number]
+            present[number] += _WHOLE * self._partial.is_whole(param) - self._partial.is_stand_in(param)
         if present != self._present:
             self._flags = upload(host_tensor(present, torch.int32), self._needed.device)
             self._present = present
@@ -274,8 +268,3 @@ class _Counted:
         """Return () bool: whether any rank has any of the gradients in this step."""
         self.enough()
         return self._counts.any()
-
-
-def _due(pending_steps: Sequence[int]) -> list[int]:
-    """Return the numbers of the groups that are stepped now."""
-    return [number for number, pending in enumerate(pending_steps) if pending == 0]

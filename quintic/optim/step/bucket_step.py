@@ -1,10 +1,13 @@
-"""The step of one bucket of a plan: its parameters, its passes, and the measurements of it.
+"""The step of one bucket of a plan: its parameters, the update of its matrices, and the measurements of it.
 
-`LocalStep` has a bucket that this rank has alone; `gathered_step.py` and `divided_step.py` those shared with others.
+`LocalStep` has a bucket that this rank has alone, `shared_step.py` those shared with others. Whoever has the matrices,
+`BucketStep.updated` makes updates of their directions: orthogonalisation, then factors of neurons. Before and after it
+come the passes over gradients, momentum and weights, in plain PyTorch or as kernels.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -16,19 +19,21 @@ from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie
 from quintic.optim.plan.bucket import Bucket, Local, ParameterUnit
 from quintic.optim.plan.members import Member
+from quintic.optim.plan.schedule import Schedule, one_ahead
 from quintic.optim.polar.forms import Form
+from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
+from quintic.optim.rules.update import neuron_factors_
 from quintic.optim.state.parts import Part
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.gradient_averages import EarlyAverages
+from quintic.optim.step.averaging import EarlyAverages
 from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketMemory, Operands, State
-from quintic.optim.step.plain_passes import PlainPasses, step_adamw
+from quintic.optim.step.plain_passes import Passes, PlainPasses, step_adamw
 from quintic.optim.step.telemetry import Counts, Measured, measure
-from quintic.optim.step.updates import Passes, make_updates
 
-__all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide"]
+__all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide", "orthogonalized", "run_overlapping"]
 
 NO_OPERANDS = Operands((), [], [], [], 0)
 """The operands of a bucket that is not being stepped: gradients are let go of."""
@@ -74,7 +79,6 @@ class BucketStep:
         self.number, self.bucket, self.memory, self._common = number, bucket, memory, common
         self.group = common.groups[bucket.group]
         """As it is now."""
-        self.travels = bucket.travels
         self.active = NO_OPERANDS
         """The members that have a gradient, within a step."""
         self.counts = Counts(bucket, 0, 0, ())
@@ -91,9 +95,9 @@ class BucketStep:
         """
         raise NotImplementedError
 
-    @property
+    @cached_property
     def process_group(self) -> ProcessGroup:
-        """The process group of the bucket's ranks."""
+        """The process group of the bucket's ranks, which are connected before the first step and stay so."""
         return self._common.communicators[self.bucket.ranks]
 
     def begin(self) -> None:
@@ -108,16 +112,12 @@ class BucketStep:
             # Also without anything to step now: what was measured before is of another step.
             self._common.measured[self.number] = {}
 
-    def renew(self) -> None:
-        """Forget where weights and state are: they may have other memory now."""
-        self.memory.renew()
-
     def runs_alone(self, host_go: bool) -> bool:
         """Return whether this rank has something to do that needs no messages.
 
         `host_go` is False if the host knows that a gradient is not finite.
         """
-        return not self.travels and (host_go or self.group.on_nonfinite == "propagate")
+        return not self.bucket.travels and (host_go or self.group.on_nonfinite == "propagate")
 
     def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
@@ -180,11 +180,17 @@ class BucketStep:
         go: Tensor | None,
         kind: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `make_updates` for members of one kind; measure it if this step is sampled."""
-        table = None
+        """Return updates (b, m, n) in `update_dtype`, and what multiplies them besides the rate, (b, m or 1, n or 1).
+
+        Directions are (b, m, n), of members of one kind; without a form the group's function orthogonalises them.
+        Scales, (b, 1, 1), are the learning-rate scale times the own multiplier. With `normalize="neuron"` second
+        moments, (matrices, m, 1) or (matrices, 1, n) tensors that are together those of the batch, are advanced. Where
+        `go`, () or (b,) int32 on the device, is zero they stay; None for nowhere. A sampled step is measured.
+        """
+        update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
         if moments is not None:
             table = self.memory.neuron_table(self.bucket, moments, (member.name for member in members), kind)
-        update, factors = make_updates(directions, form, self.bucket, self.group, scales, moments, table, go)
+            factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), go)
         if self._is_sampled:
             values = measure(directions, update, factors)
             self._common.measured[self.number][kind] = Measured(list(members), values, go)
@@ -200,7 +206,7 @@ class LocalStep(BucketStep):
         """See `BucketStep`; without gradients there is nothing to do."""
         # AdamW counts steps also of parameters of which this rank holds no entry.
         has_work = bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
-        return has_work and super().runs_alone(host_go)
+        return has_work and (host_go or self.group.on_nonfinite == "propagate")
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""
@@ -232,6 +238,37 @@ class LocalStep(BucketStep):
         passes.apply(update, factors)
 
 
+def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:
+    """Return the updates (b, m, n) of a bucket's directions: a new tensor, in `update_dtype`."""
+    if form is not None:
+        return apply_form(directions, form, bucket.kernels)
+    assert callable(group.orthogonalizer)
+    update = group.orthogonalizer(directions)
+    if update.shape != directions.shape:
+        raise ValueError(
+            f"{bucket.name}: the orthogonalizer returned shape {tuple(update.shape)} "
+            f"for matrices of shape {tuple(directions.shape)}"
+        )
+    return update.to(directions.dtype)
+
+
+def _neuron_factors(
+    update: Tensor, scales: Tensor, moments: Sequence[Tensor], table: Tensor | None, beta: float, go: Tensor | None
+) -> Tensor:
+    """Return scales times the factors of neurons; advance the second moments, by a kernel if there is a table."""
+    if table is not None:
+        from quintic.kernels.update.neuron import advance_neuron_factors_
+
+        return advance_neuron_factors_(update, table, scales, beta=beta, go=go)
+    before = torch.cat(list(moments))
+    after = before.clone()
+    factors = neuron_factors_(update, after, beta=beta)
+    if go is not None:
+        after = torch.where(go.view(-1, 1, 1) != 0, after, before)
+    torch._foreach_copy_(list(moments), list(after.split([moment.shape[0] for moment in moments])))
+    return scales * factors
+
+
 def _numbers_of(members: Sequence[Member]) -> list[tuple[int]]:
     return [(member.first_matrix + i,) for member in members for i in range(member.num_matrices)]
 
@@ -249,3 +286,18 @@ def _those_stepped(active: Operands, stepped: Tensor) -> Operands:
         return active
     rows = zip(active.gradients, stepped.tolist(), strict=True)
     return active.present([gradient if flag else None for gradient, flag in rows])
+
+
+def run_overlapping(
+    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
+) -> None:
+    """Run steps of three parts, divided by two yields, such that collectives are under way while others compute.
+
+    Every rank of a process group must run the same steps in the same order. Without a schedule each starts before the
+    work on the one before it, and is finished after the work on the next; `meanwhile` is work without collectives.
+    """
+    for number in one_ahead(len(steps)) if schedule is None else schedule:
+        if number is not None:
+            next(steps[number], None)
+        elif meanwhile is not None:
+            meanwhile()

@@ -28,7 +28,7 @@ _LR, _WEIGHT_DECAY, _MOMENTUM, _BETA1, _BETA2, _EPS = range(len(HYPERPARAMETERS)
 
 
 class DevicePasses:
-    """The passes over at least one member of a bucket with the kernels, see `updates.Passes`.
+    """The passes over at least one member of a bucket with the kernels, see `plain_passes.Passes`.
 
     Where `go`, () or (matrices,) int32 on the device, is zero nothing changes; None for always.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor
+from quintic.optim.layout.layouts import is_dtensor, local_gradients, local_tensor, reject_sparse
 from quintic.optim.layout.tables import AddressTable, upload_programs
 from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
@@ -101,6 +101,10 @@ class BlockPlaces:
 
 
 _P = TypeVar("_P")
+_T = TypeVar("_T")
+
+# What shares memory with state or weights.
+_PLACED = ("moments", "owned", "elsewhere")
 
 
 class BucketMemory:
@@ -112,26 +116,28 @@ class BucketMemory:
         self._owners: list[Tensor] = []
         """The parameter of each member."""
         self._contiguous = self._are_cut = False
-        self._moments_key: object = None
-        self._moments: list[Tensor] = []
-        self._scales_of = self._scaled_parts = object()
-        self._scales = torch.empty(0)
+        self._kept: dict[str, tuple[object, Any]] = {}
+        """Name -> what a value was made for, and the value: it is made again when that is another one."""
         self.places = BlockPlaces()
         self.table, self.steps_table = AddressTable(), AddressTable()
         self.runs: list[tuple[MatrixLayout, int]] | None = None
         """The layouts of the members' matrices, and how many in a row have each; nearly always one."""
-        self._programs_key: object = None
-        self._programs: tuple[Tensor, TilePrograms] | None = None
         self._neuron_tables: dict[int, AddressTable] = {}
-        self._checked: object = None
-        self._matrix_places_key: object = None
-        self._matrix_places = torch.empty(0), torch.empty(0)
 
     def renew(self) -> None:
         """Forget where weights and state are: they may have other memory now."""
         self.everything = None
-        self._moments_key, self._moments = None, []
         self.places = BlockPlaces()
+        for name in _PLACED:
+            self._kept.pop(name, None)
+
+    def once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
+        """Return what was made under this name, if the key is the same, or make it."""
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != key:
+            kept = self._kept[name] = key, make()
+        value: _T = kept[1]
+        return value
 
     def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
         """Return the members of the bucket that have a gradient; of `DTensor`s what this rank holds.
@@ -170,7 +176,8 @@ class BucketMemory:
         The matrices belong to `parts`, a tuple that is the same one as long as nothing changes; `numbers_of` returns of
         each matrix, by kind, the position among the matrices of its parameter.
         """
-        if self._scales_of != (group.lr_scale, group.lr_multipliers) or self._scaled_parts != parts:
+
+        def make() -> Tensor:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
             scales = host_tensor([lr_scale_factor(group.lr_scale, m, n) for m, n in shapes], dtype)
@@ -178,43 +185,42 @@ class BucketMemory:
             if multipliers is not None:
                 each = [[multipliers[number] for number in row] for row in numbers]
                 scales *= host_tensor(each, dtype).view_as(scales)
-            self._scales = upload(scales, bucket.device)
-            self._scales_of, self._scaled_parts = (group.lr_scale, group.lr_multipliers), parts
-        return self._scales
+            return upload(scales, bucket.device)
+
+        return self.once("scales", (group.lr_scale, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""
         buffers = [state["second_momentum_buffer"] for state in active.states]
-        key = (active.members, tuple(map(id, buffers)), tuple(map(Tensor.data_ptr, buffers)))
-        if key != self._moments_key:
-            self._moments = [
-                second_moments(buffer, param.shape, view)[member.block][
-                    member.start : member.start + member.num_matrices
-                ]
-                for member, param, buffer in zip(active.members, active.params, buffers, strict=True)
+
+        def make() -> list[Tensor]:
+            rows = zip(active.members, active.params, buffers, strict=True)
+            return [
+                second_moments(buffer, param.shape, view)[m.block][m.start : m.start + m.num_matrices]
+                for m, param, buffer in rows
             ]
-            self._moments_key = key
-        return self._moments
+
+        key = active.members, list(map(id, buffers)), list(map(Tensor.data_ptr, buffers))
+        return self.once("moments", key, make)
 
     def check_state(self, active: Operands, dtypes: Mapping[str, torch.dtype], addresses: tuple[int, ...]) -> None:
-        """Reject state of another device, dtype or memory order, where kernels see addresses alone.
+        """Reject state of another device, dtype or memory order, where kernels see addresses alone."""
 
-        What was checked last, at these addresses, is right.
-        """
-        if self._checked == (active.members, addresses):
-            return
-        wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
-        for member, param, state in zip(active.members, active.params, active.states, strict=True):
-            for key in wanted.keys() & state.keys():
-                value = state[key]
-                if (value.device, value.dtype, value.stride()) != (param.device, wanted[key], param.stride()):
-                    right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
-                    raise _misread(member.name, key, value, right)
-        self._checked = active.members, addresses
+        def check() -> None:
+            wanted = {**dtypes, "master": torch.float32, "mantissa": torch.uint16}
+            for member, param, state in zip(active.members, active.params, active.states, strict=True):
+                for key in wanted.keys() & state.keys():
+                    value = state[key]
+                    if (value.device, value.dtype, value.stride()) != (param.device, wanted[key], param.stride()):
+                        right = f"{wanted[key]} on {param.device} with strides {param.stride()}"
+                        raise _misread(member.name, key, value, right)
+
+        self.once("checked", (active.members, addresses), check)
 
     def matrix_places(self, view: View, active: Operands) -> tuple[Tensor, Tensor]:
         """Return for each matrix which operand it belongs to, and where it starts in the parameter, in entries."""
-        if self._matrix_places_key != active.members:
+
+        def make() -> tuple[Tensor, Tensor]:
             owners: list[Tensor] = []
             offsets: list[Tensor] = []
             for number, (member, param) in enumerate(zip(active.members, active.params, strict=True)):
@@ -222,18 +228,19 @@ class BucketMemory:
                 start = int(block.storage_offset()) - int(param.storage_offset())
                 offsets.append(torch.arange(block.shape[0], device="cpu") * int(block.stride(0)) + start)
                 owners.append(torch.full_like(offsets[-1], number))
-            self._matrix_places, self._matrix_places_key = (torch.cat(owners), torch.cat(offsets)), active.members
-        return self._matrix_places
+            return torch.cat(owners), torch.cat(offsets)
+
+        return self.once("matrix_places", active.members, make)
 
     def programs(self, active: Operands, device: torch.device) -> "tuple[Tensor, TilePrograms]":
         """Return on the device the entries of each tensor, and how programs are divided among them."""
         from quintic.kernels.update.adamw import adamw_programs
 
-        if self._programs is None or active.members != self._programs_key:
+        def make() -> "tuple[Tensor, TilePrograms]":
             numels = [param.numel() for param in active.params]
-            self._programs = upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
-            self._programs_key = active.members
-        return self._programs
+            return upload(host_tensor(numels), device), upload_programs(adamw_programs(numels), device)
+
+        return self.once("programs", active.members, make)
 
     def neuron_table(
         self, bucket: Bucket, moments: Sequence[Tensor], names: Iterable[str], kind: int = 0
@@ -276,8 +283,7 @@ def are_contiguous(gradients: list[Any]) -> TypeGuard[list[Tensor]]:
 
 def dense_gradient(param: Tensor, gradient: Tensor, name: str) -> Tensor:
     """Return a parameter's gradient with the parameter's strides."""
-    if gradient.layout is not torch.strided:
-        raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
+    reject_sparse(name, gradient)
     if gradient.stride() == param.stride():
         return gradient
     # Views may be impossible without a copy, and fused kernels pair entries by their place in memory.

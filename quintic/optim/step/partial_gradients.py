@@ -11,7 +11,7 @@ may have been added up by the user: then it is so on all ranks. This rank joins 
 so that no rank waits for it, and says so with the counts of gradients (`agreements.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,19 +74,6 @@ class PartialGradients:
         self._made: dict[Tensor, bool] = {}
         """Parameters whose gradients `replace` has added up since the last step -> whether this rank's was whole."""
 
-    def watch(self, names: Iterable[str], params: Iterable[Tensor]) -> None:
-        """Look after parameters that several ranks share; plain tensors are left out."""
-        self._names |= {param: name for name, param in zip(names, params, strict=True) if hasattr(param, "device_mesh")}
-
-    def is_watched(self, param: Tensor) -> bool:
-        """Return whether it is one of those parameters."""
-        return param in self._names
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether `replace` has put sums where this rank had no gradient, since the last step."""
-        return bool(self._stand_ins)
-
     def is_stand_in(self, param: Tensor) -> bool:
         """Return whether `param.grad` was put there by `replace`, where this rank had none."""
         return param.grad is not None and self._stand_ins.get(param) is param.grad
@@ -114,17 +101,20 @@ class PartialGradients:
             f"on all ranks that have it as a sum"
         )
 
-    def exchange(self, params: Sequence[Tensor], group: ProcessGroup) -> str | None:
-        """Tell all ranks what sums there are, and remember theirs. All ranks of the group must call it; waits.
+    def exchange(self, names: Mapping[Any, str], group: ProcessGroup) -> str | None:
+        """Tell all ranks what sums there are among the gradients of `DTensor`s with names, and remember theirs.
+
+        All ranks of the group must call it; waits.
 
         Returns:
             None, or on all ranks the same message: ranks have different sums of one parameter, or only some of those
             that have a gradient have it as a sum, which the others would not join.
         """
         # Of every gradient that there is: how it is cut if it is a sum, else None.
-        own = {number: cut_of(param) for number, param in enumerate(params) if param.grad is not None}
+        own = {number: cut_of(param) for number, param in enumerate(names) if param.grad is not None}
         of_ranks = all_gather_values(own, group)
-        for number, param in enumerate(params):
+        self._names |= names
+        for number, param in enumerate(names):
             cuts = dict.fromkeys(theirs[number] for theirs in of_ranks if number in theirs)
             sums = [cut for cut in cuts if cut is not None]
             if not sums:

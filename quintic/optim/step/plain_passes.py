@@ -1,7 +1,12 @@
-"""The passes over gradients, momentum and weights in plain PyTorch; `device_passes.py` has them as kernels."""
+"""The passes before and after an orthogonalisation: what they are, and how plain PyTorch makes them; AdamW's step, too.
+
+`device_passes.py` makes them with kernels. Either hands over the same things: directions (b, m, n), updates (b, m, n)
+and factors (b, m or 1, n or 1).
+"""
 
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +19,28 @@ from quintic.optim.plan.members import adamw_entries
 from quintic.optim.rules.update import adamw_, apply_, in_pieces, momentum_
 from quintic.optim.step.operands import BlockPlaces, Operands
 
-__all__ = ["PlainPasses", "step_adamw"]
+__all__ = ["Passes", "PlainPasses", "step_adamw"]
 
 _MOMENTUM, _DTYPE = itemgetter("momentum_buffer"), attrgetter("dtype")
 
 
+class Passes(Protocol):
+    """The two passes over a bucket's own tensors, before and after its matrices are orthogonalised."""
+
+    def directions(self) -> Tensor:
+        """Advance the momentum; return the update directions, (b, m, n), rounded to `direction_dtype`."""
+        ...
+
+    def apply(self, update: Tensor, factors: Tensor) -> None:
+        """Step the weights against updates (b, m, n), times factors and the learning rate.
+
+        Factors are (b, m or 1, n or 1); with `scale_decay` twice as many, the others of decay.
+        """
+        ...
+
+
 class PlainPasses:
-    """The passes over at least one member of a bucket, see `updates.Passes`, in plain PyTorch.
+    """The passes over at least one member of a bucket, see `Passes`, in plain PyTorch.
 
     Members that are not `present` keep weights and state, and have zeros for a direction; None if all are.
     """

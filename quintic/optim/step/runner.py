@@ -1,8 +1,8 @@
 """Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
 
 A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
-the buckets: those that need collectives overtaking each other (`gathered_step.py`, `divided_step.py`), the others while
-the first of these is under way.
+the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while the first of these
+is under way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,17 +23,16 @@ from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_ways, divided_layouts
-from quintic.optim.plan.schedule import Schedule, restricted, run_overlapping
+from quintic.optim.plan.schedule import Schedule, restricted
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 from quintic.optim.step.agreements import Agreements
-from quintic.optim.step.averages.divided_memory import DividedMemory
-from quintic.optim.step.averages.gradient_averages import EarlyAverages, GradientAverages, OfGroup
-from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, PlanWide
-from quintic.optim.step.divided_step import DividedMatricesStep, DividedStep
-from quintic.optim.step.gathered_step import GatheredMemory, GatheredStep
+from quintic.optim.step.averaging import DividedMemory, EarlyAverages, OfGroup
+from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, PlanWide, run_overlapping
+from quintic.optim.step.gradient_averages import GradientAverages
 from quintic.optim.step.offload.offload import Offload, Visit
 from quintic.optim.step.operands import BucketMemory, State
+from quintic.optim.step.shared_step import DividedMatricesStep, DividedStep, GatheredMemory, GatheredStep
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts
 
@@ -97,6 +96,8 @@ class Runner:
             (of_head[0].written if len(of_head) == 1 else self.written).append(tie)
         self._averages = GradientAverages(divided_memories, groups, layouts, communicators, early)
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
 
     def upload_hyperparameters(self) -> None:
         """Bring changed hyperparameters to the devices."""
@@ -111,7 +112,7 @@ class Runner:
     def renew(self) -> None:
         """Find weights and state anew at the next step: they may have other memory now."""
         for step in self._steps:
-            step.renew()
+            step.memory.renew()
 
     def reachable_state(self) -> AbstractContextManager[None]:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
@@ -135,8 +136,9 @@ class Runner:
                 tie.add_gradient()
         if self.common.is_alone:
             return self._step(pending_steps)
-        with self.agreements.of_step(pending_steps), self._averages.of_step(pending_steps):
-            self.common.is_alone = self.agreements.is_alone and not self._averages.is_needed
+        averaged = self._averages.of_step(pending_steps) if self._averages.ranks else nullcontext()
+        with self.agreements.of_step(pending_steps), averaged:
+            self.common.is_alone = self.agreements.is_alone and not self._averages.ranks
             return self._step(pending_steps)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
@@ -175,15 +177,13 @@ class Runner:
 
     def _run(self, alone: Sequence[BucketStep], go: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: those with messages overtaking each other, the others while the first of these travels."""
-        travelling = [step for step in steps if step.travels]
-        schedule: Schedule = (None,)
-        if travelling:  # they come first in the plan
-            schedule = restricted(self.plan.schedule, [step.number for step in travelling])
+        travelling = [step for step in steps if step.bucket.travels]  # they come first in the plan
+        numbers = tuple([step.number for step in travelling])
+        if numbers not in self._schedules:
+            self._schedules[numbers] = restricted(self.plan.schedule, numbers)
+        schedule = self._schedules[numbers]
         if self.common.offload is not None:
             self.common.offload.begin(_visits(alone, travelling, schedule))
-        if not travelling:
-            _run_alone(alone, go)
-            return
         runs = [_written(step, go) if step.written else step.run(go) for step in travelling]
         run_overlapping(runs, schedule, partial(_run_alone, alone, go))
 
@@ -214,10 +214,8 @@ class Runner:
             FloatingPointError: it must not happen, and a group that is stepped now has `on_nonfinite="raise"`, be it
                 on another rank: all connected ranks raise.
         """
-        if self.common.is_alone and not asking:
-            return None
         connected = self.agreements.connected
-        if not connected.is_alone and not connected.asks:
+        if not (asking if connected.is_alone else connected.asks):
             return None
         watched = [step.active for step in steps if step.group.on_nonfinite != "propagate"]
         gradients = [gradient for active in watched for gradient in active.gradients]

@@ -15,6 +15,7 @@ process groups in between. In it, tables come in the order of the parameter grou
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +57,6 @@ class Table:
         # Of all ranks.
         self._pending_marks: Pending | None = None
         self._read_counts: Callable[[], list[list[int]]] | None = None
-        self._known_counts: list[list[int]] | None = None
         self._stream: Any = None
         # The number of a rank whose announcement was not right, counted from 1.
         self._pending_offender: Pending | None = None
@@ -94,9 +94,9 @@ class Table:
             # Beside the computation, which must not wait until the other ranks have come so far.
             self._stream = self._stream or torch.cuda.Stream(self.param.device)
             with torch.cuda.stream(self._stream):
-                self._read_counts = HostCopy(pending.wait()).read
+                self._read_counts = cache(HostCopy(pending.wait()).read)
         else:
-            self._read_counts = lambda: HostCopy(pending.wait()).read()
+            self._read_counts = cache(lambda: HostCopy(pending.wait()).read())
         self.is_sent = True
 
     def hold(self, gradient: Tensor | None) -> None:
@@ -176,7 +176,7 @@ class Table:
         for pending in (self._pending_marks, self._pending_offender):
             if pending is not None:
                 pending.wait()
-        self._pending_marks = self._pending_offender = self._read_counts = self._known_counts = None
+        self._pending_marks = self._pending_offender = self._read_counts = None
         self._marks = self._counts = torch.empty(0)
         self.is_complete = self.is_sent = self._is_announced = False
 
@@ -185,10 +185,8 @@ class Table:
 
     def _all_counts(self) -> list[list[int]]:
         """Return for each rank how many rows it sends to each owner, and whether they were announced."""
-        if self._known_counts is None:
-            assert self._read_counts is not None
-            self._known_counts = self._read_counts()
-        return self._known_counts
+        assert self._read_counts is not None
+        return self._read_counts()
 
 
 def start_mean_of_rows(bucket: Bucket, table: Table, process_group: ProcessGroup) -> Callable[[], Tensor]:

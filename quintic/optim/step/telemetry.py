@@ -128,7 +128,7 @@ def collected(measured: Mapping[int, Mapping[int, Measured]]) -> dict[str, list[
 def measure(directions: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
     """Return the fields of `MatrixTelemetry` for each matrix of a bucket, (b, 4) float32 on the device.
 
-    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `make_updates`.
+    Directions, of any scale, and updates are (b, m, n), factors (b, m or 1, n or 1), as in `BucketStep.updated`.
     """
     rows = []
     # One matrix at a time: sampling must not need more memory than the step itself.

@@ -6,9 +6,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.muon import Muon
-from quintic.optim.steps_made import FirstGradients
 
 __all__ = ["Kept", "Values", "local_values", "named_parameters", "snapshot"]
 

@@ -32,7 +32,7 @@ from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import second_moments
-from quintic.optim.step.averages.gradient_averages import OfGroup
+from quintic.optim.step.averaging import OfGroup
 from quintic.optim.step.partial_gradients import Cut, cut_of, zeros
 
 __all__ = ["Rounding", "Roundings", "largest", "reference_step", "run_reference"]

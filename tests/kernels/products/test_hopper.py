@@ -15,8 +15,8 @@ import quintic
 from quintic.kernels.products.choose_products import choose_products
 from quintic.kernels.products.hopper import TILE, hopper_multiply
 from quintic.optim.polar.forms import resolve
-from quintic.optim.polar.orthogonalize import apply_form
-from quintic.optim.polar.products import multiply, nothing_ambient
+from quintic.optim.polar.orthogonalize import apply_form, nothing_ambient
+from quintic.optim.polar.products import multiply
 from quintic.optim.polar.program import products_of, run_products, run_queue
 
 pytestmark = [

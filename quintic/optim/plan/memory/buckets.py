@@ -1,9 +1,9 @@
 """Upper bounds of the bytes that the buckets of a plan allocate, stage by stage.
 
 Those that a rank has alone need memory once (`batch_bytes`, `vectors_bytes`). The moments of those with state divided
-(`stages_of_parts`) are those of `divided_step.py`: gradients sent and received, their mean, the step of this rank's
+(`stages_of_parts`) are those of `DividedStep`: gradients sent and received, their mean, the step of this rank's
 parts with it, and weights sent and received. Of those whose matrices lie on several ranks (`stages_of_units`), as in
-`gathered_step.py` and `exchange.py`:
+`GatheredStep` and `exchange.py`:
 
     starts      this rank's pieces of all units; what is sent, where that is a copy; what is received
     computes    what was received, or the pieces it is part of; the units it is assembled to; `workspace.units_work`
@@ -270,7 +270,7 @@ def _results(units: Units, exchange: Exchange, kept: int, of: Matrices) -> tuple
 
 
 def _all_gathered(exchange: Exchange, size: int, kept: int, *, copied: int = 0) -> _Gathered:
-    """Return the bytes of `Exchange.all_gather`.
+    """Return the bytes of `Exchange.start_all_gather`.
 
     Each unit's part has `size` bytes; this rank's keep `kept` bytes alive, and `copied` bytes more put them in order.
     """

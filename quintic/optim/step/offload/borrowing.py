@@ -26,7 +26,7 @@ from quintic.optim.state.state import master_key
 from quintic.optim.step.device_passes import with_one_gradient_dtype
 from quintic.optim.step.offload.transfers import Loan, Ring
 from quintic.optim.step.operands import BucketMemory, Operands
-from quintic.optim.step.updates import Passes
+from quintic.optim.step.plain_passes import Passes
 
 __all__ = ["BLOCKS", "BorrowingPasses", "HostedMatrices", "HostedVectors", "hosted_state"]
 
@@ -98,7 +98,7 @@ class HostedMatrices:
 
 
 class BorrowingPasses:
-    """Passes over a bucket, see `updates.Passes`, that have their state on the device while they run."""
+    """Passes over a bucket, see `Passes`, that have their state on the device while they run."""
 
     def __init__(self, passes: Passes, loans: Sequence[tuple[Ring, Loan]]) -> None:
         self._passes, self._loans = passes, loans

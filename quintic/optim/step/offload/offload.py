@@ -25,7 +25,7 @@ from quintic.optim.state.placement import planned_state
 from quintic.optim.step.offload.borrowing import BLOCKS, BorrowingPasses, HostedMatrices, HostedVectors, hosted_state
 from quintic.optim.step.offload.transfers import Copies, Loan, Ring
 from quintic.optim.step.operands import BucketMemory, Operands, State
-from quintic.optim.step.updates import Passes
+from quintic.optim.step.plain_passes import Passes
 
 __all__ = ["Offload", "OffloadedPart", "Visit"]
 

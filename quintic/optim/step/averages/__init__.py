@@ -1,1 +1,0 @@
-"""Averages of gradients over ranks: in the step, or before it where their norm is asked for."""
