@@ -11,15 +11,15 @@ dimension. Where this model departs from the race's:
 - banks have no padding, coefficients no unused entries.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import AttentionName, attention, document_mask
+from quintic.kernels.attention.attention import AttentionName, document_mask
+from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_inputs import (
@@ -31,14 +31,12 @@ from quintic.model.speedrun_inputs import (
 )
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
-    Attended,
     BlockWeights,
     FlatRow,
     Rotary,
     TokenCoefficients,
-    add_skip,
-    finish_layer,
-    query_key_value,
+    attend,
+    joined,
 )
 from quintic.model.speedrun_sizes import RESIDUAL_SCALE, SpeedrunConfig
 
@@ -252,12 +250,9 @@ class SpeedrunGPT(nn.Module):
 
     def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
         """Return the head's input, (T, C)."""
-        config, length = self.config, len(inputs)
-        short, long, longest, _ = row.limits.shape
-        masks = [replace(mask, longest=copies * longest) for copies, mask in enumerate(row.masks, start=1)]
+        config = self.config
         embedding_TC, bigram_TC, values_KTC = row.looked_up
         x_TC, injected, gates = self._enter(inputs, embedding_TC, bigram_TC)
-        # Taken apart here, so that the gradient is put together once.
         values = () if values_KTC is None else values_KTC.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
         for plan, weights in zip(config.layers, self._block_weights(), strict=True):
@@ -267,35 +262,27 @@ class SpeedrunGPT(nn.Module):
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}
             if config.dense_connections and index == config.num_layers - 1:
                 streams["last"], injected["embedding"] = x_TC, streams["entry"]
-                x_TC, dense_value_TC, found = self._connect(x_TC, streams["entry"], streams["shared"])
-                own |= found
+                x_TC, dense_value_TC, computed = self._connect(x_TC, streams["entry"], streams["shared"])
+                own |= computed
             if plan.skips:
-                x_TC = add_skip(self.skip_scale, x_TC, own.pop("skip"), streams["early"])
-            attended = None
+                x_TC = x_TC + torch.sigmoid(self.skip_scale).to(x_TC.dtype) * own["skip"] * streams["early"]
             if plan.attends:
-                copies = 2 if plan.paired else 1
-                cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
-                q_NHD, k_NHD, v_NHD = query_key_value(
+                out_TC = attend(
                     plan,
                     weights,
+                    row,
                     self.rotary.query_scale,
                     read_TC=streams.get("shared", x_TC) if config.shared_attention_input else x_TC,
-                    cos=cos,
-                    sin=sin,
-                    starts_T1=row.starts,
                     value_TC=None if plan.value_table is None else values[plan.value_table],
-                    gate_TH=own.pop("value", None),
                     dense_value_TC=dense_value_TC,
+                    gates=own,
                 )
-                out_NHD = attention(
-                    q_NHD[None], k_NHD[None], v_NHD[None], masks[copies - 1], long if plan.long else short
-                )
-                attended = Attended(
-                    out_NHD.view(length, config.num_heads, -1),
-                    v_NHD.view(length, config.num_heads, -1),
-                    {name: added for name, added in injected.items() if name in own},
-                )
-            x_TC = finish_layer(plan, weights, x_TC, own, attended)
+                x_TC = joined("attention", x_TC, out_TC, weights.attention_mix, own)
+                for name in (name for name in injected if name in own):
+                    x_TC = x_TC + own[name] * injected[name]
+            # Squared ReLU: Primer, arXiv 2109.08668.
+            out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=weights.fp8)
+            x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
 
@@ -312,15 +299,15 @@ class SpeedrunGPT(nn.Module):
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, the addition to its values, and its coefficients."""
-        found: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
-        streams, of_values = found.pop("streams"), found.pop("values")
+        computed: dict[str, Tensor] = self.last_connections(x_TC, COEFFICIENT_SCALE)
+        streams, of_values = computed.pop("streams"), computed.pop("values")
         mixed_TC, value_TC = x_TC, torch.zeros_like(x_TC)
         for number, source_TC in enumerate((entry_TC, shared_TC, x_TC)):
             mixed_TC = mixed_TC + streams[:, number : number + 1] * source_TC
             value_TC = value_TC + of_values[:, number : number + 1] * source_TC
-        if "value_gates" in found:
-            found["value"] = found.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
-        return mixed_TC, value_TC, found
+        if "value_gates" in computed:
+            computed["value"] = computed.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
+        return mixed_TC, value_TC, computed
 
     def _top(self, x_TC: Tensor, streams: dict[str, Tensor]) -> Tensor:
         """Return the head's input: the stream and, with dense connections, a mixture of earlier ones."""
@@ -337,25 +324,24 @@ class SpeedrunGPT(nn.Module):
         value_outs = iter(self.vo_bank.view(-1, width, width).unbind())
         mlps = self.mlp_bank.view(-1, 4 * width, width).unbind()
         gates = self.value_gates.unbind() if config.value_embeddings else ()
-        scales: Sequence[Tensor | None] = [None] * len(config.layers)
-        mixes: Sequence[Tensor | None] = [None] * (2 * len(config.layers))
+        scales: Iterator[Tensor] = iter(())
+        mixes: Iterator[Tensor] = iter(())
         if config.residual_scalars:
-            # Rows of four float32 begin where a compiled function can read them without a copy.
-            scales = F.pad(self.projection_scales, (0, 2)).unbind()
-            mixes = F.pad(torch.stack([self.residual_scales, self.output_scales], dim=1), (0, 2)).unbind()
-        next_scale, next_mix, found = iter(scales), iter(mixes), []
+            scales = iter(self.projection_scales.unbind())
+            mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
+        layers, fp8 = [], config.fp8_mlp and self._learns()
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
-            weights = BlockWeights(up, down, fp8=config.fp8_mlp and self._learns())
+            attention_mix = next(mixes, None) if plan.attends else None
+            weights = BlockWeights(up, down, fp8, mlp_mix=next(mixes, None), attention_mix=attention_mix)
             if plan.attends:
                 table = plan.value_table
                 weights = weights._replace(
-                    attention_mix=next(next_mix, None),
                     attention=(next(query_keys), next(value_outs), next(value_outs)),
-                    projection_scales=next(next_scale),
+                    projection_scales=next(scales, None),
                     value_gate=gates[table] if table is not None and table < len(gates) else None,
                 )
-            found.append(weights._replace(mlp_mix=next(next_mix, None)))
-        return found
+            layers.append(weights)
+        return layers
 
     def compile_trunk(self) -> None:
         """Compile what lies between lookups and loss, for each number of tokens in training and in validation."""

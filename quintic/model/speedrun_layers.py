@@ -1,4 +1,4 @@
-"""The layers of the speedrun's model: rotary positions, coefficients per token, projections around attention, the MLP.
+"""The layers of the speedrun's model: rotary positions, coefficients per token, attention, and joining the stream.
 
 These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices.
 Shape suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head
@@ -6,28 +6,26 @@ dimension.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintic.kernels.attention.attention import DocumentMask
-from quintic.kernels.linear.mlp import mlp_relu2
+from quintic.kernels.attention.attention import DocumentMask, attention
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_sizes import LayerPlan, Starts
 
 __all__ = [
     "COEFFICIENT_SCALE",
-    "Attended",
     "BlockWeights",
     "FlatRow",
     "Rotary",
     "TokenCoefficients",
-    "add_skip",
-    "finish_layer",
+    "attend",
+    "joined",
     "previous",
-    "query_key_value",
     "rotate_half",
 ]
 
@@ -158,8 +156,7 @@ class TokenCoefficients(nn.Module):
             values = F.linear(F.gelu(F.linear(x_TC, self.up)), self.down) + values
         values = values * (scale.to(x_TC.dtype) if isinstance(scale, Tensor) else scale)
         sizes = [size for size, _ in self.starts.values()]
-        # Contiguous, so that what reads them is not compiled again for other strides.
-        return {name: one.contiguous() for name, one in zip(self.starts, values.split(sizes, dim=-1), strict=True)}
+        return dict(zip(self.starts, values.split(sizes, dim=-1), strict=True))
 
 
 class FlatRow(NamedTuple):
@@ -181,121 +178,81 @@ class BlockWeights(NamedTuple):
     up: Tensor  # (4C, C)
     down: Tensor  # (4C, C), transposed
     fp8: bool  # whether the MLP multiplies in 8 bits forward
-    mlp_mix: Tensor | None = None  # (4,), scales of the stream and of what the MLP adds first
+    mlp_mix: Tensor | None  # (2,), scales of the stream and of what the MLP adds
     attention_mix: Tensor | None = None  # likewise
     attention: tuple[Tensor, Tensor, Tensor] | None = None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
-    projection_scales: Tensor | None = None  # (4,), factors of values and outputs first
+    projection_scales: Tensor | None = None  # (2,), factors of values and outputs
     value_gate: Tensor | None = None  # (H, 2 x channels)
 
 
-def add_skip(scale: Tensor, x_TC: Tensor, gate_T1: Tensor, skipped_TC: Tensor) -> Tensor:
-    """Return the stream plus the skipped stream, gated, times the sigmoid of a (1,) scale."""
-    return x_TC + torch.sigmoid(scale).to(x_TC.dtype) * gate_T1 * skipped_TC
-
-
-def query_key_value(
+def attend(
     plan: LayerPlan,
     weights: BlockWeights,
+    row: FlatRow,
     query_scale: Tensor,
     *,
     read_TC: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    starts_T1: Tensor,
     value_TC: Tensor | None,
-    gate_TH: Tensor | None,
     dense_value_TC: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values: 2T positions of H/2 heads each with paired heads, otherwise T of H heads.
+    gates: dict[str, Tensor],
+) -> Tensor:
+    """Compute what a layer's attention adds to the stream, (T, C).
 
     Args:
         plan: of the layer.
         weights: of the layer.
+        row: the tokens.
         query_scale: () factor of the products of queries and keys.
         read_TC: the stream that attention reads.
-        cos: (T, copies, D / 4) of the rotary angles of the positions.
-        sin: likewise.
-        starts_T1: where documents start.
         value_TC: value embeddings of the tokens.
-        gate_TH: their gate, unless `weights` compute it.
         dense_value_TC: what dense connections add to the values.
+        gates: (T, H) each, by kind; that of the value embeddings, "value", unless `weights` compute it.
     """
     assert weights.attention is not None
-    query_key, value_weight, _ = weights.attention
-    copies, num_heads = cos.shape[1], len(query_key) // (8 * cos.shape[-1])
+    query_key, value_weight, out_weight = weights.attention
+    length, copies = len(read_TC), 2 if plan.paired else 1
+    cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
+    num_heads = len(query_key) // (8 * cos.shape[-1])
     read_TC = rms_norm(read_TC)
     if value_TC is not None:
-        if weights.value_gate is not None:  # from a few channels of what attention reads and of the embedding
+        if weights.value_gate is None:
+            gate_TH = gates["value"]
+        else:  # from a few channels of what attention reads and of the embedding
             channels = weights.value_gate.shape[1] // 2
             seen = torch.cat([read_TC[:, :channels], value_TC[:, :channels]], dim=-1)
             gate_TH = 2 * torch.sigmoid(F.linear(seen, weights.value_gate))  # 1 for a gate that has learned nothing
-        assert gate_TH is not None
         value_TC = (gate_TH.unsqueeze(-1) * value_TC.unflatten(-1, (num_heads, -1))).flatten(1)
     if dense_value_TC is not None:
         value_TC = dense_value_TC if value_TC is None else value_TC + dense_value_TC
     if weights.projection_scales is not None:
-        value_weight = weights.projection_scales[0].to(read_TC.dtype) * value_weight
+        value_scale, out_scale = weights.projection_scales.to(read_TC.dtype).unbind()
+        value_weight, out_weight = value_scale * value_weight, out_scale * out_weight
     projected = F.linear(read_TC, torch.cat([query_key, value_weight]))
     q_THD, k_THD, v_THD = projected.unflatten(-1, (3, num_heads, -1)).unbind(1)
     if value_TC is not None:
         v_THD = v_THD + value_TC.view(v_THD.shape)
     # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
-    q, k = (rms_norm(x).unflatten(1, (copies, -1)) for x in (q_THD, k_THD))
+    q, k, v = (x.unflatten(1, (copies, -1)) for x in (rms_norm(q_THD), rms_norm(k_THD), v_THD))
     sharpness = query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
     q, k = rotate_half(q * sharpness.to(q.dtype), cos, sin), rotate_half(k, cos, sin)
     if plan.key_offset:
         rotating, still = k.chunk(2, dim=-1)
-        still = torch.where(starts_T1[..., None, None], still, previous(still))
+        still = torch.where(row.starts[..., None, None], still, previous(still))
         k = torch.cat([rotating, still], dim=-1)
-    return q.flatten(0, 1), k.flatten(0, 1), v_THD.unflatten(1, (copies, -1)).flatten(0, 1).contiguous()
-
-
-class Attended(NamedTuple):
-    """Attention's output, and the inputs of the steps that follow it in a layer."""
-
-    out: Tensor  # (T, H, D)
-    values: Tensor  # (T, H, D), which attention read
-    injected: dict[str, Tensor]  # name -> (T, C) that is added, times the gate of that name
-
-
-def finish_layer(
-    plan: LayerPlan, weights: BlockWeights, x_TC: Tensor, gates: dict[str, Tensor], attended: Attended | None
-) -> Tensor:
-    """Add to the stream (T, C) the outputs of attention, if any, and of a squared-ReLU MLP (Primer, arXiv 2109.08668).
-
-    Gates are (T, H) or, for injected streams and for scales of the stream, (T, 1), by kind.
-    """
-    if attended is not None:
-        x_TC = _after_attention(plan, weights, x_TC, gates, *attended)
-    out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=weights.fp8)
-    return _joined("mlp", x_TC, out_TC, weights.mlp_mix, gates)
-
-
-def _after_attention(
-    plan: LayerPlan,
-    weights: BlockWeights,
-    x_TC: Tensor,
-    gates: dict[str, Tensor],
-    out_THD: Tensor,
-    v_THD: Tensor,
-    injected: dict[str, Tensor],
-) -> Tensor:
-    assert weights.attention is not None
+    q_1NHD, k_1NHD, v_1NHD = (x.flatten(0, 1).contiguous()[None] for x in (q, k, v))
+    short, long, longest, _ = row.limits.shape
+    mask = replace(row.masks[copies - 1], longest=copies * longest)
+    out_1NHD = attention(q_1NHD, k_1NHD, v_1NHD, mask, long if plan.long else short)
+    out_THD = out_1NHD.view(length, num_heads, -1)
     if plan.exclusive:
         along = (out_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
         out_THD = out_THD - torch.tanh(gates["exclusive"]).unsqueeze(-1) * along * v_THD
     if plan.gated:
         out_THD = out_THD * gates["attention"].unsqueeze(-1)
-    out_weight = weights.attention[2]
-    if weights.projection_scales is not None:
-        out_weight = weights.projection_scales[1].to(x_TC.dtype) * out_weight
-    x_TC = _joined("attention", x_TC, F.linear(out_THD.flatten(1), out_weight), weights.attention_mix, gates)
-    for name, added_TC in injected.items():
-        x_TC = x_TC + gates[name] * added_TC
-    return x_TC
+    return F.linear(out_THD.flatten(1), out_weight)
 
 
-def _joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+def joined(name: str, x_TC: Tensor, out_TC: Tensor, mix: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
     """Return residual * stream + output * sublayer, with scales of tokens, of the layer, or none."""
     if f"{name}_residual" in gates:
         return gates[f"{name}_residual"] * x_TC + gates[f"{name}_output"] * out_TC
