@@ -200,6 +200,8 @@ class Race:
         self.model.zero_grad(set_to_none=self.passes is None)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # graphs have memory of their own; what passes took before them lies idle
 
     def close(self) -> None:
         """Stop the stream and free the captured graphs."""
