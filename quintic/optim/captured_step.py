@@ -78,13 +78,11 @@ class CapturedStep:
         self._captured: object = None
 
     def __enter__(self) -> "CapturedStep":
-        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:

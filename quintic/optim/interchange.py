@@ -47,8 +47,6 @@ _MUON_EPS = 1e-7
 
 
 class _Owned(NamedTuple):
-    """A parameter of the optimizer."""
-
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Tensor]

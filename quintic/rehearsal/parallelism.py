@@ -21,7 +21,7 @@ from quintic.optim.layout.views import Flatten
 if TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["PARALLELISMS", "check_parallelism", "layouts_by_name"]
+__all__ = ["PARALLELISMS", "layouts_by_name"]
 
 PARALLELISMS = {
     "dp": 'copies under DDP, comms="averaged"; it stands alone',
@@ -42,17 +42,7 @@ _ROW_WISE = re.compile(r"(o|out|down|c)_proj|w[o2]|fc2|fc_out|dense|dense_4h_to_
 _EMBEDDINGS = re.compile(r"embed_tokens|embed_in|wte|(tok|word)_embeddings")
 
 
-def check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
-    """Check that these are sizes and names of a mesh's dimensions.
-
-    Args:
-        mesh: ranks along each dimension.
-        names: for each dimension one of `PARALLELISMS`.
-
-    Raises:
-        ConfigError: an unknown name, another number of names than dimensions, an order in which PyTorch does not nest
-            them, or a dimension without ranks; the message begins with `mesh=` or `layout=`.
-    """
+def _check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
     shown, shape = ",".join(names), "x".join(map(str, mesh))
     if not mesh or min(mesh) < 1:
         raise ConfigError(f"mesh={shape}: give at least one rank per dimension, such as 8x4")
@@ -79,9 +69,11 @@ def layouts_by_name(param_groups: Sequence[Group], mesh: Sequence[int], names: S
         names: for each dimension one of `PARALLELISMS`.
 
     Raises:
-        ConfigError: see `check_parallelism`; or the model has nothing that "ep" or "tp" cuts.
+        ConfigError: an unknown name, another number of names than dimensions, an order in which PyTorch does not nest
+            them, a dimension without ranks, or the model has nothing that "ep" or "tp" cuts; the message begins with
+            `mesh=` or `layout=`.
     """
-    check_parallelism(mesh, names)
+    _check_parallelism(mesh, names)
     layouts: list[list[Layout]] = []
     cut_by: set[str] = set()
     for group in param_groups:
@@ -104,13 +96,7 @@ def layouts_by_name(param_groups: Sequence[Group], mesh: Sequence[int], names: S
 
 
 def _layout(param: Tensor, sizes: dict[str, int], dims: Mapping[str, int | None]) -> Layout:
-    """Return the layout of a parameter.
-
-    Args:
-        param: of which the shape counts.
-        sizes: ranks along each mesh dimension, by name.
-        dims: for "fsdp", "ep" and "tp" the dimension of the parameter that is cut, or None.
-    """
+    """Return a parameter's layout on a mesh of named sizes; `dims` has the dimensions that "fsdp", "ep", "tp" cut."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     if "ep" in sizes and "fsdp" in sizes and dims["ep"] is None:

@@ -85,7 +85,7 @@ def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         if name in KNOWN_MODELS:
             sizes = KNOWN_MODELS[name]
-            model: nn.Module = _GPT2() if sizes is None else Decoder(sizes)
+            model: nn.Module = _gpt2() if sizes is None else Decoder(sizes)
         else:
             model = _from_configuration(name)
     return model.to(dtype)
@@ -93,16 +93,15 @@ def planned_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 def _from_configuration(name: str) -> nn.Module:
     path = Path(name)
-    folder = path.parent if path.is_file() else path
-    if not path.exists() and not is_on_hub(name):
+    if path.exists():
+        _check_file(name, path if path.is_file() else path / "config.json")
+    elif not is_on_hub(name):
         nearest = difflib.get_close_matches(name, KNOWN_MODELS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
             f"model={name}: unknown; {hint}choose {', '.join(KNOWN_MODELS)}, the path of a config.json, or owner/name "
             f"of a model on the Hugging Face Hub"
         )
-    if path.exists():
-        _check_file(name, path if path.is_file() else path / "config.json")
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError:
@@ -111,8 +110,7 @@ def _from_configuration(name: str) -> nn.Module:
             f"pip install transformers"
         ) from None
     try:
-        source = str(path if path.is_file() else folder) if path.exists() else name
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model={name}: no configuration that transformers can read: {_first_line(error)}") from error
     try:
@@ -138,47 +136,52 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _module(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
 class Decoder(nn.Module):
     """The parameters of a decoder, under the names of `transformers`; it computes nothing."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.width)
-        self.model.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.layers))
-        self.model.norm = nn.RMSNorm(sizes.width)
-        self.lm_head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
+        embedding = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.model = _module(
+            embed_tokens=embedding,
+            layers=nn.ModuleList(_layer(sizes) for _ in range(sizes.layers)),
+            norm=nn.RMSNorm(sizes.width),
+        )
+        self.lm_head = _linear(sizes.width, sizes.vocab_size)
         if sizes.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embedding.weight
 
 
-class _Layer(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.self_attn = _Attention(sizes)
-        self.mlp = _Mixture(sizes) if sizes.experts else _Mlp(sizes)
-        self.input_layernorm = nn.RMSNorm(sizes.width)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.width)
-
-
-class _Attention(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = nn.Linear(sizes.width, queries, bias=False)
-        self.k_proj = nn.Linear(sizes.width, keys, bias=False)
-        self.v_proj = nn.Linear(sizes.width, keys, bias=False)
-        self.o_proj = nn.Linear(queries, sizes.width, bias=False)
-        if sizes.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(sizes.head_dim), nn.RMSNorm(sizes.head_dim)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.up_proj = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.down_proj = nn.Linear(sizes.hidden, sizes.width, bias=False)
+def _layer(sizes: Sizes) -> nn.Module:
+    width, hidden = sizes.width, sizes.hidden
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    attention = _module(
+        q_proj=_linear(width, queries),
+        k_proj=_linear(width, keys),
+        v_proj=_linear(width, keys),
+        o_proj=_linear(queries, width),
+    )
+    if sizes.qk_norm:
+        attention.q_norm, attention.k_norm = nn.RMSNorm(sizes.head_dim), nn.RMSNorm(sizes.head_dim)
+    if sizes.experts:
+        mlp = _module(gate=_Router(sizes), experts=_Experts(sizes))
+    else:
+        mlp = _module(
+            gate_proj=_linear(width, hidden), up_proj=_linear(width, hidden), down_proj=_linear(hidden, width)
+        )
+    norms = {name: nn.RMSNorm(width) for name in ("input_layernorm", "post_attention_layernorm")}
+    return _module(self_attn=attention, mlp=mlp, **norms)
 
 
 class _Router(nn.Module):
@@ -195,12 +198,6 @@ class _Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(sizes.experts, 2 * sizes.hidden, sizes.width))
         self.down_proj = nn.Parameter(torch.empty(sizes.experts, sizes.width, sizes.hidden))
-
-
-class _Mixture(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate, self.experts = _Router(sizes), _Experts(sizes)
 
 
 class Conv1D(nn.Module):
@@ -222,20 +219,18 @@ class GPT2Attention(nn.Module):
         self.c_attn, self.c_proj = Conv1D(3 * 768, 768), Conv1D(768, 768)
 
 
-class _GPT2Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(768), GPT2Attention(), nn.LayerNorm(768)
-        self.mlp = nn.Module()
-        self.mlp.c_fc, self.mlp.c_proj = Conv1D(4 * 768, 768), Conv1D(768, 4 * 768)
-
-
-class _GPT2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.Module()
-        self.transformer.wte, self.transformer.wpe = nn.Embedding(50257, 768), nn.Embedding(1024, 768)
-        self.transformer.h = nn.ModuleList(_GPT2Block() for _ in range(12))
-        self.transformer.ln_f = nn.LayerNorm(768)
-        self.lm_head = nn.Linear(768, 50257, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+def _gpt2() -> nn.Module:
+    blocks = [
+        _module(
+            ln_1=nn.LayerNorm(768),
+            attn=GPT2Attention(),
+            ln_2=nn.LayerNorm(768),
+            mlp=_module(c_fc=Conv1D(4 * 768, 768), c_proj=Conv1D(768, 4 * 768)),
+        )
+        for _ in range(12)
+    ]
+    embeddings = {"wte": nn.Embedding(50257, 768), "wpe": nn.Embedding(1024, 768)}
+    transformer = _module(**embeddings, h=nn.ModuleList(blocks), ln_f=nn.LayerNorm(768))
+    lm_head = _linear(768, 50257)
+    lm_head.weight = embeddings["wte"].weight
+    return _module(transformer=transformer, lm_head=lm_head)

@@ -22,7 +22,6 @@ from quintic.optim.muon import Muon
 from quintic.optim.plan.bucket import Gathered, Local, ParameterUnit
 from quintic.optim.plan.exchange import Cargo, traffic_of
 from quintic.optim.plan.gathered import SharedBucket, gathered_buckets, shared_buckets
-from quintic.optim.plan.members import Kind
 from quintic.optim.plan.memory.buckets import needs_of
 from quintic.optim.plan.order import arranged
 from quintic.optim.plan.plan import small_bytes
@@ -247,14 +246,9 @@ def _travelling_load(
     nodes: Sequence[int],
     counted: set[tuple[int, ParameterUnit]],
 ) -> Load:
-    """Return the cost of a bucket on the ranks that have it, or one like it.
+    """Return the cost of a bucket on the ranks that have it, or one like it: `like` has the bucket's rank for each.
 
-    Args:
-        shared: the bucket.
-        stages: temporary bytes on each of its ranks.
-        like: rank -> the one among the bucket's that does the same.
-        nodes: of all ranks.
-        counted: (group, unit) whose matrices were counted before; those of this bucket are put to them.
+    Units whose matrices were not `counted` before, as (group, unit), are added to that set.
     """
     exchange, kinds, cargo = shared.exchange, shared.units.kinds, shared.cargo
     positions = torch.tensor([exchange.ranks.index(rank) for rank in like.values()])
@@ -273,7 +267,7 @@ def _travelling_load(
     counted |= units
     return Load(
         group=shared.key.group,
-        method=_method(kinds[0]),
+        method="function" if kinds[0].form is None else str(kinds[0].form),
         shapes=tuple(kind.shape for kind in kinds),
         num_matrices=len(kinds) * len(units),
         dtype=shared.key.of.dtype,
@@ -285,10 +279,6 @@ def _travelling_load(
         bytes_between=of_all(between),
         cargo=cargo,
     )
-
-
-def _method(kind: Kind) -> str:
-    return "function" if kind.form is None else str(kind.form)
 
 
 def _stages_of_ranks(shared: SharedBucket) -> list[Stages]:
@@ -308,14 +298,9 @@ def _fill_workspaces_(
     loads: Sequence[Load],
     like: Mapping[int, int],
 ) -> None:
-    """Fill in the most temporary bytes on each rank: computed once for ranks that need the same.
+    """Fill in the most temporary bytes on each rank, (ranks,) int64: computed once for ranks that need the same.
 
-    Args:
-        workspaces: (ranks,) int64.
-        stages: of the buckets with collectives, in the order in which they are worked on, and of each of their ranks.
-        schedule: in which order their parts are run.
-        loads: all.
-        like: rank -> the one among the buckets' that does the same; others are left alone.
+    `stages` are those of the buckets with collectives, in the order in which they are worked on, by rank.
     """
     alone = [load.workspace_bytes.tolist() for load in loads if load.cargo is None]
     alike: dict[Any, int] = {}

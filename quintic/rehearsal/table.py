@@ -1,7 +1,7 @@
 """`quintic plan --model`: the optimizer's work for any model on any mesh of ranks, as a table, without the ranks."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,9 +68,10 @@ def table(rehearsal: Rehearsal) -> str:
     for (method, shapes, _, is_local), loads in kinds.items():
         matrices = f"{sum(load.num_matrices for load in loads):,} x {'+'.join(f'{m}x{n}' for m, n in shapes)}"
         sent = _most_and_mean(_sum(load.bytes_sent for load in loads), 1e6)
+        most_buckets = int(_sum(load.present for load in loads).max())
         workspace = torch.stack([load.workspace_bytes for load in loads]).amax(0)
         lines.append(
-            f"{method:18} {matrices if shapes else '-':>22} {_num_buckets(loads):>7} "
+            f"{method:18} {matrices if shapes else '-':>22} {most_buckets:>7} "
             f"{_most_and_mean(_sum(load.flops for load in loads), 1e9):>21} {'-' if is_local else sent:>21} "
             f"{_most_and_mean(workspace, 2**20):>19}"
         )
@@ -84,11 +85,6 @@ def table(rehearsal: Rehearsal) -> str:
         totals["sent between nodes"] = f"{_most_and_mean(rehearsal.bytes_between, 1e6)} MB"
     chosen = map(str, rehearsal.choices)
     return "\n".join([*lines, "", *(f"{name:18} {text}" for name, text in totals.items()), *chosen])
-
-
-def _num_buckets(loads: Sequence[Load]) -> int:
-    """Return the largest number of buckets of a kind on one rank."""
-    return int(torch.stack([load.present for load in loads]).sum(0).max())
 
 
 def _sum(values: Iterable[Tensor]) -> Tensor:

@@ -108,7 +108,6 @@ def load_state(
 
 
 def _check_is_ours(saved_groups: _Groups) -> None:
-    """Reject the state of another optimizer, and say what to do with it."""
     if not saved_groups or any("algorithm" in group or "view" in group for group in saved_groups):
         return
     keys = set().union(*saved_groups)
@@ -188,7 +187,6 @@ def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
 
 
 def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) -> list[dict[str, Any]]:
-    """Return for each group the options that loading sets."""
     saved = [_options_of(saved_group) for saved_group in saved_groups]
     restored: list[dict[str, Any]] = [{} for _ in groups]
     for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
@@ -220,7 +218,6 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
 
 
 def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a saved group restores."""
     options = {key: _with_tuples(value) for key, value in saved_group.items() if key not in _NOT_RESTORED}
     # Before there were ratios, a group's rate was its own.
     return {"adamw_lr_ratio": None, **options} if "lr" in options else options

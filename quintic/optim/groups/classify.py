@@ -92,21 +92,25 @@ def choose(
         if adapted is not None:
             return adapted
     choices = [choice for use in uses if (choice := _by_module(use, param, heads)) is not None]
-    # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
-    for choice in sorted(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why)):
-        return choice
+    if choices:
+        # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
+        return min(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why))
     for use in uses:
         choice = _by_attribute(use, param)
         if choice is not None:
             return choice
     if param.ndim == 3 and "experts" in name:
         why = "stacked experts, taken as (experts, out, in)"
-        return Choice("muon", Experts(), _perhaps(why, "name") if _FUSED_NAME.search(name.rpartition(".")[2]) else why)
+        return Choice("muon", Experts(), _perhaps(why, _sounds_fused(name.rpartition(".")[2])))
     return ""
 
 
-def _perhaps(why: str, by: str) -> str:
-    return f"{why}; by its {by} {PERHAPS_FUSED}"
+def _perhaps(why: str, by: str | None) -> str:
+    return why if by is None else f"{why}; by its {by} {PERHAPS_FUSED}"
+
+
+def _sounds_fused(name: str) -> str | None:
+    return "name" if _FUSED_NAME.search(name) else None
 
 
 def _by_type(use: Use, param: Tensor, heads: Mapping[nn.Module, str], convolutions: Convolutions) -> Choice | None:
@@ -140,7 +144,7 @@ def _convolution(
     why = "transposed convolution" if conv.transposed else "convolution"
     if conv.groups > 1:
         why += ", one matrix per group of channels"
-    return Choice("muon", view, _perhaps(why, "name") if _FUSED_NAME.search(use.last) else why)
+    return Choice("muon", view, _perhaps(why, _sounds_fused(use.last)))
 
 
 def _by_module(use: Use, param: Tensor, heads: Mapping[nn.Module, str]) -> Choice | None:
@@ -164,8 +168,7 @@ def _linear(use: Use, linear: nn.Linear, param: Tensor, heads: Mapping[nn.Module
     reason = heads.get(linear) or _of_adapted(use, heads) or _gate(use, linear)
     if reason is not None:
         return _adamw(reason)
-    looks_fused = _looks_fused(use, linear)
-    return Choice("muon", Matrix(), _perhaps("linear layer", looks_fused) if looks_fused else "linear layer")
+    return Choice("muon", Matrix(), _perhaps("linear layer", _looks_fused(use, linear)))
 
 
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase, param: Tensor) -> Choice:
@@ -262,16 +265,11 @@ def _by_attribute(use: Use, param: Tensor) -> Choice | None:
     elif _SCALE_NAME.search(use.attribute):
         reason = "factors, entry by entry"
     elif any(map(is_tuner, use.above[:2])):
-        return _adapter(use, param)
+        # AdaLoRA's factors are those of LoRA; other adapters multiply entry by entry, rotate, or look up.
+        if param.ndim == 2 and use.last in ("lora_A", "lora_B"):
+            return Choice("muon", Matrix(), "factor of an adapter")
+        reason = "adapter"
     return None if reason is None else _adamw(reason)
-
-
-def _adapter(use: Use, param: Tensor) -> Choice:
-    """Return the treatment of what an adapter keeps in a dictionary of parameters."""
-    # AdaLoRA's factors are those of LoRA; other adapters multiply entry by entry, rotate, or look up.
-    if param.ndim == 2 and use.last in ("lora_A", "lora_B"):
-        return Choice("muon", Matrix(), "factor of an adapter")
-    return _adamw("adapter")
 
 
 def _stored_vector(param: Tensor) -> str:

@@ -205,7 +205,6 @@ def _names_of(rule: Rule, uses: Iterable[Sequence[Use]]) -> set[str]:
 
 
 def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
-    """Warn of what is decided and perhaps not meant."""
     # Layers that differ in their numbers share a line, and a rule.
     perhaps = list(dict.fromkeys(numberless(d.name) for d in decisions if PERHAPS_FUSED in d.why))
     if perhaps:

@@ -78,18 +78,17 @@ def _by_name(name: str, layer: _Layer, modules: Mapping[str, nn.Module], *, is_l
     return f"output head (the last layer of {container})"
 
 
-def _last_of(container: nn.Module) -> list[nn.Module]:
+def _last_of(container: nn.Module) -> list[_Layer]:
     """Return the last of a module's own layers; of a list or dictionary, whose entries stand side by side, all."""
     own = [child for child in map(unwrapped, container.children()) if isinstance(child, _Layer)]
     if isinstance(container, nn.ModuleList | nn.ModuleDict):
-        return [*own]
+        return own
     # A head of attention has a twin of its last layer: queries, keys and values.
     is_attention = any(_sizes(layer) == _sizes(own[-1]) for layer in own[:-1])
-    return [] if is_attention else [*own[-1:]]
+    return [] if is_attention else own[-1:]
 
 
 def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
-    """Yield the layers that a model calls its heads."""
     for method in ("get_output_embeddings", "get_classifier"):
         ask = getattr(module, method, None)
         try:
@@ -107,12 +106,11 @@ def _last_layers(head: nn.Module) -> Iterator[_Layer]:
     if isinstance(copies, nn.ModuleList | nn.ModuleDict):
         for copy in copies.children():
             yield from _last_layers(copy)
-        return
-    yield from _layers_of(head)[-1:]
+    else:
+        yield from _layers_of(head)[-1:]
 
 
 def _layers_of(module: nn.Module) -> list[_Layer]:
-    """Return all layers inside a module, in order."""
     return [inner for inner in module.modules() if isinstance(inner, _Layer)]
 
 

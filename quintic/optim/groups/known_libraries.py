@@ -6,8 +6,8 @@ from quintic.optim.groups.known_view import (
     KnownView,
     UnknownLayoutError,
     alike,
+    always,
     equal_parts,
-    num_heads_of,
     parts,
     size_of,
 )
@@ -19,10 +19,7 @@ __all__ = ["LIBRARIES"]
 def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View | None:
     if getattr(owner, "use_global", False):  # GCViT's queries come from elsewhere
         return equal_parts(2)(owner, param)
-    if getattr(owner, "head_first", False):
-        heads = num_heads_of(owner)
-        return Split((param.shape[0] // (3 * heads),) * 3, groups=heads)
-    return equal_parts(3)(owner, param)
+    return equal_parts(3, per_head=getattr(owner, "head_first", False))(owner, param)
 
 
 def _queries_per_key_head(owner: nn.Module, param: Tensor) -> View:
@@ -49,10 +46,6 @@ def _modulation(owner: nn.Module, param: Tensor) -> View | None:
     if len(widths) != 1 or param.shape[0] % (width := widths.pop()):
         raise UnknownLayoutError
     return equal_parts(param.shape[0] // width)(owner, param)
-
-
-def _experts(_owner: nn.Module, _param: Tensor) -> View:
-    return Experts()
 
 
 def _alternating(_owner: nn.Module, param: Tensor) -> View:
@@ -123,9 +116,9 @@ LIBRARIES: tuple[KnownView, ...] = (
         "stacked experts, gate and up alternating",
         attributes=("mlp2_weight_EDF",),
     ),
-    KnownView("mlp2_weight_EDF", _experts, "stacked experts", attributes=("mlp1_weight_EGD",)),
-    *alike("w1_EFD w3_EFD", _experts, "stacked experts", attributes=("w2_EDF",)),
-    KnownView("w2_EDF", _experts, "stacked experts", attributes=("w1_EFD",)),
+    KnownView("mlp2_weight_EDF", always(Experts()), "stacked experts", attributes=("mlp1_weight_EGD",)),
+    *alike("w1_EFD w3_EFD", always(Experts()), "stacked experts", attributes=("w2_EDF",)),
+    KnownView("w2_EDF", always(Experts()), "stacked experts", attributes=("w1_EFD",)),
     # Flux
     KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX),
     KnownView(

@@ -6,6 +6,7 @@ from quintic.optim.groups.known_view import (
     KnownView,
     ViewOf,
     alike,
+    always,
     equal_parts,
     num_heads_of,
     num_key_value_heads_of,
@@ -18,9 +19,7 @@ from quintic.optim.layout.views import Experts, Matrix, Rows, Split, View
 __all__ = ["TRANSFORMERS"]
 
 
-def _query_key_value_per_head(owner: nn.Module, param: Tensor) -> View:
-    heads = num_heads_of(owner)
-    return Split((param.shape[0] // (3 * heads),) * 3, groups=heads)
+_query_key_value_per_head = equal_parts(3, per_head=True)
 
 
 def _all_queries_keys_values(owner: nn.Module, _param: Tensor) -> View:
@@ -29,17 +28,15 @@ def _all_queries_keys_values(owner: nn.Module, _param: Tensor) -> View:
     return Split((num_heads_of(owner) * head_dim, keys, keys))
 
 
-def _falcon(owner: nn.Module, param: Tensor) -> View:
+def _falcon(owner: nn.Module, param: Tensor) -> View | None:
     heads, head_dim = num_heads_of(owner), size_of(owner, "head_dim")
     if owner.new_decoder_architecture:  # each key/value head comes after the queries that share it
         groups = num_key_value_heads_of(owner)
         return Split((heads // groups * head_dim, head_dim, head_dim), groups=groups)
-    if owner.multi_query:
-        return Split((heads * head_dim, head_dim, head_dim))
-    return _query_key_value_per_head(owner, param)
+    return _starcoder(owner, param)
 
 
-def _starcoder(owner: nn.Module, param: Tensor) -> View:
+def _starcoder(owner: nn.Module, param: Tensor) -> View | None:
     if owner.multi_query:
         head_dim = size_of(owner, "head_dim")
         return Split((num_heads_of(owner) * head_dim, head_dim, head_dim))
@@ -61,10 +58,6 @@ def _linear_attention_by_key_head(owner: nn.Module, _param: Tensor) -> View:
 def _conv1d(owner: nn.Module, param: Tensor) -> View:
     if param.shape[-1] != owner.nf:
         raise ValueError(f"{type(owner).__name__} has nf={owner.nf} outputs, its weight {tuple(param.shape)}")
-    return Matrix(transposed=True)
-
-
-def _transposed(_owner: nn.Module, _param: Tensor) -> View:
     return Matrix(transposed=True)
 
 
@@ -108,10 +101,6 @@ def _stored_in_by_out(owner: nn.Module) -> bool:
     raise ValueError(f"first projection of shape {tuple(first.shape)} does not feed down_proj {tuple(down.shape)}")
 
 
-def _expert_gate_and_up(owner: nn.Module, param: Tensor) -> View:
-    return _expert_halves(owner, param) if owner.is_concatenated else _expert_alternating(owner, param)
-
-
 def _expert_halves(owner: nn.Module, param: Tensor) -> View:
     transposed = _stored_in_by_out(owner)
     features = param.shape[2 if transposed else 1] // 2
@@ -120,8 +109,11 @@ def _expert_halves(owner: nn.Module, param: Tensor) -> View:
 
 def _expert_alternating(owner: nn.Module, param: Tensor) -> View:
     transposed = _stored_in_by_out(owner)
-    features = param.shape[2 if transposed else 1] // 2
-    return Split((1, 1), transposed, groups=features)
+    return Split((1, 1), transposed, groups=param.shape[2 if transposed else 1] // 2)
+
+
+def _expert_gate_and_up(owner: nn.Module, param: Tensor) -> View:
+    return _expert_halves(owner, param) if owner.is_concatenated else _expert_alternating(owner, param)
 
 
 def _expert(owner: nn.Module, _param: Tensor) -> View:
@@ -130,10 +122,6 @@ def _expert(owner: nn.Module, _param: Tensor) -> View:
 
 def _bank_of_experts(transposed: bool = False) -> ViewOf:
     return lambda owner, _param: Rows(size_of(owner, "ffn_hidden_size"), transposed)
-
-
-def _adamw(_owner: nn.Module, _param: Tensor) -> None:
-    return None
 
 
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -190,11 +178,11 @@ TRANSFORMERS: tuple[KnownView, ...] = (
         "linear attention: query, key, values, output gates, one group per key head",
         ("Qwen3NextGatedDeltaNet",),
     ),
-    KnownView("in_proj_ba.weight", _adamw, "gates: two numbers per head", ("Qwen3NextGatedDeltaNet",)),
+    KnownView("in_proj_ba.weight", always(None), "gates: two numbers per head", ("Qwen3NextGatedDeltaNet",)),
     KnownView(
         "in_proj_qkv.weight", parts("key_dim", "key_dim", "value_dim"), "linear attention: " + _FUSED, _DELTA_NET
     ),
-    *alike("in_proj_a.weight in_proj_b.weight", _adamw, "gate: one number per head", classes=_DELTA_NET),
+    *alike("in_proj_a.weight in_proj_b.weight", always(None), "gate: one number per head", classes=_DELTA_NET),
     # Multi-head latent attention. Rows that go different ways are different matrices: the compressed rows are normed
     # and expanded, the rotary key is used as it is; expanded keys meet queries, expanded values do not.
     # The names of transformers, and those of DeepSeek's own code and torchtitan.
@@ -223,5 +211,5 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     KnownView("down_proj", _expert, "stacked experts", (*_UNMARKED, "GptOssExperts")),
     *alike("w1 v1", _bank_of_experts(), "DBRX: experts one below the other", classes=_DBRX),
     KnownView("w2", _bank_of_experts(True), "DBRX: experts one below the other, stored (in, out)", _DBRX),
-    KnownView("mm_input_projection_weight", _transposed, "image to text features, stored (in, out)", _GEMMA),
+    KnownView("mm_input_projection_weight", always(Matrix(True)), "image to text features, stored (in, out)", _GEMMA),
 )

@@ -14,6 +14,7 @@ __all__ = [
     "KnownView",
     "UnknownLayoutError",
     "alike",
+    "always",
     "equal_parts",
     "num_heads_of",
     "num_key_value_heads_of",
@@ -93,6 +94,11 @@ def split_of(*sizes: int, groups: int = 1, transposed: bool = False) -> View:
     return Split(present, transposed, groups)
 
 
+def always(view: View | None) -> ViewOf:
+    """Return one view whatever the sizes, None for AdamW."""
+    return lambda _owner, _param: view
+
+
 def parts(*names: str, per_head: bool = False) -> ViewOf:
     """Return the view of parts of these sizes of the owner, one below the other: once, or for each head."""
 
@@ -103,11 +109,12 @@ def parts(*names: str, per_head: bool = False) -> ViewOf:
     return view
 
 
-def equal_parts(count: int | str, times: int = 1) -> ViewOf:
-    """Return the view of times * count equal parts, one below the other; the count may be an attribute."""
+def equal_parts(count: int | str, times: int = 1, *, per_head: bool = False) -> ViewOf:
+    """Return the view of times * count equal parts, once or for each head; the count may be an attribute."""
 
     def view(owner: nn.Module, param: Tensor) -> View:
         number = times * (size_of(owner, count) if isinstance(count, str) else count)
-        return Split((param.shape[0] // number,) * number)
+        heads = num_heads_of(owner) if per_head else 1
+        return Split((param.shape[0] // (number * heads),) * number, groups=heads)
 
     return view

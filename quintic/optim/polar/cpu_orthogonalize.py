@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import SMALL_PRODUCT
+from quintic.optim.rules.sums import norms
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
@@ -187,15 +188,15 @@ def _iterate(x: Tensor, form: Form, norm: float, memory: _Buffers, out: Tensor) 
 def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
     """Write the matrices of `x`, each scaled to a Frobenius norm, to `out`; zero stays zero, a NaN spreads over all."""
     work = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
-    found_norms = _norms(x, work)
+    sizes = _norms(x, work)
     # A NaN becomes one of its matrix here, too.
-    is_usual = min(found_norms) > _MIN_NORM and max(found_norms) < _MAX_NORM
+    is_usual = min(sizes) > _MIN_NORM and max(sizes) < _MAX_NORM
     if len(x) > 1 and x.dtype == out.dtype == work and is_usual:
         # The same in one call, for many.
-        factors = torch.tensor([norm / size for size in found_norms], dtype=work, device="cpu")
+        factors = torch.tensor([norm / size for size in sizes], dtype=work, device="cpu")
         torch.mul(x, factors.view(-1, 1, 1), out=out)
         return
-    for matrix, size, target in zip(x, found_norms, out, strict=True):
+    for matrix, size, target in zip(x, sizes, out, strict=True):
         if _MIN_NORM < size < _MAX_NORM:
             _scale(matrix, norm / size, target)
             continue
@@ -213,11 +214,9 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
 
 
 def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
-    """Return the Frobenius norm of each matrix."""
     # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
-    of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    norms: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
-    return norms
+    frobenius: list[float] = norms(norms(x, -1, dtype), -2).flatten().tolist()
+    return frobenius
 
 
 def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:

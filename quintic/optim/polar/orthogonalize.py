@@ -88,7 +88,10 @@ def orthogonalize(
         ValueError: fewer than two dimensions, or see `check_orthogonalizer`.
         TypeError: `x` is not floating point.
     """
-    _check_matrices(x)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: orthogonalize needs matrices (..., m, n)")
+    if not x.is_floating_point():
+        raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
     form = resolve(
         method,
         x.shape[-2],
@@ -107,7 +110,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     """Return the polar factors of `x`, (..., m, n), computed as `form` says; never an alias of `x`.
 
     Args:
-        x: as for `orthogonalize`.
+        x: floating point, any strides; not modified.
         form: from `resolve`.
         kernels: implementation of normalisation and symmetric products, see `quintic.kernels.dispatch`; for dtypes and
             sizes that Triton's kernels do not take, or are slower at, plain PyTorch is taken in any case.
@@ -116,7 +119,6 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
     Raises:
         ValueError: `kernels="triton"` cannot be honoured for `x`.
     """
-    _check_matrices(x)
     if (x.is_cuda or kernels == "triton") and not (x.is_contiguous() or x.mT.is_contiguous()):
         x = x.contiguous()  # kernels take no gaps, and strides must not decide which kernels run
     on_device = kernels != "torch" and choose_kernels(kernels, x) == "triton" and not x.requires_grad
@@ -130,13 +132,6 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
         if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
             return iterate_on_cpu(matrices, form, form.entry_norm, dtype).reshape(x.shape)
         return _iterate_padded(matrices, form, on_device, dtype).reshape(x.shape)
-
-
-def _check_matrices(x: Tensor) -> None:
-    if x.ndim < 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}: orthogonalize needs matrices (..., m, n)")
-    if not x.is_floating_point():
-        raise TypeError(f"x has dtype {x.dtype}: orthogonalize needs a floating-point tensor")
 
 
 def _normalized(

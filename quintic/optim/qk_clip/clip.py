@@ -171,7 +171,6 @@ class QKClip:
         return self
 
     def __post_init__(self) -> None:
-        """Check the options."""
         if not (self.threshold > 0 and math.isfinite(self.threshold)):
             raise ValueError(f"QKClip: threshold={self.threshold!r} must be positive and finite")
         if self.grouped not in ("exact", "sqrt"):

@@ -30,7 +30,6 @@ class Difference:
     """Largest difference of an entry over what rounding explains there: more than 1 is wrong."""
 
     def __str__(self) -> str:
-        """Return one line."""
         which = "" if self.matrix is None else f", matrix {self.matrix} of {self.num_matrices}"
         where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         of = "largest change" if self.tensor == "weight" else "largest entry"
@@ -67,7 +66,6 @@ class Verification:
         return self.worst is None or self.worst.absolute == 0
 
     def __str__(self) -> str:
-        """Return the verdict, and what is wrong."""
         checked = (
             f"{_count(self.num_parameters, 'parameter', 's')} ({_count(self.num_matrices, 'matri', 'ces', 'x')}) "
             f"on {_count(self.num_ranks, 'rank', 's')}"

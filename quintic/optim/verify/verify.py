@@ -197,12 +197,11 @@ def _compare_adamw(
         old, right, mine = (_value(parameter, values, key) for values in (before, expected, taken))
         if right.numel() == 0:
             continue
+        scale = largest(right - old if key == "weight" else right)
         if key == "weight":
             allowed = _allowed_change(parameter.group, old, right, _ADAMW * parameter.group.learning_rate)
-            scale = largest(right - old)
         else:
             allowed = torch.zeros_like(right) if key == "step" else _allowed_state(right, old)
-            scale = largest(right)
         yield _difference(parameter, key, right, mine, allowed, scale)
 
 
@@ -229,20 +228,15 @@ def _compare_matrices(
             is_elsewhere = key != "weight" and this_rank() not in holders.get((block, index), parameter.ranks)
             if right.numel() == 0 or is_elsewhere:
                 continue
-            change = largest(right - old)
             if key == "weight":
+                scale = largest(right - old)
                 # A parameter that was not stepped has not changed.
                 rounding = roundings.get((parameter.param, number), Rounding(0.0, 0.0))
-                slack = _ROUNDINGS * rounding.update + _CHANGE * change
-                multipliers = parameter.group.lr_multipliers
-                own = lr_scale_factor(parameter.group.lr_scale, *right.shape) * (
-                    multipliers[number] if multipliers else 1
-                )
-                decay_factor = abs(own) if parameter.group.scale_decay else 1.0
+                slack = _ROUNDINGS * rounding.update + _CHANGE * scale
+                decay_factor = _decay_factor(parameter.group, number, *right.shape)
                 allowed = _allowed_change(parameter.group, old, right, slack, decay_factor)
             else:
-                allowed = _allowed_state(right, old)
-            scale = change if key == "weight" else largest(right)
+                scale, allowed = largest(right), _allowed_state(right, old)
             one = _difference(parameter, key, right, mine, allowed, scale, matrix=number, num_matrices=len(numbers))
             wrong = (right - mine).abs() > allowed if one.ratio > 1 else None
             yield replace(one, ranks=_ranks(parameter, wholes[1], block, index, wrong))
@@ -260,6 +254,13 @@ def _compare_matrices(
         yield _difference(
             parameter, key, right, mine, allowed, largest(right), matrix=number, num_matrices=len(numbers)
         )
+
+
+def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
+    if not group.scale_decay:
+        return 1.0
+    multiplier = group.lr_multipliers[number] if group.lr_multipliers else 1.0
+    return abs(lr_scale_factor(group.lr_scale, m, n) * multiplier)
 
 
 def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
