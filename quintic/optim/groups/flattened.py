@@ -13,7 +13,7 @@ from torch import Tensor, nn
 __all__ = ["check_group_is_whole", "check_model_is_whole"]
 
 _WAY_OUT = (
-    "matrices cannot be orthogonalised in pieces; shard the model with "
+    "matrices cannot be orthogonalised from such pieces; shard the model with "
     "torch.distributed.fsdp.fully_shard (FSDP2), or keep it whole on all ranks, without any wrapper, and divide state "
     "and work with quintic.Muon(..., comms='sharded'), which averages gradients, too"
 )

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from quintic.optim.polar.forms import Form
 from quintic.optim.polar.products import SMALL_PRODUCT
-from quintic.optim.rules.sums import norms
 
 __all__ = ["iterate_on_cpu", "iterates_on_cpu", "iteration_bytes"]
 
@@ -215,8 +214,9 @@ def _normalize(x: Tensor, norm: float, out: Tensor) -> None:
 
 def _norms(x: Tensor, dtype: torch.dtype) -> list[float]:
     # Two sums, over each row and then over the rows, so that they are divided in the same way in every batch.
-    frobenius: list[float] = norms(norms(x, -1, dtype), -2).flatten().tolist()
-    return frobenius
+    of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    norms: list[float] = torch.linalg.vector_norm(of_rows, dim=-2).flatten().tolist()
+    return norms
 
 
 def _scale(matrix: Tensor, factor: float, out: Tensor) -> None:
