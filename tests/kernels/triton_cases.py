@@ -22,7 +22,7 @@ from quintic.optim.polar.forms import resolve
 from quintic.optim.polar.orthogonalize import apply_form
 from quintic.optim.rules.device_memory import DeviceHyperparameters
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.step import updates
+from quintic.optim.step import bucket_step
 from quintic.optim.step.device_passes import DevicePasses
 from quintic.optim.step.operands import BucketMemory, Operands
 from quintic.optim.step.plain_passes import PlainPasses
@@ -426,7 +426,7 @@ def test_the_python_part_of_a_step_is_short_for_500_parameters(monkeypatch):
     monkeypatch.setattr(matrix_update, "momentum_directions_", lambda *args, **kwargs: None)
     monkeypatch.setattr(matrix_update, "apply_updates_", lambda *args, **kwargs: None)
     monkeypatch.setattr(adamw, "adamw_tensors_", lambda *args, **kwargs: None)
-    monkeypatch.setattr(updates, "orthogonalized", lambda directions, form, bucket, group: directions)
+    monkeypatch.setattr(bucket_step, "orthogonalized", lambda directions, form, bucket, group: directions)
     matrices = [nn.Parameter(torch.randn(8, 8, device=DEVICE)) for _ in range(360)]
     vectors = [nn.Parameter(torch.randn(8, device=DEVICE)) for _ in range(140)]
     optimizer = Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], kernels="triton")
