@@ -321,6 +321,7 @@ class Muon(OptimizerBase):
         super().zero_grad(set_to_none)
         for param, gradient in waiting:
             param.grad = gradient
+        self._current.early.outdate(n for n, group in enumerate(self.param_groups) if not group["pending_steps"])
 
     def last_step(self) -> StepReport:
         """Return a report of the last step: matrices orthogonalised by method, AdamW parameters, steps skipped.

@@ -252,3 +252,33 @@ def check_several_groups(rank, world_size):
 
 def test_only_what_is_stepped_next_is_averaged():
     run(check_several_groups, 2)
+
+
+def check_one_rank_has_gradients(rank, world_size, comms, between):
+    """Clip, but step nothing of it; then only rank 0 has a gradient, and the other one averages all the same."""
+    size = 5
+    param, alone = (torch.nn.Parameter(torch.ones(size, device=DEVICE)) for _ in range(2))
+    optimizer = quintic.Muon([{"params": [param], "algorithm": "adamw"}], comms=comms)
+    gradient = torch.arange(1.0, size + 1, device=DEVICE)
+    if rank == 0:
+        param.grad = gradient.clone()
+    quintic.clip_grad_norm_(optimizer, 1.0)
+    optimizer.zero_grad()
+    if between:
+        optimizer.param_groups[0]["comms"] = between
+        optimizer.step()
+        optimizer.param_groups[0]["comms"] = comms
+    if rank == 0:
+        param.grad = gradient.clone()
+    optimizer.step()
+    alone.grad = gradient / world_size
+    quintic.Muon([{"params": [alone], "algorithm": "adamw"}]).step()
+    assert torch.equal(param, alone)
+
+
+@pytest.mark.parametrize(
+    ("comms", "between"), [("replicated", "none"), ("replicated", ""), ("sharded", ""), ("sharded_sparse", "")]
+)
+def test_averages_of_a_step_that_was_left_out_are_forgotten_on_all_ranks(comms, between):
+    """A rank without gradients took them for those of the next step, and did not join it: the others waited forever."""
+    run(check_one_rank_has_gradients, 2, comms, between, timeout=30)

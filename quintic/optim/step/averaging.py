@@ -265,7 +265,8 @@ class EarlyAverages:
     """The averages that one optimizer has made for its next step, by the position of the parameter group."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, OfGroup] = {}
+        self.groups: dict[int, OfGroup] = {}
+        """The averages that were not forgotten, be it of gradients that were touched since."""
         self.of_step: Mapping[int, OfGroup] = {}
         """The averages that the running step takes as they are."""
 
@@ -279,24 +280,29 @@ class EarlyAverages:
 
         Where gradients of one group were touched, none do: a rank that has no gradients in that group cannot see it.
         """
-        if self._groups and not all(averages.is_fresh for averages in self._groups.values()):
-            self._groups = {}
-        return dict(self._groups)
+        if self.groups and not all(averages.is_fresh for averages in self.groups.values()):
+            self.groups = {}
+        return dict(self.groups)
 
     def keep(self, groups: Mapping[int, OfGroup]) -> None:
         """Keep averages for the next step, for gradients as they are now."""
-        self._groups = dict(groups)
+        self.groups = dict(groups)
         self.renew()
 
     def renew(self) -> None:
         """Take gradients as they are now for those that the averages belong to."""
-        for averages in self._groups.values():
+        for averages in self.groups.values():
             averages.renew()
+
+    def outdate(self, numbers: Iterable[int]) -> None:
+        """Note that all ranks touch gradients of some groups, which a rank that has none of them cannot see."""
+        if not self.groups.keys().isdisjoint(numbers):
+            self.groups = {}
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Forget those of some groups."""
         for number in numbers:
-            self._groups.pop(number, None)
+            self.groups.pop(number, None)
 
 
 def messages_of(

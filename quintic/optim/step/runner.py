@@ -136,7 +136,9 @@ class Runner:
                 tie.add_gradient()
         if self.common.is_alone:
             return self._step(pending_steps)
-        averaged = self._averages.of_step(pending_steps) if self._averages.ranks else nullcontext()
+        # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
+        has_averages = self._averages.ranks or self.common.early.groups
+        averaged = self._averages.of_step(pending_steps) if has_averages else nullcontext()
         with self.agreements.of_step(pending_steps), averaged:
             self.common.is_alone = self.agreements.is_alone and not self._averages.ranks
             return self._step(pending_steps)
