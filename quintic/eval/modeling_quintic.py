@@ -42,7 +42,7 @@ class QuinticConfig(PreTrainedConfig):
     """
 
     model_type = "quintic"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("past_key_values", "cache")
 
     def __init__(
         self,
@@ -246,6 +246,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: DynamicCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
@@ -258,12 +259,13 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             labels: (B, T) tokens, -100 where there is no loss; each is predicted from the one before.
             use_cache: return a cache.
             logits_to_keep: only so many positions at the end, or these; 0 for all.
+            cache: `past_key_values`, as transformers calls it from 5.24 on.
             **kwargs: what the loss function takes.
         """
         config, length = self.config, input_ids.shape[1]
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if cache is None:
+            cache = DynamicCache() if past_key_values is None and use_cache else past_key_values
+        past = 0 if cache is None else cache.get_seq_length()
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), past + length)
         if position_ids is None:
@@ -272,7 +274,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         rotary = angle_BTD.cos(), angle_BTD.sin()
 
         x_BTC = _norm(self.embedding(input_ids))
-        x_BTC, documents_BS = self._smear(x_BTC, input_ids, attention_mask[:, -length:] != 0, past_key_values)
+        x_BTC, documents_BS = self._smear(x_BTC, input_ids, attention_mask[:, -length:] != 0, cache)
         total = documents_BS.shape[1]
         places = torch.arange(total, device=input_ids.device)
         distance_TS = places[total - length :, None] - places
@@ -284,7 +286,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             if block.attention.value_gate is not None:
                 value_embedding = self.value_embeddings[str(layer)](input_ids)
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
-            x_BTC = x_BTC + block.attention(_norm(x_BTC), value_embedding, rotary, visible_BTS, past_key_values)
+            x_BTC = x_BTC + block.attention(_norm(x_BTC), value_embedding, rotary, visible_BTS, cache)
             x_BTC = x_BTC + block.mlp(_norm(x_BTC))
             if str(layer) in self.lookups:
                 x_BTC = self.lookups[str(layer)](x_BTC, input_ids, self.lookup_offsets)
@@ -297,7 +299,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss, logits, cache)  # its third field has either name
 
     def _frequencies(self, device: torch.device) -> Tensor:
         channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device)

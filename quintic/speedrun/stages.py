@@ -27,10 +27,7 @@ class Stage:
     windows: tuple[int, int]  # short and long attention windows, in tokens
     rate: float  # factor on all learning rates, until they fall
     weights: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # for the next token, the one after it, ...
-    prefix_weight: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # for the longest token that the next one begins with
+    prefix_weight: tuple[float, float] = (0.0, 0.0)  # for the longest token that the next one begins with
 
 
 @dataclass(frozen=True, kw_only=True)
