@@ -19,9 +19,7 @@ import quintic
 
 PACKAGE = Path(quintic.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
-LINE_LIMIT = 600
-LINE_LIMIT_OF_LIBRARY = 400
-LIBRARY = {"kernels", "optim", "rehearsal"}
+LINE_LIMIT = 400
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
 # `errors` and `durable` are open to all; a part may always import itself.
@@ -293,8 +291,7 @@ def loose_ends(module: Module) -> list[str]:
 def too_long(module: Module) -> list[str]:
     """A file with more lines than a reader can hold."""
     count = len(module.source.splitlines())
-    limit = LINE_LIMIT_OF_LIBRARY if module.part in LIBRARY else LINE_LIMIT
-    return [f"{count} lines, {limit} at most: look for its second subject"] if count > limit else []
+    return [f"{count} lines, {LINE_LIMIT} at most: look for its second subject"] if count > LINE_LIMIT else []
 
 
 Rule = Callable[[Module], list[str]]
@@ -355,9 +352,9 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (prints, "data.loader", "print('hello')\n"),
         (loose_ends, "cli", "# TODO: later\n"),
         (too_long, "cli", "\n" * (LINE_LIMIT + 1)),
-        (too_long, "kernels.loss.loss", "\n" * (LINE_LIMIT_OF_LIBRARY + 1)),
-        (too_long, "optim.muon", "\n" * (LINE_LIMIT_OF_LIBRARY + 1)),
-        (too_long, "rehearsal.rehearse", "\n" * (LINE_LIMIT_OF_LIBRARY + 1)),
+        (too_long, "kernels.loss.loss", "\n" * (LINE_LIMIT + 1)),
+        (too_long, "optim.muon", "\n" * (LINE_LIMIT + 1)),
+        (too_long, "rehearsal.rehearse", "\n" * (LINE_LIMIT + 1)),
     ],
 )
 def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
@@ -388,7 +385,7 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (prints, "cli", "print('hello')\n"),
         (loose_ends, "cli", "# TODO(#12): later\n"),
         (too_long, "cli", "\n" * LINE_LIMIT),
-        (too_long, "optim.muon", "\n" * LINE_LIMIT_OF_LIBRARY),
+        (too_long, "optim.muon", "\n" * LINE_LIMIT),
     ],
 )
 def test_the_rule_leaves_good_code_alone(rule: Rule, name: str, source: str):
@@ -462,7 +459,7 @@ def test_folders_have_few_files():
 
 def test_benchmarks_are_short():
     lengths = {path: len(path.read_text("utf-8").splitlines()) for path in (REPOSITORY / "benchmarks").rglob("*.py")}
-    assert {str(path): length for path, length in lengths.items() if length > LINE_LIMIT_OF_LIBRARY} == {}
+    assert {str(path): length for path, length in lengths.items() if length > LINE_LIMIT} == {}
 
 
 # -------------------------------------------------------------------------------- import quintic

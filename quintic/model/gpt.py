@@ -297,10 +297,8 @@ class GPT(nn.Module):
         """
         # Kinds of blocks (window, value embedding) times training and evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-        for block in self._blocks():
-            block.compile(dynamic=False)
-        for lookup in self._lookups():
-            lookup.compile(dynamic=False)
+        for part in (*self._blocks(), *self._lookups()):
+            part.compile(dynamic=False)
         self._stem = torch.compile(self._stem, dynamic=False)  # type: ignore[method-assign]
         self._top = torch.compile(self._top, dynamic=False)  # type: ignore[method-assign]
 
@@ -385,15 +383,8 @@ class GPT(nn.Module):
         return self._top(x_BTC, halfway_BTC)
 
     def _stem(self, inputs: Tensor, cache: KVCache | None) -> Tensor:
-        """Return the first block's input, (B, T, C)."""
-        return self._smear(rms_norm(self.embedding(inputs).to(self.compute_dtype)), inputs, cache)
-
-    def _top(self, x_BTC: Tensor, halfway_BTC: Tensor) -> Tensor:
-        """Return the head's input, (B, T, C)."""
-        return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)
-
-    def _smear(self, x_BTC: Tensor, inputs: Tensor, cache: KVCache | None) -> Tensor:
-        """Add a gated share of the previous token's embedding, within documents."""
+        """Return the first block's input, (B, T, C): embeddings, with a share of the one before, within documents."""
+        x_BTC = rms_norm(self.embedding(inputs).to(self.compute_dtype))
         if cache is None or cache.last_embedding is None:
             previous = F.pad(x_BTC[:, :-1], (0, 0, 1, 0))
         else:
@@ -403,3 +394,7 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate(x_BTC[..., : self.smear_gate.in_features]))
         within_document = (inputs != self.config.bos_id).unsqueeze(-1).to(x_BTC.dtype)
         return x_BTC + self.smear_scale.to(x_BTC.dtype) * gate * within_document * previous
+
+    def _top(self, x_BTC: Tensor, halfway_BTC: Tensor) -> Tensor:
+        """Return the head's input, (B, T, C)."""
+        return rms_norm(x_BTC - self.backout_scale.to(x_BTC.dtype) * halfway_BTC)

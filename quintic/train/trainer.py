@@ -133,7 +133,7 @@ class Trainer:
                 f"{checkpoint.path}: was trained on other text ({state['dataset']['path']}) than --data "
                 f"{self.config.data.data} gives now ({self.dataset.path}); restore that text, or start a new run"
             )
-        self._restore_weights(checkpoint)
+        self._restore_weights(checkpoint, state)
         self.loader.load_state_dict(state["loader"])
         self.tokens, self.seconds, self.spent = state["tokens"], state["seconds"], state["spent"]
         self.score = None if state["score"] is None else Score(**state["score"])
@@ -147,14 +147,13 @@ class Trainer:
             CheckpointError: it belongs to another model.
         """
         rollbacks = self.watch.rollbacks
-        self._restore_weights(checkpoint)
+        self._restore_weights(checkpoint, checkpoint.state())
         self.watch.rollbacks = rollbacks + 1
         self.score = None
 
-    def _restore_weights(self, checkpoint: Checkpoint) -> None:
+    def _restore_weights(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         load_model_weights(checkpoint, self.model)
         restore_optimizer(checkpoint, self.optimizer)
-        state = checkpoint.state()
         self.step = state["step"]
         self.watch.load_state_dict(state.get("watch", {}))
 
@@ -164,7 +163,6 @@ class Trainer:
         Raises:
             CheckpointError: the one before could not be written.
         """
-        run = self.config.run
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -184,8 +182,8 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             state=state,
-            keep=run.keep,
-            keep_due=run.save_every if self.config.optim.on_spike == "rollback" else 0,
+            keep=self.config.run.keep,
+            keep_due=self.config.run.save_every if self.config.optim.on_spike == "rollback" else 0,
             ranks=self.ranks,
             background=self.background,
         )
