@@ -132,7 +132,7 @@ class BucketMemory:
             self._kept.pop(name, None)
 
     def once(self, name: str, key: object, make: Callable[[], _T]) -> _T:
-        """The value kept under a name; made anew if its key is another one."""
+        """Return the value kept under a name, made anew where its key is another one."""
         kept = self._kept.get(name)
         if kept is None or kept[0] != key:
             kept = self._kept[name] = key, make()
