@@ -110,7 +110,8 @@ def write_peer(
     data = folder / "data" / "fineweb10B"
     data.mkdir(parents=True)
     train, validation = sorted(shards.glob("*train*.bin")), sorted(shards.glob("*val*.bin"))
-    (data / "fineweb_val_000000.bin").symlink_to(validation[0].resolve())
+    for number in range(REPEATS):  # its warm-up may read more of it than is scored
+        (data / f"fineweb_val_{number:06d}.bin").symlink_to(validation[0].resolve())
     for number, path in enumerate(train * REPEATS, 1):
         (data / f"fineweb_train_{number:06d}.bin").symlink_to(path.resolve())
 

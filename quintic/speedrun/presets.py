@@ -46,7 +46,7 @@ class SpeedrunOptions(BaseRunConfig):
     val_tokens: int
     """Validation tokens."""
     capture: bool = True
-    """Replay passes and steps of the optimizer as CUDA graphs, on a GPU."""
+    """Replay passes as CUDA graphs, on a GPU."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import quintic
 from quintic.errors import ConfigError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
@@ -36,7 +35,7 @@ class Race:
         hardware: where it computes; `dtype` is that of matrices and tables.
         ranks: the processes that train the run.
         seed: of the weights.
-        capture: replay passes and steps as CUDA graphs; `close` the race before its process group.
+        capture: replay passes as CUDA graphs.
 
     Raises:
         ConfigError: the model needs a vocabulary that is not at hand.
@@ -82,7 +81,6 @@ class Race:
             self.model.compile_trunk()
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
-        self.captured = quintic.CapturedStep(self.optimizer) if capture else None
         self.passes = CapturedPasses(self._make_pass) if capture else None
         lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
@@ -131,10 +129,7 @@ class Race:
                 self.optimizer.announce_rows(name, rows, more=number < passes - 1)
             loss += (self.passes or self._make_pass)(batch, weights, settings)
         set_rates(self.optimizer, settings)
-        if self.captured is None:
-            self.optimizer.step()
-        else:
-            self.captured()  # learning rates and momentum are read from the device, all else is captured anew
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.passes is None)
         if settings.unties and self.model.tied:
             self.optimizer.untie(*names_of_role(self.model, "embedding"))
@@ -181,10 +176,7 @@ class Race:
         return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
 
     def warm_up(self) -> None:
-        """Compile the code of every stage, and restore the state from before.
-
-        The optimizer's steps are captured, too, in the third stage: graphs launch kernels of their own.
-        """
+        """Compile the code of every stage, and restore the state from before."""
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
@@ -206,7 +198,5 @@ class Race:
     def close(self) -> None:
         """Stop the stream and free the captured graphs."""
         self.stream.close()
-        if self.captured is not None:
-            self.captured.close()
         if self.passes is not None:
             self.passes.close()

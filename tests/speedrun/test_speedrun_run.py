@@ -20,14 +20,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from harness import run
-from host_graphs import GRAPHS, capture_on_hosts
+from harness import ON_GPUS, run
 
-from quintic import CapturedStep
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError, QuinticError
 from quintic.kernels.attention import flash
-from quintic.optim import captured_step
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.speedrun import graphs
 from quintic.speedrun.presets import BYTES_BOS, PRESETS, preset, switches, without
@@ -78,12 +75,13 @@ def losses_of(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: bool) -> tuple[float, float]:
-    """Train; return the validation loss and a sum of all weights."""
+    """Train, several ranks on GPUs if tests run there; return the validation loss and a sum of all weights."""
     ranks = ALONE
     if world_size > 1:
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
-    race = race_of(shards, ranks)
-    result = train(race, HARDWARE, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
+    hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE
+    race = race_of(shards, ranks, hardware, capture=hardware is not HARDWARE)
+    result = train(race, hardware, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
     return result.loss, sum_of_weights(race)
 
 
@@ -161,7 +159,7 @@ def test_two_ranks_have_the_losses_of_one_after_a_warm_up(alone, shards: Path, t
     assert found[0] == found[1]  # the same weights everywhere
     for one, two in zip(losses_of(alone[0]), losses_of(tmp_path), strict=True):
         assert one[:2] == two[:2]
-        assert two[2] == pytest.approx(one[2], abs=5e-5)
+        assert two[2] == pytest.approx(one[2], abs=0.1 if ON_GPUS else 5e-5)  # GPUs compute in bfloat16
 
 
 @torch.library.custom_op("quintic_test::values", mutates_args=())
@@ -218,39 +216,6 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     race = race_of(shards, hardware=hardware, capture=captures)
     result = train(race, hardware, tmp_path, facts={}, say=lambda text: None)
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
-
-
-@pytest.mark.parametrize("warm_up", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_captured_steps_have_the_weights_of_others(
-    warm_up: bool,
-    alone,
-    shards: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    same_threads: None,
-    no_drawings: None,
-) -> None:
-    torch.set_num_threads(1)
-    race = race_of(shards)
-    capture_on_hosts(monkeypatch, race.optimizer)
-    race.captured = CapturedStep(race.optimizer)
-    num_graphs, captures, in_warm_up = [], [], []
-    on_hosts = captured_step.capture
-    monkeypatch.setattr(captured_step, "capture", lambda work: captures.append(work) or on_hosts(work))
-
-    def count(line: str) -> None:
-        if "Warm-up took" in line:
-            in_warm_up.append(len(captures))
-        if "train time" in line and "validation" not in line:
-            num_graphs.append(len(GRAPHS))
-
-    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=warm_up, say=count)
-    assert in_warm_up == [2 if warm_up else 0]
-    # Odd and even steps are captured when two of each were made, and again when the two weights have parted.
-    assert num_graphs == [0] * 4 + [1] + [2] * 11 + [0] * 4 + [1] + [2] * 3
-    assert not GRAPHS  # closed
-    assert (result.loss, sum_of_weights(race)) == alone[1]
-    assert losses_of(tmp_path) == losses_of(alone[0])
 
 
 class HostPass:
