@@ -5,8 +5,7 @@ restores weights, optimizer and random state.
 """
 
 import copy
-import functools
-from collections.abc import Callable
+import itertools
 
 import torch
 from torch import Tensor
@@ -54,19 +53,15 @@ class Race:
         capture: bool = False,
     ) -> None:
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
-        self._passes = functools.partial(track.passes, ranks=ranks.size)
-        self.stream = self._stream(track.at)
-        self.validation = validation_batches(
-            data, tokens=track.validation_tokens, chunk_tokens=track.validation_chunk, ranks=ranks
-        )
+        self.stream = ChunkStream(data, track, itertools.count(), ranks=ranks, device=self.device)
+        self.validation = validation_batches(data, track, ranks=ranks)
         with torch.device("meta"):
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
         self.model = model.to_empty(device=self.device)
         self.model.init_weights(seed)
-        longest = max(
-            track.validation_chunk,
-            *(stage.batch_tokens // ranks.size // self._passes(stage) for stage in map(track.at, track.starts)),
-        )
+        stages = map(track.at, track.starts)
+        longest = max(one.batch_tokens // ranks.size // track.passes(one, ranks.size) for one in stages)
+        longest = max(longest, track.validation_chunk)
         self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
         if config.prefix_tokens:
             if data.vocabulary is None:
@@ -86,48 +81,31 @@ class Race:
         lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
         self._token_bytes = lengths.to(self.device)
         self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
-        self._loss_weights: dict[tuple[float, ...], Tensor] = {}
-        for number in range(track.steps + 1):
-            self._weights_on_device(track.at(number))
-
-    def _stream(self, settings: Callable[[int], StepSettings]) -> ChunkStream:
-        return ChunkStream(
-            self.data,
-            settings,
-            chunks=self.track.chunks,
-            passes=self._passes,
-            ranks=self.ranks,
-            device=self.device,
-        )
-
-    def _weights_on_device(self, settings: StepSettings) -> Tensor:
-        """Return the weights of a step's losses, the prefix's last; the device has them before the clock starts."""
-        key = (*settings.prediction_weights, settings.prefix_weight)
-        if key not in self._loss_weights:
-            self._loss_weights[key] = torch.tensor(key, dtype=torch.float32, device=self.device)
-        return self._loss_weights[key]
+        # The weights of each step's losses, the prefix's last, are on the device before the clock starts.
+        steps = map(track.at, range(track.steps))
+        weights = [(*step.prediction_weights, step.prefix_weight) for step in steps]
+        self._loss_weights = [torch.tensor(each, dtype=torch.float32, device=self.device) for each in weights]
 
     def _set_windows(self, settings: StepSettings) -> None:
         if self.model.rotary.windows != settings.windows:  # a call costs the tables of rotary positions
             is_last = settings.windows[1] == self.track.final_long_window
             self.model.set_windows(*settings.windows, stretch=not is_last)
 
-    def train_step(self, settings: StepSettings, stream: ChunkStream) -> tuple[Tensor, int]:
+    def train_step(self, number: int, stream: ChunkStream) -> tuple[Tensor, int]:
         """Make one optimizer step; waits for nothing on a GPU.
 
         Returns:
             (this rank's part of the loss that was differentiated, in nats per token, on the device; the text's epoch)
         """
+        settings = self.track.at(number)
         self._set_windows(settings)
-        weights = self._weights_on_device(settings)
-        passes = self._passes(settings)
         loss = torch.zeros((), device=self.device)
-        for number in range(passes):
+        for left in reversed(range(self.track.passes(settings, self.ranks.size))):
             batch = next(stream)
             for name in self._announced:
                 rows, _ = self.model.inputs.bigram_hashes(batch.inputs)
-                self.optimizer.announce_rows(name, rows, more=number < passes - 1)
-            loss += (self.passes or self._make_pass)(batch, weights, settings)
+                self.optimizer.announce_rows(name, rows, more=left > 0)
+            loss += (self.passes or self._make_pass)(batch, self._loss_weights[number], settings)
         set_rates(self.optimizer, settings)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.passes is None)
@@ -153,17 +131,17 @@ class Race:
         return nats.detach()
 
     @torch.no_grad()
-    def evaluate(self, settings: StepSettings, *, batches: int | None = None) -> tuple[float, float | None]:
+    def evaluate(self, number: int, *, batches: int | None = None) -> tuple[float, float | None]:
         """Score the validation text with a step's windows.
 
         Args:
-            settings: of the step.
+            number: of the step, or of all steps for the last validation.
             batches: only so many of each rank's.
 
         Returns:
             (nats per token, bits per byte or None), the same on all ranks.
         """
-        self._set_windows(settings)
+        self._set_windows(self.track.at(number))
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in (one.to(self.device, starts=True) for one in self.validation[:batches]):
@@ -180,15 +158,13 @@ class Race:
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices=devices),
-            self._stream(lambda n: self.track.at(steps[n % len(steps)])) as stream,
-        ):
+        stream = ChunkStream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
+        with torch.random.fork_rng(devices=devices), stream:
             for number in steps:
-                self.train_step(self.track.at(number), stream)
+                self.train_step(number, stream)
                 if number in self.track.starts:
-                    self.evaluate(self.track.at(number), batches=1)
-            self.evaluate(self.track.at(self.track.steps), batches=1)
+                    self.evaluate(number, batches=1)
+            self.evaluate(self.track.steps, batches=1)
         self.model.zero_grad(set_to_none=self.passes is None)
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(state)

@@ -132,7 +132,7 @@ def train(
         log.write("run", **_facts(race, hardware), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
         scored = [*range(0, track.steps, track.eval_every), track.steps]
         for number, following in itertools.pairwise([*scored, track.steps]):
-            loss, bpb = race.evaluate(track.at(number))
+            loss, bpb = race.evaluate(number)
             say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
             record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
             log.write("eval", **record)
@@ -157,7 +157,7 @@ def _train(
     watch.mark()
     began = time.perf_counter() - seconds
     for number in steps:
-        made.append(race.train_step(race.track.at(number), race.stream))
+        made.append(race.train_step(number, race.stream))
         watch.mark()
         # By the host, which does not wait.
         say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")

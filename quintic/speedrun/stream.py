@@ -16,7 +16,7 @@ Source: the order of documents is that of the modded-nanogpt speedrun's loader.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from quintic.data.loader import numbered
 from quintic.data.prefetch import Prefetcher
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
-from quintic.speedrun.stages import StepSettings
+from quintic.speedrun.stages import Track
 from quintic.train.distributed import ALONE, Ranks
 
 __all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
@@ -41,12 +41,12 @@ _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
 class _Shard:
     """Tokens, and where their documents begin and how long they are."""
 
-    def __init__(self, path: Path, vocab_size: int, bos_id: int) -> None:
-        self.tokens: Tokens = read_shard(path, vocab_size=vocab_size)
-        self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == bos_id)
+    def __init__(self, data: RaceData, path: Path) -> None:
+        self.tokens: Tokens = read_shard(path, vocab_size=data.vocab_size)
+        self.starts: npt.NDArray[np.int64] = np.flatnonzero(self.tokens == data.bos_id)
         if len(self.tokens) and not len(self.starts):
             raise DataError(
-                f"{path}: no document in it begins with token {bos_id}; it was made with another tokenizer: give "
+                f"{path}: no document in it begins with token {data.bos_id}; it was made with another tokenizer: give "
                 "shards of this preset's vocabulary"
             )
         self.lengths = np.diff(self.starts, append=len(self.tokens))
@@ -62,16 +62,15 @@ class _Shard:
 
 
 class ChunkStream(Iterator[FlatBatch]):
-    """Endless batches of one rank's chunks, made ahead in a background thread, from shards loaded ahead in another.
+    """Batches of one rank's chunks, made ahead in a background thread, from shards loaded ahead in another.
 
     Use it in a `with` block, or `close` it.
 
     Args:
         data: the text.
-        settings: step from 0 -> its settings; the tokens of batches and documents count here.
-        chunks: of a step.
-        passes: settings of a step -> number of batches that a rank's chunks of it make, a divisor of their number.
-        ranks: the processes that share the text; their number must divide `chunks`.
+        track: the schedule, which sets the tokens of batches, documents and passes.
+        steps: numbers of the steps whose batches follow each other, without end.
+        ranks: the processes that share the text; their number must divide the track's chunks.
         device: where batches go; without waiting when it is a CUDA device.
 
     Raises:
@@ -81,22 +80,20 @@ class ChunkStream(Iterator[FlatBatch]):
     def __init__(
         self,
         data: RaceData,
-        settings: Callable[[int], StepSettings],
+        track: Track,
+        steps: Iterator[int],
         *,
-        chunks: int,
-        passes: Callable[[StepSettings], int],
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
     ) -> None:
-        if chunks % ranks.size:
+        if track.chunks % ranks.size:
             raise DataError(
-                f"{ranks.size} ranks cannot share the {chunks} chunks of a batch; start as many as divide them"
+                f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
             )
         self._device = numbered(device)
         # The functions in the threads hold no stream, so that one that was not closed ends with its last reference.
-        load = functools.partial(_Shard, vocab_size=data.vocab_size, bos_id=data.bos_id)
-        self._load = map(load, itertools.cycle(data.train)).__next__
-        self._batches = functools.partial(_batches, data, settings, chunks, passes, ranks, self._device)
+        self._load = map(functools.partial(_Shard, data), itertools.cycle(data.train)).__next__
+        self._batches = functools.partial(_batches, data, track, steps, ranks, self._device)
         self._threads: list[Prefetcher[Any]] = []
         self._closed = False
 
@@ -129,53 +126,50 @@ class ChunkStream(Iterator[FlatBatch]):
 
 
 def _batches(
-    data: RaceData,
-    settings: Callable[[int], StepSettings],
-    num_chunks: int,
-    passes: Callable[[StepSettings], int],
-    ranks: Ranks,
-    device: torch.device,
-    shards: Prefetcher[_Shard],
+    data: RaceData, track: Track, steps: Iterator[int], ranks: Ranks, device: torch.device, shards: Prefetcher[_Shard]
 ) -> Iterator[FlatBatch]:
     """Yield a rank's batches, while walking through the chunks of all ranks."""
     num_shards, waiting = len(data.train), list[Tokens]()
     shard, document, num_ended, num_unused = shards.get(), 0, 0, 0
-    for number in itertools.count():
-        step = settings(number // num_chunks)
-        tokens, cut = step.batch_tokens // num_chunks, step.document_tokens
-        while (documents := shard.documents(document, tokens + 1, cut)) is None:  # the last token is a target only
-            if num_unused == num_shards:
-                raise DataError(
-                    f"{data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents cut "
-                    f"at {cut}; give more text (--data)"
-                )
-            shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
-        document, num_unused = document + len(documents), 0
-        if number % ranks.size == ranks.rank:
-            waiting.append(np.concatenate(documents)[: tokens + 1])
-            if len(waiting) == num_chunks // ranks.size // passes(step):
-                yield _flat(waiting, data.bos_id, epoch=num_ended // num_shards).pinned(device, starts=True)
-                waiting.clear()
+    for settings in map(track.at, steps):
+        tokens, cut = settings.batch_tokens // track.chunks, settings.document_tokens
+        together = track.chunks // ranks.size // track.passes(settings, ranks.size)
+        for number in range(track.chunks):
+            # The last token is a target only.
+            while (documents := shard.documents(document, tokens + 1, cut)) is None:
+                if num_unused == num_shards:
+                    raise DataError(
+                        f"{data.train[0].parent}: no training shard fills a chunk of {tokens:,} tokens with documents "
+                        f"cut at {cut}; give more text (--data)"
+                    )
+                shard, document, num_ended, num_unused = shards.get(), 0, num_ended + 1, num_unused + 1
+            document, num_unused = document + len(documents), 0
+            if number % ranks.size == ranks.rank:
+                waiting.append(np.concatenate(documents)[: tokens + 1])
+                if len(waiting) == together:
+                    yield _flat(waiting, data.bos_id, epoch=num_ended // num_shards).pinned(device, starts=True)
+                    waiting.clear()
 
 
-def validation_batches(data: RaceData, *, tokens: int, chunk_tokens: int, ranks: Ranks = ALONE) -> list[FlatBatch]:
+def validation_batches(data: RaceData, track: Track, *, ranks: Ranks = ALONE) -> list[FlatBatch]:
     """Return a rank's chunks of the validation text, on the CPU: of each `ranks.size` chunks, rank r has the r-th.
 
     Raises:
         DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
     """
-    if tokens % (chunk_tokens * ranks.size):
+    tokens, chunk = track.validation_tokens, track.validation_chunk
+    if tokens % (chunk * ranks.size):
         raise DataError(
-            f"{tokens:,} validation tokens are no whole number of chunks of {chunk_tokens:,} for each of {ranks.size} "
-            "ranks; give another --val-tokens"
+            f"{tokens:,} validation tokens are no whole number of chunks of {chunk:,} for each of {ranks.size} ranks; "
+            "give another --val-tokens"
         )
     text = read_shard(data.validation, vocab_size=data.vocab_size)
     if len(text) <= tokens:
         raise DataError(
             f"{data.validation}: has {len(text):,} tokens, {tokens + 1:,} are to be scored; give fewer --val-tokens"
         )
-    begins = range(ranks.rank * chunk_tokens, tokens, ranks.size * chunk_tokens)
-    return [_flat([text[begin : begin + chunk_tokens + 1]], data.bos_id) for begin in begins]
+    begins = range(ranks.rank * chunk, tokens, ranks.size * chunk)
+    return [_flat([text[begin : begin + chunk + 1]], data.bos_id) for begin in begins]
 
 
 def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:

@@ -1,7 +1,7 @@
 """The stream of chunks against a reference in plain Python, that walks token by token."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis
@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintic.data.loader import Batch
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, write_shard
+from quintic.speedrun.stages import TINY
 from quintic.speedrun.stream import ChunkStream, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 
@@ -98,13 +100,28 @@ def data_of(paths: list[Path]) -> RaceData:
     return RaceData(source="", train=tuple(paths), validation=paths[-1], **kind)
 
 
-def stream_of(paths: list[Path], settings, *, chunks: int, passes=None, ranks: Ranks = ALONE) -> ChunkStream:
-    passes = passes or (lambda step: chunks // ranks.size)
-    return ChunkStream(data_of(paths), settings, chunks=chunks, passes=passes, ranks=ranks)
+@dataclass
+class FixedTrack:
+    """Stands for a `Track`: two steps with the first settings, all later ones with the last, in so many passes each."""
+
+    settings: list[Settings]
+    chunks: int
+    num_passes: list[int] | None = None
+
+    def at(self, step: int) -> Settings:
+        return self.settings[0 if step < 2 else -1]
+
+    def passes(self, settings: Settings, ranks: int) -> int:
+        return self.num_passes[settings is not self.settings[0]] if self.num_passes else self.chunks // ranks
 
 
-def settings_of(first: Settings, second: Settings):
-    return lambda step: first if step < 2 else second
+def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, ranks: Ranks = ALONE) -> ChunkStream:
+    return ChunkStream(data_of(paths), FixedTrack([*settings], chunks, passes), itertools.count(), ranks=ranks)
+
+
+def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = ALONE) -> list[Batch]:
+    track = replace(TINY, validation_tokens=tokens, validation_chunk=chunk)
+    return validation_batches(data_of([path]), track, ranks=ranks)
 
 
 def lists(batch) -> tuple[list[int], list[int], list[int]]:
@@ -133,14 +150,12 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
     paths = write(folder, shards)
     own = 4 // size
     together = [min(count, own) for count in per_pass]
-
-    def passes(settings):
-        return own // together[settings is stages[1]]
+    passes = [own // count for count in together]
 
     for rank in range(size):
         ranks = Ranks(rank=rank, size=size)
-        with stream_of(paths, settings_of(*stages), chunks=4, passes=passes, ranks=ranks) as stream:
-            found = [lists(next(stream)) for _ in range(2 * passes(stages[0]) + 3 * passes(stages[1]))]
+        with stream_of(paths, *stages, chunks=4, passes=passes, ranks=ranks) as stream:
+            found = [lists(next(stream)) for _ in range(2 * passes[0] + 3 * passes[1])]
         chunks = expected[rank::size]
         firsts = [*range(0, 2 * own, together[0]), *range(2 * own, 5 * own, together[1])]
         assert found == [joined(chunks[a:b]) for a, b in itertools.pairwise([*firsts, 5 * own])]
@@ -148,7 +163,7 @@ def test_every_rank_gets_its_chunks_of_the_reference(shards, tokens, cuts, size,
 
 def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2, BOS, 3, BOS, 4, 5, BOS, 6, 7]])
-    with stream_of(paths, lambda step: Settings(5, 8), chunks=1) as stream:
+    with stream_of(paths, Settings(5, 8), chunks=1) as stream:
         assert lists(next(stream)) == ([BOS, 1, 2, BOS, 3], [1, 2, BOS, 3, BOS], [0, 3, 5])
         batch = next(stream)
         assert batch.epoch == 1  # what was left did not fill a chunk
@@ -157,7 +172,7 @@ def test_a_last_document_of_one_token_is_a_target_only(tmp_path: Path):
 def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1, 2], [BOS, 1, 2, 3]])
     with (
-        stream_of(paths, lambda step: Settings(8, 8), chunks=2) as stream,
+        stream_of(paths, Settings(8, 8), chunks=2) as stream,
         pytest.raises(DataError, match="no training shard fills a chunk of 4 tokens with documents cut at 8"),
     ):
         next(stream)
@@ -166,7 +181,7 @@ def test_text_that_fills_no_chunk_is_refused(tmp_path: Path):
 def test_text_without_the_token_that_begins_documents_is_refused(tmp_path: Path):
     paths = write(tmp_path, [[1, 2, 3] * 20])
     with (
-        stream_of(paths, lambda step: Settings(8, 8), chunks=1) as stream,
+        stream_of(paths, Settings(8, 8), chunks=1) as stream,
         pytest.raises(DataError, match=r"train_0\.bin: no document in it begins with token 9; it was made"),
     ):
         next(stream)
@@ -174,7 +189,7 @@ def test_text_without_the_token_that_begins_documents_is_refused(tmp_path: Path)
 
 @pytest.mark.timeout(10)
 def test_a_closed_stream_has_no_more_batches(tmp_path: Path):
-    stream = stream_of(write(tmp_path, [[BOS, 1] * 20]), lambda step: Settings(8, 4), chunks=1)
+    stream = stream_of(write(tmp_path, [[BOS, 1] * 20]), Settings(8, 4), chunks=1)
     next(stream)
     stream.close()
     stream.close()
@@ -184,13 +199,13 @@ def test_a_closed_stream_has_no_more_batches(tmp_path: Path):
 
 def test_ranks_that_do_not_divide_the_chunks_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="3 ranks cannot share the 8 chunks"):
-        stream_of([tmp_path], lambda step: Settings(8, 8), chunks=8, ranks=Ranks(size=3))
+        stream_of([tmp_path], Settings(8, 8), chunks=8, ranks=Ranks(size=3))
 
 
 def test_a_damaged_shard_is_reported_where_it_is_read(tmp_path: Path):
     paths = write(tmp_path, [[BOS, 1] * 20, [BOS, 1] * 20])
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    with stream_of(paths, lambda step: Settings(8, 4), chunks=1) as stream:
+    with stream_of(paths, Settings(8, 4), chunks=1) as stream:
         for _ in range(4):
             next(stream)
         with pytest.raises(DataError, match=r"train_1\.bin: its header says 40 tokens"):
@@ -203,8 +218,7 @@ def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
     text[8] = BOS  # a chunk that begins with a document
     write_shard(tmp_path / "val.bin", text)
     for rank in range(size):
-        data, ranks = data_of([tmp_path / "val.bin"]), Ranks(rank=rank, size=size)
-        batches = validation_batches(data, tokens=32, chunk_tokens=8, ranks=ranks)
+        batches = validation(tmp_path / "val.bin", tokens=32, chunk=8, ranks=Ranks(rank=rank, size=size))
         assert len(batches) == 4 // size
         for number, batch in enumerate(batches):
             begin = 8 * (rank + number * size)
@@ -215,12 +229,12 @@ def test_validation_is_cut_wherever_a_chunk_ends(size, tmp_path: Path):
 def test_validation_that_does_not_fit_is_refused(tmp_path: Path):
     write_shard(tmp_path / "val.bin", [BOS] * 32)
     with pytest.raises(DataError, match="32 validation tokens are no whole number of chunks of 24"):
-        validation_batches(data_of([tmp_path / "val.bin"]), tokens=32, chunk_tokens=24)
+        validation(tmp_path / "val.bin", tokens=32, chunk=24)
     with pytest.raises(DataError, match=r"val\.bin: has 32 tokens, 33 are to be scored; give fewer --val-tokens"):
-        validation_batches(data_of([tmp_path / "val.bin"]), tokens=32, chunk_tokens=8)
+        validation(tmp_path / "val.bin", tokens=32, chunk=8)
 
 
 def test_more_documents_than_there_is_room_for_double_it(tmp_path: Path):
     paths = write(tmp_path, [[BOS] * 100])
-    with stream_of(paths, lambda step: Settings(40, 4), chunks=1) as stream:
+    with stream_of(paths, Settings(40, 4), chunks=1) as stream:
         assert next(stream).document_starts.tolist() == [*range(40), *[40] * 24]

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import json
 import math
 import sys
@@ -129,7 +130,7 @@ def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_p
     before = race.model.rotary.frequencies.clone()
     embedding_head = []
     for number in range(TINY.track.steps):
-        race.train_step(TINY.track.at(number), race.stream)
+        race.train_step(number, race.stream)
         embedding_head.append(bool((race.model.inputs.embedding == race.model.head.mT).all()))
     race.stream.close()
     # Step 15 is the first odd one of the third stage: after it they part, and AdamW's next step is the 17th.
@@ -137,7 +138,7 @@ def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_p
     assert race.model.rotary.windows == (48, 104)
     grown = race.model.rotary.frequencies.clone()
     assert not torch.equal(before, grown)
-    race.evaluate(TINY.track.at(TINY.track.steps))
+    race.evaluate(TINY.track.steps)
     assert race.model.rotary.windows == (48, 160)
     assert torch.equal(race.model.rotary.frequencies, grown)
 
@@ -198,9 +199,9 @@ def test_the_warm_up_compiles_what_all_stages_need_and_little_twice(
     assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
     steps = {step for start in TINY.track.starts for step in (start - 1, start, start + 1)}
     for number in sorted(steps & set(range(TINY.track.steps))):
-        race.train_step(TINY.track.at(number), race.stream)
-        race.evaluate(TINY.track.at(number), batches=1)
-    race.evaluate(TINY.track.at(TINY.track.steps), batches=1)
+        race.train_step(number, race.stream)
+        race.evaluate(number, batches=1)
+    race.evaluate(TINY.track.steps, batches=1)
     race.close()
     assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
     assert not counters["graph_break"]
@@ -309,7 +310,7 @@ def test_the_optimizer_has_the_races_rates() -> None:
 def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = race_of(shards)
     settings, count = TINY.track.at(0), TINY.track.chunks
-    with ChunkStream(race.data, TINY.track.at, chunks=count, passes=lambda settings: count) as stream:
+    with ChunkStream(race.data, replace(TINY.track, pass_tokens=1), itertools.count()) as stream:
         chunks = [next(stream) for _ in range(count)]
     race.model.set_windows(*settings.windows)
     total = sum(
@@ -326,7 +327,7 @@ def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypat
     found = []
     monkeypatch.setattr(race.optimizer, "step", lambda: found.append(race.model.qk_bank.grad.clone()))
     assert TINY.track.passes(settings, 1) == 1  # both chunks together
-    loss, _ = race.train_step(settings, race.stream)
+    loss, _ = race.train_step(0, race.stream)
     race.stream.close()
     torch.testing.assert_close(found[0], expected)
     tokens = sum(len(chunk.inputs) for chunk in chunks)
@@ -378,7 +379,7 @@ def test_one_rank_says_that_the_run_diverged(
     race = race_of(shards)
     race.ranks = Ranks(rank=rank)
     object.__setattr__(race.ranks, "failed_elsewhere", lambda: OtherRankError("another"))
-    monkeypatch.setattr(race, "evaluate", lambda settings: (math.nan, None))
+    monkeypatch.setattr(race, "evaluate", lambda number: (math.nan, None))
     with pytest.raises(kind):
         train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
 
