@@ -91,7 +91,7 @@ class SpeedrunGPT(nn.Module):
             self.projection_scales = parameter(attending, 2, dtype=torch.float32)
             self.residual_scales = parameter(sublayers, dtype=torch.float32)
             self.output_scales = parameter(sublayers, dtype=torch.float32)
-        early, late = (config.gate_starts(late=late) for late in (False, True))
+        early, late = config.gate_starts()
         self.early_gates = TokenCoefficients(width, config.gate_channels, early).to(dtype) if early else None
         self.late_gates = TokenCoefficients(width, config.gate_channels, late).to(dtype) if late else None
         if early or late:
@@ -200,7 +200,7 @@ class SpeedrunGPT(nn.Module):
             ValueError: there are no windows yet, or the attention needs `document_starts`.
         """
         config = self.config
-        x_TC = self._trunk(inputs, self._row(inputs, document_starts, longest_document))
+        x_TC = self._trunk(self._row(inputs, document_starts, longest_document))
         weights = target_weights(prediction_weights, inputs.device)[: None if config.multi_token else 1]
         prefixes = self.prefixes if config.prefix_tokens else None
         targets_TK = all_targets(inputs, targets, len(weights), bos_id=config.bos_id, prefixes=prefixes)
@@ -246,14 +246,18 @@ class SpeedrunGPT(nn.Module):
         starts, (cos, sin) = document_begins(inputs, self.config.bos_id), self.rotary.tables(2 * len(inputs), dtype)
         limits = torch.empty((short, long, longest or len(inputs), 0))
         torch._dynamo.maybe_mark_dynamic(limits, [0, 1, 2])
-        return FlatRow(self.inputs.look_up(inputs), starts.unsqueeze(1), cos, sin, (mask, paired_mask), limits)
+        return FlatRow(*self.inputs.look_up(inputs), starts.unsqueeze(1), cos, sin, (mask, paired_mask), limits)
 
-    def _trunk(self, inputs: Tensor, row: FlatRow) -> Tensor:
+    def _trunk(self, row: FlatRow) -> Tensor:
         """Return the head's input, (T, C)."""
         config = self.config
-        embedding_TC, bigram_TC, values_KTC = row.looked_up
-        x_TC, injected, gates = self._enter(inputs, embedding_TC, bigram_TC)
-        values = () if values_KTC is None else values_KTC.unbind()
+        x_TC, bigram_TC = self.inputs(row)
+        gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x_TC, self.gate_scale)
+        injected = {"embedding": x_TC}
+        if bigram_TC is not None:
+            injected["bigram"] = bigram_TC
+            x_TC = x_TC + gates.pop("bigram.0") * bigram_TC
+        values = () if row.values is None else row.values.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
         for plan, weights in zip(config.layers, self._block_weights(), strict=True):
             index, dense_value_TC = plan.index, None
@@ -284,18 +288,13 @@ class SpeedrunGPT(nn.Module):
             out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=weights.fp8)
             x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
-        return self._top(x_TC, streams | ({"value": values[0]} if values else {}))
-
-    def _enter(
-        self, inputs: Tensor, embedding_TC: Tensor, bigram_TC: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return the first layer's input, the streams that later layers add, and the gates of early layers."""
-        x0_TC, bigram_TC = self.inputs(inputs, embedding_TC, bigram_TC)
-        gates: dict[str, Tensor] = {} if self.early_gates is None else self.early_gates(x0_TC, self.gate_scale)
-        if bigram_TC is None:
-            return x0_TC, {"embedding": x0_TC}, gates
-        x_TC = x0_TC + gates.pop("bigram.0") * bigram_TC
-        return x_TC, {"embedding": x0_TC, "bigram": bigram_TC}, gates
+        if values:
+            streams["value"] = values[0]
+        mixed_TC = x_TC
+        if config.dense_connections:
+            for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
+                mixed_TC = mixed_TC + factor * streams[name]
+        return rms_norm(mixed_TC)
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, the addition to its values, and its coefficients."""
@@ -308,14 +307,6 @@ class SpeedrunGPT(nn.Module):
         if "value_gates" in computed:
             computed["value"] = computed.pop("value_gates").repeat_interleave(self.config.num_heads // 2, dim=-1)
         return mixed_TC, value_TC, computed
-
-    def _top(self, x_TC: Tensor, streams: dict[str, Tensor]) -> Tensor:
-        """Return the head's input: the stream and, with dense connections, a mixture of earlier ones."""
-        mixed_TC = x_TC
-        if self.config.dense_connections:
-            for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
-                mixed_TC = mixed_TC + factor * streams[name]
-        return rms_norm(mixed_TC)
 
     def _block_weights(self) -> list[BlockWeights]:
         """Return each layer's slices. Each bank is taken apart once, so that its gradient is put together once."""
@@ -331,16 +322,14 @@ class SpeedrunGPT(nn.Module):
             mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
         layers, fp8 = [], config.fp8_mlp and self._learns()
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
-            attention_mix = next(mixes, None) if plan.attends else None
-            weights = BlockWeights(up, down, fp8, mlp_mix=next(mixes, None), attention_mix=attention_mix)
+            table, attention, attention_mix, projection_scales = plan.value_table, None, None, None
             if plan.attends:
-                table = plan.value_table
-                weights = weights._replace(
-                    attention=(next(query_keys), next(value_outs), next(value_outs)),
-                    projection_scales=next(scales, None),
-                    value_gate=gates[table] if table is not None and table < len(gates) else None,
-                )
-            layers.append(weights)
+                attention = next(query_keys), next(value_outs), next(value_outs)
+                attention_mix, projection_scales = next(mixes, None), next(scales, None)
+            gate = gates[table] if table is not None and table < len(gates) else None
+            layers.append(
+                BlockWeights(up, down, fp8, next(mixes, None), attention_mix, attention, projection_scales, gate)
+            )
         return layers
 
     def compile_trunk(self) -> None:

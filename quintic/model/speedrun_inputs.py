@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_layers import previous
+from quintic.model.speedrun_layers import FlatRow, previous
 from quintic.model.speedrun_sizes import SpeedrunConfig
 
 __all__ = ["IGNORED", "SpeedrunInputs", "all_targets", "document_begins", "target_weights"]
@@ -54,26 +54,27 @@ class SpeedrunInputs(nn.Module):
             self.smear_gate = nn.Parameter(torch.empty(1, min(_SMEAR_CHANNELS, width), dtype=dtype))
             self.smear_scale = nn.Parameter(torch.empty(1))
 
-    def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the rows that tokens have of the tables: embedding and bigrams, (T, C), and values, (tables, T, C)."""
+    def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return what tokens have in the tables: the embedding, bigram, signs and values of a `FlatRow`."""
         look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
-        bigram_TC = values_KTC = None
+        bigram_TC = signs_T = values_KTC = None
         if config.bigram_hash:
-            bigram_TC = look_up(self.bigram_hashes(inputs)[0], self.bigram_embedding)
+            rows_T, signs_T = self.bigram_hashes(inputs)
+            bigram_TC = look_up(rows_T, self.bigram_embedding)
         if config.value_embeddings:
             # One lookup in all tables, and one gradient.
             first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
             values_KTC = look_up(first.unsqueeze(1) + inputs, self.value_embeddings)
-        return look_up(inputs, self.embedding), bigram_TC, values_KTC
+        return look_up(inputs, self.embedding), bigram_TC, signs_T, values_KTC
 
-    def forward(self, inputs: Tensor, x_TC: Tensor, bigram_TC: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, row: FlatRow) -> tuple[Tensor, Tensor | None]:
         """Return normalised embeddings and bigrams with their signs, (T, C), from the results of `look_up`."""
+        x_TC, bigram_TC = row.embedding, row.bigram
         if self.config.smear:
             gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
-            gate_T1 = gate_T1.masked_fill(document_begins(inputs, self.config.bos_id).unsqueeze(1), 0)
-            x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1 * previous(x_TC)
-        if bigram_TC is not None:
-            bigram_TC = bigram_TC * F.embedding(self.bigram_hashes(inputs)[1], self.bigram_signs)
+            x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1.masked_fill(row.starts, 0) * previous(x_TC)
+        if bigram_TC is not None and row.signs is not None:
+            bigram_TC = bigram_TC * F.embedding(row.signs, self.bigram_signs)
         return rms_norm(x_TC), bigram_TC
 
     def bigram_hashes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:

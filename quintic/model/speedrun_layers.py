@@ -162,7 +162,10 @@ class TokenCoefficients(nn.Module):
 class FlatRow(NamedTuple):
     """One row of tokens, as all layers share it."""
 
-    looked_up: tuple[Tensor, Tensor | None, Tensor | None]  # from `SpeedrunInputs.look_up`
+    embedding: Tensor  # (T, C) rows that the tokens have in this table
+    bigram: Tensor | None  # (T, C) likewise
+    signs: Tensor | None  # (T,) int64 rows of the bigrams' signs
+    values: Tensor | None  # (tables, T, C) value embeddings
     starts: Tensor  # (T, 1) bool: where documents start
     cos: Tensor  # (2T, D / 4) of the rotary angles
     sin: Tensor
@@ -179,10 +182,10 @@ class BlockWeights(NamedTuple):
     down: Tensor  # (4C, C), transposed
     fp8: bool  # whether the MLP multiplies in 8 bits forward
     mlp_mix: Tensor | None  # (2,), scales of the stream and of what the MLP adds
-    attention_mix: Tensor | None = None  # likewise
-    attention: tuple[Tensor, Tensor, Tensor] | None = None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
-    projection_scales: Tensor | None = None  # (2,), factors of values and outputs
-    value_gate: Tensor | None = None  # (H, 2 x channels)
+    attention_mix: Tensor | None  # likewise
+    attention: tuple[Tensor, Tensor, Tensor] | None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
+    projection_scales: Tensor | None  # (2,), factors of values and outputs
+    value_gate: Tensor | None  # (H, 2 x channels)
 
 
 def attend(

@@ -119,12 +119,11 @@ class SpeedrunConfig:
             for index in range(self.num_layers)
         )
 
-    def gate_starts(self, *, late: bool) -> Starts:
-        """Return the gates "name.layer" of the layers after the skip's source (`late`), or of those up to it."""
-        starts: Starts = {}
+    def gate_starts(self) -> tuple[Starts, Starts]:
+        """Return the gates "name.layer" of the layers up to the skip's source, and of those after it."""
+        early: Starts = {}
+        late: Starts = {}
         for plan in self.layers:
-            if late != (plan.index > self.skip_source):
-                continue
             own: Starts = {}
             if plan.exclusive:
                 own["exclusive"] = self.num_heads, 0.0
@@ -134,8 +133,9 @@ class SpeedrunConfig:
                 own["skip"] = 1, 0.5
             if plan.attends and not (self.dense_connections and plan.index == self.num_layers - 1):
                 own |= self._injection_starts()
+            starts = late if plan.index > self.skip_source else early
             starts |= {f"{name}.{plan.index}": start for name, start in own.items()}
-        return starts
+        return early, late
 
     def dense_starts(self) -> tuple[Starts, Starts]:
         """Return the coefficients of dense connections: of the last layer, and of the head's input."""
