@@ -290,11 +290,10 @@ class SpeedrunGPT(nn.Module):
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         if values:
             streams["value"] = values[0]
-        mixed_TC = x_TC
         if config.dense_connections:
             for name, factor in self.head_connections(x_TC, COEFFICIENT_SCALE).items():
-                mixed_TC = mixed_TC + factor * streams[name]
-        return rms_norm(mixed_TC)
+                x_TC = x_TC + factor * streams[name]
+        return rms_norm(x_TC)
 
     def _connect(self, x_TC: Tensor, entry_TC: Tensor, shared_TC: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the last layer's stream, the addition to its values, and its coefficients."""

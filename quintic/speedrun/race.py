@@ -6,18 +6,21 @@ restores weights, optimizer and random state.
 
 import copy
 import itertools
+from collections.abc import Iterator
+from contextlib import closing
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quintic.errors import ConfigError
+from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.graphs import CapturedPasses
 from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import StepSettings, Track
-from quintic.speedrun.stream import ChunkStream, FlatBatch, validation_batches
+from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware
 
@@ -52,8 +55,12 @@ class Race:
         seed: int = 0,
         capture: bool = False,
     ) -> None:
+        if track.chunks % ranks.size:
+            raise DataError(
+                f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
+            )
         self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
-        self.stream = ChunkStream(data, track, itertools.count(), ranks=ranks, device=self.device)
+        self.stream = chunk_stream(data, track, itertools.count(), ranks=ranks, device=self.device)
         self.validation = validation_batches(data, track, ranks=ranks)
         with torch.device("meta"):
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
@@ -63,23 +70,22 @@ class Race:
         longest = max(one.batch_tokens // ranks.size // track.passes(one, ranks.size) for one in stages)
         longest = max(longest, track.validation_chunk)
         self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
+        vocabulary = data.vocabulary or ()
+        unknown = config.vocab_size - len(vocabulary)
         if config.prefix_tokens:
-            if data.vocabulary is None:
+            if not vocabulary:
                 raise ConfigError(
                     "--tokenizer: needed to predict the tokens that others begin with; give a tokenizer.json, a folder "
                     "with GPT-2's two files, or gpt2, or leave that out (--without prefix-tokens)"
                 )
-            table = torch.full((config.vocab_size,), -1)
-            table[: len(data.vocabulary)] = torch.tensor(prefixes(data.vocabulary))
-            self.model.set_prefixes(table.to(self.device))
+            self.model.set_prefixes(F.pad(torch.tensor(prefixes(vocabulary)), (0, unknown), value=-1))
         if hardware.compile:
             self.model.compile_trunk()
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.passes = CapturedPasses(self._make_pass) if capture else None
-        lengths = torch.zeros(config.vocab_size, dtype=torch.int64)
-        lengths[: len(data.vocabulary or ())] = torch.tensor([len(token) for token in data.vocabulary or ()])
-        self._token_bytes = lengths.to(self.device)
+        lengths = torch.tensor([len(token) for token in vocabulary], dtype=torch.int64)
+        self._token_bytes = F.pad(lengths, (0, unknown)).to(self.device)
         self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
         # The weights of each step's losses, the prefix's last, are on the device before the clock starts.
         steps = map(track.at, range(track.steps))
@@ -91,7 +97,7 @@ class Race:
             is_last = settings.windows[1] == self.track.final_long_window
             self.model.set_windows(*settings.windows, stretch=not is_last)
 
-    def train_step(self, number: int, stream: ChunkStream) -> tuple[Tensor, int]:
+    def train_step(self, number: int, stream: Iterator[FlatBatch]) -> tuple[Tensor, int]:
         """Make one optimizer step; waits for nothing on a GPU.
 
         Returns:
@@ -158,8 +164,8 @@ class Race:
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
-        stream = ChunkStream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
-        with torch.random.fork_rng(devices=devices), stream:
+        stream = chunk_stream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
+        with torch.random.fork_rng(devices=devices), closing(stream):
             for number in steps:
                 self.train_step(number, stream)
                 if number in self.track.starts:

@@ -16,9 +16,9 @@ Source: the order of documents is that of the modded-nanogpt speedrun's loader.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from quintic.speedrun.shards import RaceData, Tokens, read_shard
 from quintic.speedrun.stages import Track
 from quintic.train.distributed import ALONE, Ranks
 
-__all__ = ["ChunkStream", "FlatBatch", "validation_batches"]
+__all__ = ["FlatBatch", "chunk_stream", "validation_batches"]
 
 _BATCHES_AHEAD = 4
 _TOKENS_PER_DOCUMENT, _FEWEST_STARTS = 256, 16
@@ -61,68 +61,32 @@ class _Shard:
         return [self.tokens[begin : begin + length] for begin, length in zip(begins, lengths[:count], strict=True)]
 
 
-class ChunkStream(Iterator[FlatBatch]):
-    """Batches of one rank's chunks, made ahead in a background thread, from shards loaded ahead in another.
+def chunk_stream(
+    data: RaceData, track: Track, steps: Iterator[int], *, ranks: Ranks = ALONE, device: torch.device | str = "cpu"
+) -> Generator[FlatBatch, None, None]:
+    """Yield one rank's chunks in batches, made ahead in a background thread, from shards loaded ahead in another.
 
-    Use it in a `with` block, or `close` it.
+    The threads start with the first batch, and end when the stream is closed or dropped.
 
     Args:
         data: the text.
         track: the schedule, which sets the tokens of batches, documents and passes.
         steps: numbers of the steps whose batches follow each other, without end.
-        ranks: the processes that share the text; their number must divide the track's chunks.
+        ranks: the processes that share the text; their number divides the track's chunks.
         device: where batches go; without waiting when it is a CUDA device.
 
     Raises:
-        DataError: the ranks cannot share the chunks.
+        DataError: a shard cannot be used, or the shards do not fill a chunk.
     """
-
-    def __init__(
-        self,
-        data: RaceData,
-        track: Track,
-        steps: Iterator[int],
-        *,
-        ranks: Ranks = ALONE,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if track.chunks % ranks.size:
-            raise DataError(
-                f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
-            )
-        self._device = numbered(device)
-        # The functions in the threads hold no stream, so that one that was not closed ends with its last reference.
-        self._load = map(functools.partial(_Shard, data), itertools.cycle(data.train)).__next__
-        self._batches = functools.partial(_batches, data, track, steps, ranks, self._device)
-        self._threads: list[Prefetcher[Any]] = []
-        self._closed = False
-
-    def __next__(self) -> FlatBatch:
-        """Return the next batch.
-
-        Raises:
-            DataError: a shard cannot be used, or the shards do not fill a chunk.
-            ValueError: the stream is closed.
-        """
-        if self._closed:
-            raise ValueError("the stream is closed")
-        if not self._threads:
-            shards = Prefetcher(self._load, depth=1)
-            self._threads = [Prefetcher(self._batches(shards).__next__, _BATCHES_AHEAD), shards]
-        batch: FlatBatch = self._threads[0].get()
-        return batch.to(self._device, starts=True)
-
-    def close(self) -> None:
-        """Stop the threads; no more batches."""
-        self._closed = True
-        for thread in self._threads:
-            thread.close()
-
-    def __enter__(self) -> "ChunkStream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    device = numbered(device)
+    # The functions in the threads do not hold this generator, so that one that was not closed ends with its last
+    # reference.
+    load = map(functools.partial(_Shard, data), itertools.cycle(data.train)).__next__
+    with closing(Prefetcher(load, depth=1)) as shards:
+        make = _batches(data, track, steps, ranks, device, shards).__next__
+        with closing(Prefetcher(make, _BATCHES_AHEAD)) as batches:
+            while True:
+                yield batches.get().to(device, starts=True)
 
 
 def _batches(
