@@ -22,13 +22,7 @@ from quintic.kernels.attention.attention import AttentionName, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_inputs import (
-    IGNORED,
-    SpeedrunInputs,
-    all_targets,
-    document_begins,
-    target_weights,
-)
+from quintic.model.speedrun_inputs import IGNORED, SpeedrunInputs, all_targets, document_begins, target_weights
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
     BlockWeights,
@@ -200,10 +194,11 @@ class SpeedrunGPT(nn.Module):
             ValueError: there are no windows yet, or the attention needs `document_starts`.
         """
         config = self.config
-        x_TC = self._trunk(self._row(inputs, document_starts, longest_document))
+        row = self._row(inputs, document_starts, longest_document)
+        x_TC = self._trunk(row)
         weights = target_weights(prediction_weights, inputs.device)[: None if config.multi_token else 1]
         prefixes = self.prefixes if config.prefix_tokens else None
-        targets_TK = all_targets(inputs, targets, len(weights), bos_id=config.bos_id, prefixes=prefixes)
+        targets_TK = all_targets(row.starts.squeeze(1), targets, len(weights), prefixes)
         if prefixes is not None:
             weights = torch.cat([weights, target_weights(prefix_weight, inputs.device)])
         fp8 = None
@@ -285,7 +280,7 @@ class SpeedrunGPT(nn.Module):
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
             # Squared ReLU: Primer, arXiv 2109.08668.
-            out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=weights.fp8)
+            out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=config.fp8_mlp and self._learns())
             x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         if values:
@@ -319,16 +314,14 @@ class SpeedrunGPT(nn.Module):
         if config.residual_scalars:
             scales = iter(self.projection_scales.unbind())
             mixes = iter(torch.stack([self.residual_scales, self.output_scales], dim=1).unbind())
-        layers, fp8 = [], config.fp8_mlp and self._learns()
+        layers = []
         for plan, up, down in zip(config.layers, mlps[0::2], mlps[1::2], strict=True):
             table, attention, attention_mix, projection_scales = plan.value_table, None, None, None
             if plan.attends:
                 attention = next(query_keys), next(value_outs), next(value_outs)
                 attention_mix, projection_scales = next(mixes, None), next(scales, None)
             gate = gates[table] if table is not None and table < len(gates) else None
-            layers.append(
-                BlockWeights(up, down, fp8, next(mixes, None), attention_mix, attention, projection_scales, gate)
-            )
+            layers.append(BlockWeights(up, down, next(mixes, None), attention_mix, attention, projection_scales, gate))
         return layers
 
     def compile_trunk(self) -> None:

@@ -89,20 +89,18 @@ class SpeedrunInputs(nn.Module):
         return rows.masked_fill(begins, last_row), signs.masked_fill(begins, 0)
 
 
-def all_targets(inputs: Tensor, targets: Tensor, count: int, *, bos_id: int, prefixes: Tensor | None) -> Tensor:
+def all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
 
     Args:
-        inputs: (T,) tokens.
+        starts: (T,) bool, from `document_begins`.
         targets: (T,) next tokens.
         count: number of next tokens.
-        bos_id: token that starts a document.
         prefixes: (vocab_size,) target for each next token, or None.
     """
-    begins = document_begins(inputs, bos_id)
-    columns, outside = [targets], torch.zeros_like(begins)
+    columns, outside = [targets], torch.zeros_like(starts)
     for ahead in range(1, count):
-        outside = outside | F.pad(begins[ahead:], (0, ahead), value=True)
+        outside = outside | F.pad(starts[ahead:], (0, ahead), value=True)
         columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, IGNORED))
     return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=-1)
 

@@ -180,7 +180,6 @@ class BlockWeights(NamedTuple):
 
     up: Tensor  # (4C, C)
     down: Tensor  # (4C, C), transposed
-    fp8: bool  # whether the MLP multiplies in 8 bits forward
     mlp_mix: Tensor | None  # (2,), scales of the stream and of what the MLP adds
     attention_mix: Tensor | None  # likewise
     attention: tuple[Tensor, Tensor, Tensor] | None  # (2C, C) queries and keys, (C, C) values, (C, C) outputs
