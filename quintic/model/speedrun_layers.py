@@ -52,8 +52,8 @@ class Rotary(nn.Module):
         self.base, self.yarn = base, yarn
         self.windows: tuple[int, int] | None = None
         """(short, long): tokens before its own that a query sees; None before `set_windows`."""
-        self._tables: tuple[Tensor, Tensor] | None = None
-        """Cosines and sines, which stay where they are: CUDA graphs read them."""
+        self._tables: Tensor | None = None
+        """(2, length, head_dim / 4) cosines and sines, which stay where they are: CUDA graphs read them."""
         self.register_buffer("frequencies", torch.empty(head_dim // 4, dtype=torch.float64))
         self.register_buffer("query_scale", torch.empty((), dtype=torch.float64))
 
@@ -85,12 +85,10 @@ class Rotary(nn.Module):
 
         They have other memory after a call with a larger length or another dtype.
         """
-        if self._tables is None or len(self._tables[0]) < length or self._tables[0].dtype != dtype:
-            memory = torch.empty((2, length, len(self.frequencies)), dtype=dtype, device=self.frequencies.device)
-            self._tables = memory[0], memory[1]
+        if self._tables is None or self._tables.shape[1] < length or self._tables.dtype != dtype:
+            self._tables = torch.empty((2, length, len(self.frequencies)), dtype=dtype, device=self.frequencies.device)
             self._renew()
-        cos, sin = self._tables
-        return cos[:length], sin[:length]
+        return self._tables[0, :length], self._tables[1, :length]
 
     def _renew(self) -> None:
         """Bring the tables up to date with the frequencies."""
