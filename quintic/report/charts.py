@@ -20,7 +20,7 @@ from quintic.launch import hint, install_command
 from quintic.report.svg import COLORS, GRID, INK, MARKS, SOFT, inline
 from quintic.report.words import finite, format_si
 
-__all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "line_chart", "upper_edge"]
+__all__ = ["MAX_POINTS", "Chart", "Curve", "LegendEntry", "curve_of", "line_chart", "upper_edge"]
 
 MAX_POINTS = 200
 """In a curve with more points, neighbours are averaged."""
@@ -167,6 +167,27 @@ def line_chart(
     ]
     is_cut = any(y < low or y > high for _, line in drawn for y in line.y)
     return Chart(title=title, svg=inline(file.getvalue(), f"{title}, by {x_label}", titles), legend=keys, is_cut=is_cut)
+
+
+def curve_of(records: Sequence[Mapping[str, Any]], x: str, y: str, *, divisor: float = 1, **look: Any) -> Curve:
+    """One field of a log's records over another, with its standard errors; records without the field x are left out.
+
+    Args:
+        records: in the order of x.
+        x: name of a field.
+        y: name of a field; that of its standard error, where there is one, ends in ``_stderr``.
+        divisor: of the values of x.
+        **look: the other arguments of `Curve`.
+    """
+    points = [
+        (value / divisor, finite(record.get(y)), finite(record.get(f"{y}_stderr")))
+        for record in records
+        if (value := finite(record.get(x))) is not None
+    ]
+    spread = [None if y is None or error is None else (y - error, y + error) for _, y, error in points]
+    has_spread = any(edges is not None for edges in spread)
+    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
+    return Curve(x=xs, y=ys, spread=spread if has_spread else (), **look)
 
 
 def upper_edge(points: Sequence[tuple[float, float]]) -> float | None:

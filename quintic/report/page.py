@@ -11,7 +11,7 @@ from typing import Any
 
 from quintic.durable import write_atomically
 from quintic.errors import ConfigError
-from quintic.report.words import duration, finite, in_words, large_number, value_text
+from quintic.report.words import duration, finite, in_words, large_number, or_dash, value_text
 
 __all__ = ["learning_axes", "write_page"]
 
@@ -29,11 +29,11 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "duration": _or_dash(duration),
+        "duration": or_dash(duration),
         "in_words": in_words,
-        "large_number": _or_dash(large_number),
+        "large_number": or_dash(large_number),
         "value_text": value_text,
-        "number": lambda value, form: _or_dash(form.format)(value),
+        "number": lambda value, form: or_dash(form.format)(value),
     }
     return environment
 
@@ -71,8 +71,3 @@ def learning_axes(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, 
         "by tokens": ("tokens", "tokens read (K thousand, M million, B billion)", 1),
         "by time": ("seconds", f"training time ({unit})", size),
     }
-
-
-def _or_dash(form: Any) -> Any:
-    """Return a format that shows a dash for a missing value and one that is not finite."""
-    return lambda value: "–" if finite(value) is None else form(value)

@@ -1,4 +1,4 @@
-"""Validation of records of the metrics log, when they are read: the table is in `metrics`."""
+"""Validation of records of the metrics log, when they are read: the table is in `history`."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

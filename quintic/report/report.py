@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintic.report.charts import MAX_POINTS, Chart, Curve, line_chart, upper_edge
+from quintic.report.charts import MAX_POINTS, Chart, Curve, curve_of, line_chart, upper_edge
 from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
 from quintic.report.tasks import about_tasks
-from quintic.report.words import date, duration, finite, flatten, in_words, large_number
+from quintic.report.words import date, duration, finite, flatten, in_words, large_number, or_dash
 
 __all__ = ["write_report"]
 
@@ -146,8 +146,8 @@ def _learning(history: RunHistory) -> dict[str, Any]:
 
     def draw(field: str, title: str, unit: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = [
-            _curve("on the training text", history.train, x, field, divisor=divisor, style="noisy", look=1),
-            _curve("on the validation text", history.evals, x, field, divisor=divisor, style="points"),
+            curve_of(history.train, x, field, divisor=divisor, label="on the training text", style="noisy", look=1),
+            curve_of(history.evals, x, field, divisor=divisor, label="on the validation text", style="points"),
         ]
         lines, limits = references if field == "bpb" else None, (None, cuts[field])
         return line_chart(curves, title=title, x_label=x_label, y_label=unit, references=lines, y_limits=limits)
@@ -177,9 +177,7 @@ def _row(record: Mapping[str, Any]) -> list[str]:
         ("bpb", "{:.4f}".format),
         ("bpb_stderr", "±\u00a0{:.4f}".format),
     )
-    step, *texts, bpb, error = [f"{record['step']:,}"] + [
-        "–" if (value := finite(record.get(key))) is None else form(value) for key, form in forms
-    ]
+    step, *texts, bpb, error = [f"{record['step']:,}"] + [or_dash(form)(record.get(key)) for key, form in forms]
     return [step, *texts, bpb if error == "–" else f"{bpb} {error}"]
 
 
@@ -205,7 +203,7 @@ def _rates(history: RunHistory) -> list[Chart]:
     title = "Learning rates and weight decay, in percent of their peaks"
     chart = line_chart(curves, title=title, y_label="percent of the peak", y_limits=(0.0, None))
     keys = [dataclasses.replace(chart.legend[same], label=label) for label, same in entries if chart.legend]
-    momentum = Curve(label="momentum", x=steps, y=[finite(r.get("momentum")) for r in history.train], look=3)
+    momentum = curve_of(history.train, "step", "momentum", label="momentum", look=3)
     charts = [dataclasses.replace(chart, legend=keys)]
     if any(value is not None for value in momentum.y):
         charts.append(line_chart([momentum], title="Momentum", y_label="share of earlier gradients that is kept"))
@@ -232,23 +230,10 @@ def _layers(history: RunHistory) -> list[Chart]:
             charts.append(line_chart(curves, title=title, y_label=unit, log_y=True))
     norms = [record for record in history.train if finite(record.get("grad_norm")) is not None]
     if norms:
-        curve = _curve("all weights together", norms, "step", "grad_norm", divisor=1, look=4)
+        curve = curve_of(norms, "step", "grad_norm", label="all weights together", look=4)
         title, unit = "Norm of the gradient of all weights together", "Euclidean norm (nats per token, per weight)"
         charts.append(line_chart([curve], title=title, y_label=unit, log_y=True))
     return charts
-
-
-def _curve(label: str, records: Records, x: str, y: str, *, divisor: float, **look: Any) -> Curve:
-    """One field of the records over another, with its standard errors; records without the field x are left out."""
-    points = [
-        (value / divisor, finite(record.get(y)), finite(record.get(f"{y}_stderr")))
-        for record in records
-        if (value := finite(record.get(x))) is not None
-    ]
-    spread = [None if y is None or error is None else (y - error, y + error) for _, y, error in points]
-    has_spread = any(edges is not None for edges in spread)
-    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
-    return Curve(label=label, x=xs, y=ys, spread=spread if has_spread else (), **look)
 
 
 def _points(records: Records, field: str) -> list[tuple[float, float]]:

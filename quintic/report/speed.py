@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from quintic.report.charts import Curve, line_chart
+from quintic.report.charts import curve_of, line_chart
 from quintic.report.history import RunHistory
 from quintic.report.words import finite
 
@@ -19,10 +19,8 @@ _PHASES = (
 
 def about_speed(history: RunHistory) -> dict[str, Any]:
     """Return ``chart``, ``median`` (tokens per second), ``shares``, ``step`` (milliseconds) and ``steady``."""
-    speeds = [finite(record.get("tokens_per_second")) for record in history.train]
-    known = [speed for speed in speeds if speed is not None]
-    steps = [float(record["step"]) for record in history.train]
-    curve = Curve(label="measured", x=steps, y=speeds, style="noisy", look=2)
+    curve = curve_of(history.train, "step", "tokens_per_second", label="measured", style="noisy", look=2)
+    known = [speed for speed in curve.y if speed is not None]
     chart = line_chart([curve], title="Tokens per second", y_label="tokens per second", y_limits=(0.0, None))
     times = [sum(record["times_ms"].values()) for record in history.train if _is_timed(record)]
     return {

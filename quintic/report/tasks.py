@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintic.report.charts import Curve, line_chart
-from quintic.report.words import finite
+from quintic.report.charts import curve_of, line_chart
+from quintic.report.words import finite, or_dash
 
 __all__ = ["about_tasks"]
+
+_figure = or_dash("{:.4f}".format)
 
 
 def about_tasks(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -22,15 +24,7 @@ def about_tasks(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     error = finite(newest.get("core_stderr"))
     chart = None
     if len(records) > 1:
-        means = [finite(record.get("core")) for record in records]
-        errors = [finite(record.get("core_stderr")) for record in records]
-        curve = Curve(
-            label="mean of the centred accuracies",
-            x=[float(record["step"]) for record in records],
-            y=means,
-            spread=[None if m is None or e is None else (m - e, m + e) for m, e in zip(means, errors, strict=True)],
-            style="points",
-        )
+        curve = curve_of(records, "step", "core", label="mean of the centred accuracies", style="points")
         chart = line_chart([curve], title="Tasks", y_label="mean centred accuracy (share of right answers)")
     return {
         "core": _figure(newest.get("core")) + ("" if error is None else f" ± {error:.4f}"),
@@ -39,8 +33,3 @@ def about_tasks(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "rows": [[label, _figure(accuracy.get(label)), _figure(value)] for label, value in centred.items()],
         "chart": chart,
     }
-
-
-def _figure(value: Any) -> str:
-    number = finite(value)
-    return "–" if number is None else f"{number:.4f}"

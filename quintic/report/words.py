@@ -1,12 +1,12 @@
 """Numbers, times and names as a person writes them, and values of a log as numbers."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["date", "duration", "finite", "flatten", "format_si", "in_words", "large_number", "value_text"]
+__all__ = ["date", "duration", "finite", "flatten", "format_si", "in_words", "large_number", "or_dash", "value_text"]
 
 _NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -40,6 +40,11 @@ def finite(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
         return float(value)
     return None
+
+
+def or_dash(form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """The format, with a dash for a value that is missing or not finite."""
+    return lambda value: "–" if finite(value) is None else form(value)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

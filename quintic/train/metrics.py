@@ -82,7 +82,7 @@ class MetricsLog:
         """Append one record and hand it to the trackers.
 
         Args:
-            kind: the kind of the record (see the module's table).
+            kind: the kind of the record (see the table of `quintic.report.history`).
             **fields: its fields: numbers, strings, ``None``, and mappings or sequences of them. Zero-dimensional arrays
                 and tensors become numbers (a tensor on a GPU is waited for), anything else becomes its ``str``.
 
