@@ -15,7 +15,7 @@ from quintic.errors import ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
 from quintic.streams import say_waiting
-from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint, step_of
+from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import check_trackers
@@ -54,7 +54,7 @@ def text_to_resume(run_dir: Path, config: Config) -> Dataset:
         for path in checkpoints(run_dir)[:1]:
             # Damaged text is made again from its source; a damaged checkpoint is told of later.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                state = Checkpoint(path=path, step=step_of(path)).state()
+                state = Checkpoint(path=path).state()
                 dataset = _text_of(run_dir, state["dataset"], config.data)
     if dataset is not None:
         verify(dataset, again=config.data.verify)

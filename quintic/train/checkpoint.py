@@ -67,7 +67,6 @@ class Checkpoint:
     """A verified checkpoint folder."""
 
     path: Path
-    step: int
 
     def state(self) -> dict[str, Any]:
         """Return the saved `state`."""
@@ -100,8 +99,8 @@ def save_checkpoint(
         keep: checkpoints to keep, the newest up to this step, this one included, >= 1.
         keep_due: keep also the newest of a step that is a multiple of this; 0 for no other.
         ranks: the processes that train the run.
-        background: of the same ranks. Everything is copied to host memory; writing, hashing, renaming and deleting
-            go on there, and its `wait` raises what goes wrong. None to return when the checkpoint is complete.
+        background: of the same ranks. Once everything is copied to host memory, writing, hashing, renaming and
+            deleting go on there, and its `wait` raises what goes wrong. None to return when the checkpoint is complete.
 
     Returns:
         The checkpoint's folder.
@@ -115,13 +114,12 @@ def save_checkpoint(
     if background is not None:
         background.wait()  # its copies are in memory until then
     final = run_dir / _FOLDER / f"step-{step:06d}"
-    weights = model.state_dict()
     tensors, groups = optimizer_tensors(optimizer)
     text = json.dumps({**state, "step": step, "optimizer_groups": groups})
+    copies = {"model": copies_on_host(model.state_dict()), "optimizer": copies_on_host(tensors)}
     if background is None:
-        _write(final, {"model": weights, "optimizer": tensors}, text, keep, keep_due, ranks)
+        _write(final, copies, text, keep, keep_due, ranks)
     else:
-        copies = {"model": copies_on_host(weights), "optimizer": copies_on_host(tensors)}
         background.start(lambda own_ranks: _write(final, copies, text, keep, keep_due, own_ranks))
     return final
 
@@ -129,43 +127,43 @@ def save_checkpoint(
 def _write(
     final: Path, tensors: dict[str, dict[str, Tensor]], state: str, keep: int, keep_due: int, ranks: Ranks
 ) -> None:
-    """Write a checkpoint's folder and delete older ones: `save_checkpoint` once all tensors are at hand."""
+    """Write a checkpoint's folder and delete older ones: `save_checkpoint` once all tensors are copied."""
     folder = final.parent
     temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
+    @_naming_failures(final, temporary, needed)
     def begin() -> None:
-        with _naming_failures(final, temporary, needed):
-            if not folder.exists():
-                folder.mkdir(parents=True)
-                flush(folder.parent)
-            remove_unfinished(folder)
-            temporary.mkdir()
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            flush(folder.parent)
+        remove_unfinished(folder)
+        temporary.mkdir()
 
+    @_naming_failures(final, temporary, needed)
     def write() -> dict[str, Any]:
         """Write this rank's files; return their fingerprints."""
-        with _naming_failures(final, temporary, needed):
-            if ranks.size == 1:
-                from safetensors.torch import save_file
+        if ranks.size == 1:
+            from safetensors.torch import save_file
 
-                save_file(_saveable(tensors["model"]), temporary / _WEIGHTS)
-                save_file(_saveable(tensors["optimizer"]), temporary / _OPTIMIZER)
-            else:
-                _write_pieces(temporary, tensors, ranks)
-            if ranks.is_first:
-                (temporary / _STATE).write_text(state, encoding="utf-8")
-            own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
-            return {path.name: _fingerprint(path) for path in own}
+            save_file(tensors["model"], temporary / _WEIGHTS)
+            save_file(tensors["optimizer"], temporary / _OPTIMIZER)
+        else:
+            _write_pieces(temporary, tensors, ranks)
+        if ranks.is_first:
+            (temporary / _STATE).write_text(state, encoding="utf-8")
+        own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
+        return {path.name: _fingerprint(path) for path in own}
 
+    @_naming_failures(final, temporary, needed)
     def publish() -> None:
-        with _naming_failures(final, temporary, needed):
-            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
-            saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
-            due = next((path for path in saved if is_due(step_of(path), keep_due)), None)
-            for old in saved[keep:]:
-                if old != due:
-                    discard(old)
+        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
+        saved = [path for path in checkpoints(folder.parent) if step_of(path) <= step_of(final)]
+        due = next((path for path in saved if is_due(step_of(path), keep_due)), None)
+        for old in saved[keep:]:
+            if old != due:
+                discard(old)
 
     ranks.from_first(begin)
     manifest = {name: fingerprint for files in ranks.every(ranks.agree(write)) for name, fingerprint in files.items()}
@@ -200,7 +198,7 @@ def newest_checkpoint(
             continue
         damage = _damage(path)
         if not damage:
-            return Checkpoint(path=path, step=step_of(path))
+            return Checkpoint(path=path)
         message(f"{path}: {damage}; using the checkpoint before it")
     if damage:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged; start the run anew")
@@ -220,7 +218,7 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
         raise CheckpointError(f"--resume-step {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
         raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
-    return Checkpoint(path=path, step=step)
+    return Checkpoint(path=path)
 
 
 def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -261,13 +259,6 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-
-
-def _saveable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().to("cpu", memory_format=torch.contiguous_format).contiguous()
-        for name, tensor in tensors.items()
-    }
 
 
 def _write_pieces(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:

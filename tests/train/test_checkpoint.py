@@ -26,6 +26,7 @@ from quintic.train.checkpoint import (
     newest_checkpoint,
     restore_optimizer,
     save_checkpoint,
+    step_of,
 )
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
@@ -62,10 +63,10 @@ def assert_whole(checkpoint: Checkpoint) -> None:
     model, optimizer = parts()
     load_model_weights(checkpoint, model)
     restore_optimizer(checkpoint, optimizer)
-    assert checkpoint.state()["step"] == checkpoint.step
+    assert checkpoint.state()["step"] == step_of(checkpoint.path)
     for param in model.parameters():
-        assert (param == checkpoint.step).all()
-        assert all((value == checkpoint.step).all() for value in optimizer.state[param].values())
+        assert (param == step_of(checkpoint.path)).all()
+        assert all((value == step_of(checkpoint.path)).all() for value in optimizer.state[param].values())
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -106,7 +107,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 999_999, 1_000_000):
         save(tmp_path, step, keep=3)
     assert steps(tmp_path) == [1_000_000, 999_999, 10]
-    assert newest(tmp_path).step == 1_000_000
+    assert step_of(newest(tmp_path).path) == 1_000_000
     save(tmp_path, 1_000_001, keep=1)
     assert steps(tmp_path) == [1_000_001]
 
@@ -116,15 +117,15 @@ def test_newer_damaged_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> 
         save(tmp_path, step)
     for step in (6, 8):
         (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").unlink()
-    assert newest(tmp_path).step == 4
+    assert step_of(newest(tmp_path).path) == 4
     # The run goes on from 4, with another distance between saves than before.
     save(tmp_path, 5, keep=2)
     assert steps(tmp_path) == [8, 6, 5, 4]
-    assert newest(tmp_path).step == 5
+    assert step_of(newest(tmp_path).path) == 5
     save(tmp_path, 6, keep=2)
     assert steps(tmp_path) == [8, 6, 5]
     assert_whole(newest(tmp_path))
-    assert newest(tmp_path).step == 6
+    assert step_of(newest(tmp_path).path) == 6
     save(tmp_path, 8, keep=2)
     assert steps(tmp_path) == [8, 6]
 
@@ -165,7 +166,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     damage(tmp_path / "checkpoints" / "step-000003" / name)
     said: list[str] = []
     checkpoint = newest_checkpoint(tmp_path, message=said.append)
-    assert checkpoint.step == 2
+    assert step_of(checkpoint.path) == 2
     assert_whole(checkpoint)
     assert len(said) == 1
     assert "step-000003" in said[0]
@@ -179,7 +180,7 @@ def test_a_manifest_that_says_too_little_is_damage(content: str, tmp_path: Path)
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "checkpoints" / "step-000002" / "manifest.json").write_text(content, encoding="latin-1")
-    assert newest(tmp_path).step == 1
+    assert step_of(newest(tmp_path).path) == 1
 
 
 def test_damage_everywhere_is_an_error(tmp_path: Path) -> None:
@@ -301,14 +302,14 @@ def test_a_save_that_fails_anywhere_leaves_a_good_checkpoint(
         with writes.fail(number, error), pytest.raises(kind):
             save(run_dir, step, keep=2)
         checkpoint = newest(run_dir)
-        reached.add(checkpoint.step)
-        assert checkpoint.step in ((2, 3) if again else (3, 4))
+        reached.add(step_of(checkpoint.path))
+        assert step_of(checkpoint.path) in ((2, 3) if again else (3, 4))
         assert_whole(checkpoint)
         if kind is CheckpointError:
             # Nothing half written remains; only a failure after the step was saved may leave something to delete.
-            assert checkpoint.step == step or not list((run_dir / "checkpoints").glob(".*.tmp"))
+            assert step_of(checkpoint.path) == step or not list((run_dir / "checkpoints").glob(".*.tmp"))
         save(run_dir, 5, keep=2)
-        assert newest(run_dir).step == 5
+        assert step_of(newest(run_dir).path) == 5
         assert not list((run_dir / "checkpoints").glob(".*"))
         assert len(steps(run_dir)) == 2
     assert len(reached) == 2  # some failures came before the step was there, some after
