@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quintic.errors import ConfigError
 
@@ -168,24 +168,15 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
-        check_at_least(
-            0,
-            muon_lr=self.muon_lr,
-            adamw_lr=self.adamw_lr,
-            embedding_lr=self.embedding_lr,
-            head_lr=self.head_lr,
-            adamw_head_lr=self.adamw_head_lr,
-            scalar_lr=self.scalar_lr,
-            momentum_warmup_steps=self.momentum_warmup_steps,
-            spike_sigmas=self.spike_sigmas,
-            weight_decay=self.weight_decay,
-            adamw_weight_decay=self.adamw_weight_decay,
-        )
+        rates = ("muon_lr", "adamw_lr", "embedding_lr", "head_lr", "adamw_head_lr", "scalar_lr")
+        others = ("momentum_warmup_steps", "spike_sigmas", "weight_decay", "adamw_weight_decay")
+        check_at_least(0, **_values(self, *rates, *others))
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"--clip-norm {self.clip_norm}: must be above 0 and finite; 'None' clips nothing")
-        names = ("momentum", "momentum_start", "momentum_end", "beta1", "beta2")
-        averages = {name: value for name in names if (value := getattr(self, name)) is not None}
-        _check_below_one(**averages)
+        averages = _values(self, "momentum", "momentum_start", "momentum_end", "beta1", "beta2")
+        for name, value in averages.items():
+            if not 0 <= value < 1:
+                raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")
         if self.state_dtype is not None:
             from quintic.optim.rules.narrow_state import MOST_OF_BF16
 
@@ -226,9 +217,9 @@ class ScheduleConfig:
             raise ConfigError(f"--tokens-per-param {self.tokens_per_param}: must be above 0")
         if self.target_flops is not None and not 0 < self.target_flops < math.inf:
             raise ConfigError(f"--target-flops {self.target_flops}: must be above 0 and finite")
-        for name in ("warmup_frac", "warmdown_frac", "final_lr_frac"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{_option(name)} {getattr(self, name)}: must lie between 0 and 1")
+        for name, value in _values(self, "warmup_frac", "warmdown_frac", "final_lr_frac").items():
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{_option(name)} {value}: must lie between 0 and 1")
         if self.warmup_steps is None and self.warmup_frac + self.warmdown_frac > 1:
             raise ConfigError("--warmup-frac and --warmdown-frac add up to more than 1: shorten one of them")
 
@@ -313,22 +304,9 @@ class RunConfig(BaseRunConfig):
     def __post_init__(self) -> None:
         """Reject numbers out of range, and a name that is no folder's."""
         super().__post_init__()
-        check_at_least(
-            1,
-            shard_ranks=self.shard_ranks,
-            eval_tokens=self.eval_tokens,
-            core_items=self.core_items,
-            keep=self.keep,
-        )
-        check_at_least(
-            0,
-            eval_every=self.eval_every,
-            core_every=self.core_every,
-            sample_every=self.sample_every,
-            sample_tokens=self.sample_tokens,
-            save_every=self.save_every,
-            rms_every=self.rms_every,
-        )
+        check_at_least(1, **_values(self, "shard_ranks", "eval_tokens", "core_items", "keep"))
+        intervals = ("eval_every", "core_every", "sample_every", "sample_tokens", "save_every", "rms_every")
+        check_at_least(0, **_values(self, *intervals))
         check_samples(self.prompts, sample_tokens=self.sample_tokens)
 
 
@@ -368,6 +346,11 @@ def check_samples(prompts: Iterable[str], **tokens: int) -> None:
             raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
 
 
+def _values(section: object, *names: str) -> dict[str, Any]:
+    """Return fields of a section, those that are None left out."""
+    return {name: value for name in names if (value := getattr(section, name)) is not None}
+
+
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -390,9 +373,3 @@ def _check_at_most(most: int, **values: float) -> None:
     for name, value in values.items():
         if value > most:
             raise ConfigError(f"{_option(name)} {value}: must be at most {most:,}")
-
-
-def _check_below_one(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"{_option(name)} {value}: must be at least 0 and below 1")

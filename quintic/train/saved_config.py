@@ -32,23 +32,21 @@ def from_dict(values: dict[str, Any], *, origin: str) -> Config:
     """
     sections: dict[str, Any] = {}
     section_types = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    for section, fields in values.items():
-        if section not in section_types:
-            raise ConfigError(f"{origin}: unknown section {section!r}; there are {', '.join(section_types)}")
-        section_type: Any = section_types[section]
-        hints = typing.get_type_hints(section_type)
-        restored = {}
-        for name, value in fields.items():
-            if name not in hints:
-                raise ConfigError(f"{origin}: unknown field {section}.{name}; remove it")
-            if not _fits(value, hints[name]):
-                raise ConfigError(f"{origin}: {section}.{name} cannot be {json.dumps(value)}; correct or remove it")
-            restored[name] = Path(value) if hints[name] is Path else tuple(value) if isinstance(value, list) else value
-        try:
-            sections[section] = section_type(**restored)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from None
     try:
+        for section, fields in values.items():
+            if section not in section_types:
+                raise ConfigError(f"unknown section {section!r}; there are {', '.join(section_types)}")
+            section_type: Any = section_types[section]
+            hints = typing.get_type_hints(section_type)
+            restored = {}
+            for name, value in fields.items():
+                if name not in hints:
+                    raise ConfigError(f"unknown field {section}.{name}; remove it")
+                if not _fits(value, hints[name]):
+                    raise ConfigError(f"{section}.{name} cannot be {json.dumps(value)}; correct or remove it")
+                plain = tuple(value) if isinstance(value, list) else value
+                restored[name] = Path(value) if hints[name] is Path else plain
+            sections[section] = section_type(**restored)
         return Config(**sections)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
