@@ -202,11 +202,12 @@ class Parallelism:
     """
 
     def __init__(self, kind: ParallelName, ranks: Ranks, *, shard_ranks: int | None = None) -> None:
-        self.kind, self.ranks = kind, ranks
+        self.kind = kind if ranks.size > 1 else None
+        self.ranks = ranks
         self.shard_ranks = ranks.local_size if shard_ranks is None else shard_ranks
         if kind == "hsdp" and ranks.size % self.shard_ranks:
             raise ConfigError(f"--shard-ranks {self.shard_ranks} does not divide the {ranks.size} ranks")
-        self._is_divided = ranks.size > 1 and kind != "tp"
+        self._is_divided = self.kind not in (None, "tp")
 
     @property
     def data_rank(self) -> int:
@@ -221,8 +222,6 @@ class Parallelism:
     @property
     def comms(self) -> Literal["none", "averaged", "sharded"]:
         """The optimizer's option `comms`; DTensors carry their own layout."""
-        if self.ranks.size == 1:
-            return "none"
         return "sharded" if self.kind == "sharded" else "averaged" if self.kind == "ddp" else "none"
 
     def place(self, model: GPT, device: torch.device) -> None:
@@ -235,8 +234,6 @@ class Parallelism:
         Raises:
             ConfigError: its heads cannot be divided among the ranks.
         """
-        if self.ranks.size == 1:
-            return
         if self.kind in ("fsdp", "hsdp"):
             self._shard(model, device)
         elif self.kind == "tp":
@@ -244,7 +241,7 @@ class Parallelism:
 
     def wrapped(self, model: GPT) -> nn.Module:
         """Return the module to call for losses that are differentiated, given the initialised model."""
-        if self.ranks.size == 1 or self.kind != "ddp":
+        if self.kind != "ddp":
             return model
         on_gpu = model.head.weight.is_cuda
         with warnings.catch_warnings():
@@ -258,10 +255,10 @@ class Parallelism:
 
     def micro_step(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for one forward and backward pass of `wrapped`: gradients are averaged after the last."""
-        if self.ranks.size > 1 and self.kind == "ddp" and not last:
+        if self.kind == "ddp" and not last:
             context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
             return context
-        if self.ranks.size > 1 and self.kind in ("fsdp", "hsdp"):
+        if self.kind in ("fsdp", "hsdp"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 

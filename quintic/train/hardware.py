@@ -165,13 +165,13 @@ class Stopwatch:
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
     """Return device, processor, cores and memory, for the log."""
-    on_gpu = hardware.device.type == "cuda"
+    on_gpu, memory = hardware.device.type == "cuda", _host_memory_bytes()
     return {
         "device": torch.cuda.get_device_name(hardware.device) if on_gpu else "CPU",
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gb": _memory_gb(),
+        "memory_gb": None if memory is None else round(memory / 2**30, 1),
         "dtype": str(hardware.dtype).removeprefix("torch."),
         "fp8": hardware.fp8,
         "attention": hardware.attention,
@@ -241,20 +241,20 @@ def check_memory(needed: int, device: torch.device) -> None:
     Raises:
         ConfigError: the CUDA device, or this machine, has less memory.
     """
-    try:
-        on_gpu = device.type == "cuda"
-        there = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
-    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
-        return
-    if needed > there:
+    on_gpu = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else _host_memory_bytes()
+    if there is not None and needed > there:
         raise ConfigError(
             f"--depth: weights and gradients of the model alone take {needed / 2**30:.3g} GiB, and there are "
             f"{there / 2**30:.3g} GiB ({device.type}); train a smaller one (quintic plan says what a run takes)"
         )
 
 
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _host_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
+        return None
 
 
 def git_state() -> dict[str, Any]:
@@ -290,10 +290,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, ValueError, OSError):
-        return None  # not a POSIX system

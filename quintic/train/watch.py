@@ -60,10 +60,7 @@ class RmsMeter:
         """Remember the weights and return the RMS of the gradients by kind."""
         self._before = [param.detach().clone() for _, param in self._params]
         gradients = [None if param.grad is None else self._mean_gradient(param.grad) for _, param in self._params]
-        rms = self._rms(gradients)
-        counts: dict[str, int] = {}
-        for (kind, _), gradient in zip(self._params, gradients, strict=True):
-            counts[kind] = counts.get(kind, 0) + (0 if gradient is None else gradient.numel())
+        rms, counts = self._rms(gradients)
         self.grad_norm = math.sqrt(sum(counts[kind] * value**2 for kind, value in rms.items()))
         return rms
 
@@ -72,9 +69,10 @@ class RmsMeter:
         """Return the RMS of the change of the weights since `before` by kind, and forget them."""
         changes: list[Tensor | None] = [param - old for (_, param), old in zip(self._params, self._before, strict=True)]
         self._before = []
-        return self._rms(changes)
+        return self._rms(changes)[0]
 
-    def _rms(self, tensors: list[Tensor | None]) -> dict[str, float]:
+    def _rms(self, tensors: list[Tensor | None]) -> tuple[dict[str, float], dict[str, int]]:
+        """Return by kind the RMS of the tensors that are there, and the number of their elements."""
         squares: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
         for (kind, _), tensor in zip(self._params, tensors, strict=True):
@@ -83,7 +81,7 @@ class RmsMeter:
                 square = square.full_tensor() if is_dtensor(square) else square
                 squares[kind] = squares[kind] + square if kind in squares else square
                 counts[kind] = counts.get(kind, 0) + tensor.numel()
-        return {kind: float((square / counts[kind]).sqrt()) for kind, square in squares.items()}
+        return {kind: float((square / counts[kind]).sqrt()) for kind, square in squares.items()}, counts
 
 
 @dataclass(kw_only=True)
