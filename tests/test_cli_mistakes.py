@@ -259,7 +259,7 @@ def test_a_tracker_that_cannot_start_leaves_no_run(
     def refuse(*args: Any) -> Any:
         raise cli.ConfigError("no account")
 
-    monkeypatch.setattr("quintic.train.loop._trackers", refuse)
+    monkeypatch.setattr("quintic.train.loop._open_log", refuse)
     assert error_of(capsys, "train", *tiny_options(tiny_dataset, elsewhere / "runs")) == "no account"
     assert list((elsewhere / "runs").iterdir()) == []
 

@@ -98,85 +98,74 @@ def train(
     with contextlib.ExitStack() as held:
         ranks.from_first(lambda: held.enter_context(hold_run(run_dir, message=say)))
         checkpoint = ranks.from_first(lambda: _find_checkpoint(run_dir, resume_step, say)) if resume else None
-        return _train(config, dataset, run_dir, resume, checkpoint, command, say, ranks)
-
-
-def _train(
-    config: Config,
-    dataset: Dataset,
-    run_dir: Path,
-    resume: bool,
-    checkpoint: Checkpoint | None,
-    command: str,
-    say: Callable[[str], None],
-    ranks: Ranks,
-) -> Result:
-    hardware = ranks.agree(lambda: choose_hardware(config.run))
-    ranks.agree(lambda: check_gpus(ranks, hardware.device))
-    devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
-    say(f"Computing on {devices}{hardware}")
-    shares = 1 if config.run.parallel == "tp" else ranks.size
-    for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
-        say(line)
-    run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
-    if checkpoint is not None:
-        ranks.agree(lambda: run.restore(checkpoint))
-        say(f"Continuing {run_dir.name} after step {run.step}")
-    else:
-        allocate_lookups(run.model, dataset, seed=config.run.seed)
-    for line in run.describe():
-        say(line)
-    resume_step = run.step if resume else None
-    with (
-        run.background,
-        run.loader,
-        ranks.agree(lambda: _open_log(config.run, run_dir, resume_step, ranks)) as log,
-        Progress(run.total, start_step=run.step) as progress,
-        _stop_requests() as stop_requested,
-        rare_collections() as collect_rarely,
-    ):
+        hardware = ranks.agree(lambda: choose_hardware(config.run))
+        ranks.agree(lambda: check_gpus(ranks, hardware.device))
+        devices = "" if ranks.size == 1 else f"{ranks.size} ranks ({config.run.parallel}), each on "
+        say(f"Computing on {devices}{hardware}")
+        shares = 1 if config.run.parallel == "tp" else ranks.size
+        for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
+            say(line)
+        run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        if checkpoint is not None:
+            ranks.agree(lambda: run.restore(checkpoint))
+            say(f"Continuing {run_dir.name} after step {run.step}")
+        else:
+            allocate_lookups(run.model, dataset, seed=config.run.seed)
+        for line in run.describe():
+            say(line)
+        held.enter_context(run.background)
+        held.enter_context(run.loader)
+        log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
+        progress = held.enter_context(Progress(run.total, start_step=run.step))
+        stop_requested = held.enter_context(_stop_requests())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
         else:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
-        if hardware.compile:
-            progress.message("Compiling, until the first step is made")
         try:
-            if run.step == 0 and config.run.eval_every:
-                _evaluate(run, log, progress)  # the untrained model
-            while run.step < run.total:
-                record = run.train_step()
-                collect_rarely()
-                progress.train(log.write("train", **record))
-                if hardware.compile and run.times.count == 1:
-                    seconds = sum(record["times_ms"].values()) / 1000
-                    progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
-                _check_loss("training loss", record, run)
-                if "spike" in record and config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
-                    continue
-                if run.step == run.total:
-                    break
-                if is_due(run.step, config.run.eval_every):
-                    _evaluate(run, log, progress)
-                if run.suite is not None and is_due(run.step, config.run.core_every):
-                    _answer_core(run, log, progress)
-                if is_due(run.step, config.run.sample_every):
-                    log.write("sample", step=run.step, samples=_sample(run, progress))
-                # Asked once: a request that comes during the save is honoured after the next step. A save that has
-                # failed stops the run, too: the next one raises its error.
-                stop = ranks.any(stop_requested() or run.background.has_failed)
-                if stop or is_due(run.step, config.run.save_every):
-                    _save(run)
-                if stop:
-                    run.background.wait()
-                    raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
+            _make_steps(run, log, progress, stop_requested)
             return _finish(run, log, progress)
         except Exception:
             with contextlib.suppress(QuinticError, OSError):  # the first error is the one to report
                 if ranks.is_first:
                     write_report(run_dir)
             raise
+
+
+def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requested: Callable[[], bool]) -> None:
+    """Make all steps that are left, and what is due between them."""
+    if run.hardware.compile:
+        progress.message("Compiling, until the first step is made")
+    if run.step == 0 and run.config.run.eval_every:
+        _evaluate(run, log, progress)  # the untrained model
+    with rare_collections() as collect_rarely:
+        while run.step < run.total:
+            record = run.train_step()
+            collect_rarely()
+            progress.train(log.write("train", **record))
+            if run.hardware.compile and run.times.count == 1:
+                seconds = sum(record["times_ms"].values()) / 1000
+                progress.message(f"Compiled in {compile_seconds():.1f} s; the first step took {seconds:.1f} s")
+            _check_loss("training loss", record, run)
+            if "spike" in record and run.config.optim.on_spike == "rollback" and _roll_back(run, log, progress):
+                continue
+            if run.step == run.total:
+                break
+            if is_due(run.step, run.config.run.eval_every):
+                _evaluate(run, log, progress)
+            if run.suite is not None and is_due(run.step, run.config.run.core_every):
+                _answer_core(run, log, progress)
+            if is_due(run.step, run.config.run.sample_every):
+                log.write("sample", step=run.step, samples=_sample(run, progress))
+            # Asked once: a request that comes during the save is honoured after the next step. A save that has
+            # failed stops the run, too: the next one raises its error.
+            stop = run.ranks.any(stop_requested() or run.background.has_failed)
+            if stop or is_due(run.step, run.config.run.save_every):
+                _save(run)
+            if stop:
+                run.background.wait()
+                raise Interrupted(f"stopped after step {run.step} of {run.total}, which is saved")
 
 
 def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
@@ -314,20 +303,16 @@ def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]
     return newest_checkpoint(run_dir, message=say)
 
 
-def _open_log(run: RunConfig, run_dir: Path, resume_step: int | None, ranks: Ranks) -> MetricsLog:
-    if not ranks.is_first:
+def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
+    if not run.ranks.is_first:
         return MetricsLog(None)
-    trackers = _trackers(run, run_dir, resume_step)
-    return MetricsLog(run_dir / METRICS_FILE, resume_step=resume_step, trackers=trackers)
-
-
-def _trackers(run: RunConfig, run_dir: Path, resume_step: int | None) -> list[Tracker]:
+    options, folder = run.config.run, run.run_dir
     trackers: list[Tracker] = []
-    if run.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=resume_step))
-    if run.wandb is not None:
-        trackers.append(WandbTracker(run.wandb, name=run_dir.name, folder=run_dir, run_id=run_dir.name))
-    return trackers
+    if options.tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=resume_step))
+    if options.wandb is not None:
+        trackers.append(WandbTracker(options.wandb, name=folder.name, folder=folder, run_id=folder.name))
+    return MetricsLog(folder / METRICS_FILE, resume_step=resume_step, trackers=trackers)
 
 
 @contextlib.contextmanager
