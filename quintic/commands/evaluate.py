@@ -13,7 +13,7 @@ from quintic.errors import DataError
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.reference import reference_scores
-from quintic.eval.score import score
+from quintic.eval.score import document_sums, score_from_sums
 from quintic.eval.text import text_batches
 from quintic.streams import say_waiting
 from quintic.train.config import Config
@@ -29,13 +29,14 @@ def run(arguments: list[str]) -> int:
     suite = None if options.core is None else load_core(options.core)
     model, trained_on, config = trained_model(options.runs_dir, options.run, options.device)
     verify(trained_on, again=options.verify)  # its training text makes the bigram model
-    rows, seq_len = config.schedule.rows, config.model.seq_len
+    device, rows, seq_len = model.head.weight.device, config.schedule.rows, config.model.seq_len
     if options.data is None:
         batches = validation_rows(trained_on, rows=rows, seq_len=seq_len, max_tokens=options.tokens)
     else:
         batches = _batches_of(options.data, trained_on.tokenizer, config, options.tokens)
     say_waiting(f"Scoring {'validation text' if options.data is None else options.data}")
-    result = score(model, batches, trained_on.tokenizer.token_bytes(), model.head.weight.device)
+    sums = document_sums(model, batches, trained_on.tokenizer.token_bytes(), device)
+    result = score_from_sums(sums)
     reference = reference_scores(trained_on, batches)
     error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
     print(
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> int:
             model,
             trained_on.tokenizer,
             suite,
-            model.head.weight.device,
+            device,
             max_tokens=seq_len,
             max_items=options.core_items,
             rows=rows,

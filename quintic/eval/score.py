@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintic.data.loader import Batch
 
-__all__ = ["Score", "bits_per_byte", "document_sums", "score", "score_from_sums"]
+__all__ = ["Score", "bits_per_byte", "document_sums", "score_from_sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +105,3 @@ def score_from_sums(sums: Tensor) -> Score:
         num_bytes=int(num_bytes),
         bpb_stderr=error,
     )
-
-
-def score(
-    model: Callable[..., Tensor],
-    batches: Iterable[Batch],
-    token_bytes: npt.NDArray[np.int32],
-    device: torch.device,
-) -> Score:
-    """Return loss and bits per byte of `model` over `batches`; the arguments are those of `document_sums`.
-
-    Raises:
-        ValueError: no batch, or none with a token that counts.
-    """
-    return score_from_sums(document_sums(model, batches, token_bytes, device))

@@ -321,9 +321,7 @@ class Trainer:
             )
 
     def finish(self) -> dict[str, Any]:
-        """Return the final record: score, reference scores of the same text, shares of the time."""
-        if self.score is None:
-            self.evaluate()
+        """Return the final record: score, reference scores of the same text, shares of the time; after `evaluate`."""
         total = sum(self.spent.values()) or 1.0
         speed = self.times.speed(batch_tokens=self.scale.batch_tokens, flops_per_token=self.flops_per_token)
         return {

@@ -18,7 +18,7 @@ from quintic.data.loader import Loader, validation_rows
 from quintic.errors import ConfigError, DataError
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
 from quintic.eval.reference import reference_scores
-from quintic.eval.score import score
+from quintic.eval.score import document_sums, score_from_sums
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import RunConfig
 from quintic.train.hardware import Hardware, Stopwatch, choose_hardware
@@ -147,7 +147,7 @@ def test_an_evaluation_scores_the_validation_rows(tiny_dataset: Dataset, tmp_pat
     record = trainer.evaluate()
     batches = validation_rows(tiny_dataset, rows=4, seq_len=32, max_tokens=640)
     assert len(batches) == 5
-    expected = score(trainer.model, batches, tiny_dataset.tokenizer.token_bytes(), CPU)
+    expected = score_from_sums(document_sums(trainer.model, batches, tiny_dataset.tokenizer.token_bytes(), CPU))
     assert (record["loss"], record["bpb"]) == (expected.loss, expected.bpb)
     assert trainer.last_score() == expected
     final = trainer.finish()
