@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from quintic.data.rows import PackedRows, PieceTable, RowPosition, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
-__all__ = ["Batch", "Loader", "numbered", "validation_rows"]
+__all__ = ["Batch", "Loader", "batch_of", "numbered", "validation_rows"]
 
 _STATE_VERSION = 2
 _ONE_RANK_VERSION = 1  # the same position, with the rank and the number of ranks it was of
@@ -71,6 +70,26 @@ class Batch:
     def _with(self, change: Callable[[Tensor], Tensor], starts: bool) -> "Batch":
         places = change(self.document_starts) if starts else self.document_starts
         return replace(self, inputs=change(self.inputs), targets=change(self.targets), document_starts=places)
+
+
+def batch_of(tokens: Tensor, bos_id: int, *, documents: Tensor | None = None, epoch: int = 0) -> Batch:
+    """Return rows of tokens as a batch: all but the last token of each are inputs, all but the first are targets.
+
+    Args:
+        tokens: (B, T + 1) int64 on the CPU.
+        bos_id: token that starts a document.
+        documents: (B, T + 1) int64; the number of each token's document.
+        epoch: of the first row.
+    """
+    inputs = tokens[:, :-1].contiguous()
+    starts = (inputs.flatten() == bos_id).nonzero().flatten()
+    return Batch(
+        inputs=inputs,
+        targets=tokens[:, 1:].contiguous(),
+        document_starts=torch.cat([starts, torch.tensor([inputs.numel()])]).int(),
+        epoch=epoch,
+        documents=None if documents is None else documents[:, :-1].contiguous(),
+    )
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -272,15 +291,8 @@ def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) ->
             f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
             f"file with: {dataset.manifest['command']} --verify"
         )
-    inputs = np.ascontiguousarray(block.tokens[:, :-1])
-    starts = np.append(np.flatnonzero(inputs.reshape(-1) == dataset.bos_id), inputs.size)
-    return Batch(
-        inputs=torch.from_numpy(inputs),
-        targets=torch.from_numpy(np.ascontiguousarray(block.tokens[:, 1:])),
-        document_starts=torch.from_numpy(starts.astype(np.int32)),
-        epoch=block.epoch,
-        documents=torch.from_numpy(block.documents[:, :-1].copy()) if numbered else None,
-    )
+    documents = torch.from_numpy(block.documents) if numbered else None
+    return batch_of(torch.from_numpy(block.tokens), dataset.bos_id, documents=documents, epoch=block.epoch)
 
 
 def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from quintic.data.loader import Batch
+from quintic.data.loader import Batch, batch_of
 
 __all__ = ["text_batches"]
 
@@ -68,12 +68,4 @@ def text_batches(
 
 def _batch(rows: list[_Row], bos_id: int, length: int) -> Batch:
     tokens, documents = torch.tensor([row + [(bos_id, 0)] * (length - len(row)) for row in rows]).unbind(dim=2)
-    inputs = tokens[:, :-1].contiguous()
-    starts = (inputs.flatten() == bos_id).nonzero().flatten()
-    return Batch(
-        inputs=inputs,
-        targets=tokens[:, 1:].contiguous(),
-        document_starts=torch.cat([starts, torch.tensor([inputs.numel()])]).int(),
-        epoch=0,
-        documents=documents[:, :-1].contiguous(),
-    )
+    return batch_of(tokens, bos_id, documents=documents)
