@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from quintic.data.source import slug
+from quintic.data.source import json_object, slug
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import write_atomically
 from quintic.errors import DataError
@@ -238,7 +238,7 @@ class Dataset:
                 f"documents with {bos}; delete the folder and prepare again"
             )
         marks = self._marks()
-        known = _read_marks(marks)
+        known = json_object(marks)
         shards = [
             (split, number, fields)
             for name, split in self._splits.items()
@@ -303,14 +303,6 @@ def _scan(path: Path, dtype: np.dtype[Any]) -> tuple[str, int]:
             tokens = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
             largest = max(largest, int(tokens.max(initial=0)))
     return f"{crc:08x}", largest
-
-
-def _read_marks(path: Path) -> dict[str, Any]:
-    try:
-        marks = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return marks if isinstance(marks, dict) else {}
 
 
 def checksum(path: Path) -> str:

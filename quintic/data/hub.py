@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.documents import read_documents
-from quintic.data.source import Source, SourceFile, slug
+from quintic.data.source import Source, SourceFile, json_object, slug
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 
@@ -148,8 +148,8 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
     except Exception as error:
         if _is_refusal(error):
             raise DataError(f"hf:{repo}: {_first_line(error)}; {_advice(error)}") from error
-        listing = _kept_listing(kept, repo)
-        if listing is None:
+        listing = json_object(kept)
+        if listing.get("repo") != repo:
             raise DataError(
                 f"hf:{repo}: no answer from the Hub ({_first_line(error)}); {_advice(error)}, or the --data-dir of a "
                 "machine that has prepared the text"
@@ -168,14 +168,6 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
     except OSError as error:
         raise DataError(f"{kept}: cannot be written ({error.strerror or error}); use another --data-dir") from error
     return listing
-
-
-def _kept_listing(kept: Path, repo: str) -> dict[str, Any] | None:
-    try:
-        listing = json.loads(kept.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return listing if isinstance(listing, dict) and listing.get("repo") == repo else None
 
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
 from quintic.data.documents import MAX_DOCUMENT_BYTES
 from quintic.data.shard_writer import ShardWriter, exclusive
-from quintic.data.source import Source
+from quintic.data.source import Source, json_object
 from quintic.data.sources import open_source
 from quintic.data.survey import pieces_within, survey, text_hash
 from quintic.data.tokenizer import Tokenizer
@@ -174,8 +174,8 @@ def _prepare(plan: _Plan) -> None:
     folder = plan.folder
     job = _Tokenization(plan)
     try:
-        state = _stopped_state(folder)
-        if state is None or not job.resume(state):
+        state = {} if (folder / MANIFEST_NAME).exists() else json_object(folder / _PROGRESS_NAME)
+        if not (state and job.resume(state)):
             job.abandon()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -208,14 +208,6 @@ def _prepare(plan: _Plan) -> None:
 def _needed_bytes(used: int, text_done: int, text_total: int) -> int:
     """Estimate the dataset's size from the share of the text done so far; at first the size of the text."""
     return max(used, used * text_total // text_done) if text_done else text_total
-
-
-def _stopped_state(folder: Path) -> dict[str, Any] | None:
-    try:
-        state = json.loads((folder / _PROGRESS_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) and not (folder / MANIFEST_NAME).exists() else None
 
 
 class _Tokenization:

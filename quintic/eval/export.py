@@ -5,12 +5,12 @@ Ours have them all, so the folder brings its own code, `modeling_quintic.py`, an
 `trust_remote_code=True`. Nothing here needs transformers.
 """
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from quintic.data.source import json_object
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import new_folder
 from quintic.errors import ConfigError
@@ -20,14 +20,6 @@ from quintic.model.layers import GATE_CHANNELS, QK_GAIN
 __all__ = ["export_hf"]
 
 _CODE = Path(__file__).with_name("modeling_quintic.py")
-
-# The fields of a configuration that the exported code knows; all others must have their defaults.
-_KNOWN = frozenset(
-    {
-        "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",
-        "short_window", "softcap", "rotary_base", "l3_layers", "l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied",
-    }
-)  # fmt: skip
 
 
 def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
@@ -45,46 +37,32 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ConfigError: the model has parts that the exported code does not, or the folder holds something else.
+        ConfigError: the folder holds something else.
     """
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    _check_model(model)
     _check_folder(folder)
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
         save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
-        for name, content in (("config.json", _config(model)), *_tokenizer_files(tokenizer, model.config.seq_len)):
-            (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
-        (unfinished / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n", encoding="utf-8")
+        files = {"config.json": _config(model, ends), "generation_config.json": ends}
+        for name, content in (files | _tokenizer_files(tokenizer, model.config.seq_len)).items():
+            (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         shutil.copyfile(_CODE, unfinished / _CODE.name)
     return folder
-
-
-def _check_model(model: GPT) -> None:
-    for field in dataclasses.fields(model.config):
-        value = getattr(model.config, field.name)
-        if field.name not in _KNOWN and value != field.default:
-            raise ConfigError(
-                f"{field.name}={value}: the exported code has no such part; only models without it can be exported"
-            )
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    try:
-        is_ours = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "quintic"
-    except (OSError, ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
+    if json_object(folder / "config.json").get("model_type") != "quintic":
         raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
 
 
-def _config(model: GPT) -> dict[str, Any]:
+def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
     config = model.config
     return {
         "architectures": ["QuinticForCausalLM"],
@@ -112,14 +90,12 @@ def _config(model: GPT) -> dict[str, Any]:
         "lookup_rows": config.l3_embeddings,
         "lookup_d_up": config.l3_d_up or 4 * config.width,
         "lookup_tied": config.l3_tied,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.bos_id,
-        "pad_token_id": config.bos_id,
+        **ends,
         "tie_word_embeddings": False,
     }
 
 
-def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> list[tuple[str, dict[str, Any]]]:
+def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, dict[str, Any]]:
     definition = json.loads(tokenizer.definition)
     bos = next(token["content"] for token in definition["added_tokens"] if token["id"] == tokenizer.bos_id)
     start: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
@@ -140,4 +116,4 @@ def _tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> list[tuple[str, dict
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # a text that spells out a special token is text
     }
-    return [("tokenizer.json", definition), ("tokenizer_config.json", settings)]
+    return {"tokenizer.json": definition, "tokenizer_config.json": settings}
