@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quintic.data.dataset import checksum
-from quintic.durable import lock, replace, write_atomically
+from quintic.durable import flush, lock, replace, write_atomically
 
 __all__ = ["ShardWriter", "exclusive"]
 
@@ -81,7 +81,6 @@ class ShardWriter:
         """
         if self._file is None:
             return
-        _make_durable(self._file)
         self._file.close()
         self._file = None
         part = self._open_path
@@ -107,7 +106,8 @@ class ShardWriter:
             OSError: the files cannot be written.
         """
         if self._file is not None:
-            _make_durable(self._file)
+            self._file.flush()
+            flush(self._open_path)
             _write_offsets(self._index_part, self._offsets)
         return {"closed": list(self._closed), "open": self._counts() if self._file is not None else None}
 
@@ -182,11 +182,6 @@ def exclusive(path: Path) -> Iterator[None]:
 
 def _append(file: BinaryIO, block: bytes) -> None:
     file.write(block)
-
-
-def _make_durable(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _write_offsets(path: Path, offsets: list[int]) -> None:

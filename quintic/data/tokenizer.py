@@ -79,7 +79,8 @@ class Tokenizer:
         added = [token | {"special": True} if token["content"] == bos else token for token in added]
         if bos not in names:
             bos_id = vocab.get(bos, 1 + max([*vocab.values(), *(token["id"] for token in added)]))
-            added.append(_special_token(bos, bos_id))
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added.append({"id": bos_id, "content": bos, **flags, "special": True})
         model["dropout"] = None
         for stage in _stages(fields):
             if stage.get("type") == "ByteLevel":
@@ -259,11 +260,6 @@ def _stages(fields: dict[str, Any]) -> list[dict[str, Any]]:
         if stage:
             stages += [stage, *(stage.get("pretokenizers") or []), *(stage.get("decoders") or [])]
     return stages
-
-
-def _special_token(content: str, index: int) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": index, "content": content, **flags}
 
 
 def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str | None = None) -> str:

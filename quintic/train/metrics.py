@@ -74,9 +74,9 @@ class MetricsLog:
         if resume_step is not None:
             unfinished = itertools.takewhile(lambda r: r.get("kind") != "final", records)
             kept = [r for r in unfinished if not _is_after(r, resume_step)]
-        if len(kept) == len(records) and _ends_with_newline(self.path):
-            return
-        write_atomically(self.path, "".join(map(_encode, kept)))
+        is_whole = self.path.read_bytes()[-1:] in (b"", b"\n")
+        if len(kept) < len(records) or not is_whole:
+            write_atomically(self.path, "".join(map(_encode, kept)))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one record and hand it to the trackers.
@@ -117,11 +117,6 @@ def _is_after(record: Mapping[str, Any], resume_step: int) -> bool:
     if record.get("kind") == "rollback":  # the spike that caused it comes after the step that it went back to
         return bool(record.get("step", 0) >= resume_step)
     return record.get("kind") in _STEPPED_KINDS and (record.get("step", 0) > resume_step or resume_step == 0)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    """Return whether the file is empty or its last line is complete."""
-    return path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
 
 
 def _encode(record: Mapping[str, Any]) -> str:
