@@ -15,7 +15,7 @@ from the textbook, and where the ideas come from (modded-nanogpt speedrun and na
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -143,27 +143,6 @@ class GPT(nn.Module):
         fill(self.residual_scales, 1.15 - 0.10 * depth_frac)
         fill(self.x0_scales, 0.20 - 0.15 * depth_frac)
 
-    @overload
-    def forward(
-        self,
-        inputs: Tensor,
-        targets: None = None,
-        *,
-        document_starts: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        document_starts: Tensor | None = None,
-        reduction: Literal["mean", "none"] = "mean",
-    ) -> Tensor: ...
-
     def forward(
         self,
         inputs: Tensor,
@@ -181,9 +160,10 @@ class GPT(nn.Module):
             targets: (B, T) int64 next tokens.
             document_starts: (num_documents + 1,) int32 cumulative offsets, for attention "varlen", "fa3" and
                 "fa4".
-            reduction: `"mean"` for a scalar, `"none"` for (B, T) losses.
+            reduction: of losses: `"mean"` for a scalar, `"none"` for (B, T).
             cache: keys and values of the tokens before these inputs (generation); updated.
-            positions: (N,) int64 places in the flattened inputs: the only ones whose logits are computed.
+            positions: (N,) int64 places in the flattened inputs: without targets the only ones whose logits are
+                computed.
 
         Returns:
             float32: scalar, (B, T), or logits after the soft cap: (B, T, vocab_size), with `positions`
