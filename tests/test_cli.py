@@ -21,7 +21,7 @@ from quintic.cli import main
 from quintic.commands.options import EvalOptions, ExportOptions, ReportOptions, SampleOptions
 from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
-from quintic.eval.reference import reference_scores
+from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig

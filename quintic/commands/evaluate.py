@@ -10,9 +10,9 @@ from quintic.data.loader import Batch, validation_rows
 from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
+from quintic.eval.baselines import reference_scores
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
-from quintic.eval.reference import reference_scores
 from quintic.eval.score import document_sums, score_from_sums
 from quintic.eval.text import text_batches
 from quintic.streams import say_waiting

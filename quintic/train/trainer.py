@@ -16,10 +16,10 @@ import quintic
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, Loader, validation_rows
 from quintic.errors import CheckpointError
+from quintic.eval.baselines import reference_scores
 from quintic.eval.core import CoreScore, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
-from quintic.eval.reference import reference_scores
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
 from quintic.model.gpt import GPT

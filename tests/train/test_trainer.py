@@ -16,8 +16,8 @@ from tiny_runs import tiny_config
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.errors import ConfigError, DataError
+from quintic.eval.baselines import reference_scores
 from quintic.eval.generate import GENERAL_PROMPTS, sample_text
-from quintic.eval.reference import reference_scores
 from quintic.eval.score import document_sums, score_from_sums
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.config import RunConfig
