@@ -201,12 +201,11 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
     texts = {_text_of(history) for one in (baseline, arm) for history in one.histories} - {None}
     if len(texts) > 1:
         sentence += "; but their texts or tokenizers differ, and so their losses cannot be compared"
-    timed = seconds is not None and last_seconds is not None and last_seconds > 0
     return {
         "steps_to_baseline_loss": step,
         "percent_of_steps": percent,
         "seconds_to_baseline_loss": seconds,
-        "percent_of_seconds": 100 * seconds / last_seconds if timed and seconds and last_seconds else None,
+        "percent_of_seconds": 100 * seconds / last_seconds if seconds and last_seconds and last_seconds > 0 else None,
         "steps_by_run": steps,
         "sentence": sentence,
     }

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
+# Plain output has a line for every so many training steps, and not more than one in so many seconds.
+_STEPS_PER_LINE = 10
+_LEAST_SECONDS = 1.0
+
 # Plain output names an activity again if it took longer the last time.
 _LONG_SECONDS = 2.0
 
@@ -32,8 +36,6 @@ class Progress:
     Args:
         total_steps: the step at which the run ends.
         start_step: the step that the run continues from; 0 for a fresh one.
-        every: plain output: a line for every so many training steps.
-        min_interval_seconds: plain output: not more than one line of training in this time, evaluations excepted.
         output: where plain lines go; standard output by default. Ignored where ``console`` is given.
         console: a rich console to draw on; by default one on ``output`` if that is a terminal.
         clock: seconds from an arbitrary start.
@@ -44,16 +46,12 @@ class Progress:
         total_steps: int,
         *,
         start_step: int = 0,
-        every: int = 10,
-        min_interval_seconds: float = 1.0,
         output: TextIO | None = None,
         console: "Console | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
         self.step = start_step
-        self.every = max(1, every)
-        self.min_interval_seconds = min_interval_seconds
         self._output = sys.stdout if output is None else output
         self._clock = clock
         self._start = clock()
@@ -166,8 +164,8 @@ class Progress:
         """True if a plain line is due: at the first and the last step always, at the others in their turn."""
         if first or step >= self.total_steps:
             return True
-        rested = self._last_line is None or now - self._last_line >= self.min_interval_seconds
-        return step % self.every == 0 and rested
+        rested = self._last_line is None or now - self._last_line >= _LEAST_SECONDS
+        return step % _STEPS_PER_LINE == 0 and rested
 
     def _render(self, width: int) -> "Group":
         """The live display as it should look now: two lines, the second one with the figures that fit."""
