@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quintic.errors import DataError
 
@@ -41,18 +41,6 @@ _BLOCK_BYTES = 1 << 20
 # 128 KiB, one of gzip for about 1 KiB, so either way a piece becomes 64 MiB at most.
 _ZSTD_PIECE_BYTES = 2 << 10
 _GZIP_PIECE_BYTES = 64 << 10
-
-
-class _Decompressor(Protocol):
-    """The methods that decompression objects of `zlib` and `zstandard` share."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def is_supported(name: str) -> bool:
@@ -249,11 +237,14 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _decompressed(
-    path: Path, start_frame: Callable[[], _Decompressor], broken: type[Exception], piece_bytes: int
+    path: Path, start_frame: Callable[[], Any], broken: type[Exception], piece_bytes: int
 ) -> Iterator[bytes]:
-    """Decompress a file of one or more frames, `piece_bytes` at once, and refuse one that ends inside a frame."""
+    """Decompress a file of one or more frames, `piece_bytes` at once, and refuse one that ends inside a frame.
+
+    Decompression objects of `zlib` and `zstandard`, which `start_frame` makes, have the same methods.
+    """
     with path.open("rb", buffering=_BLOCK_BYTES) as file:
-        frame: _Decompressor | None = start_frame()  # so that an empty file counts as truncated
+        frame = start_frame()  # so that an empty file counts as truncated
         while block := file.read(piece_bytes):
             while block:
                 if frame is None:

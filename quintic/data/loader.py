@@ -141,10 +141,8 @@ class Loader(Iterator[Batch]):
         if buffer_documents < 1 or prefetch < 0:
             raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
         table = PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1)
-        needed = rows * (seq_len + 1) * world_size
-        if table.num_tokens < needed:
-            raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size, needed)
-        self._dataset = dataset
+        if table.num_tokens < rows * (seq_len + 1) * world_size:
+            raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size)
         self._depth = prefetch
         self._device = numbered(device)
         self._identity = {
@@ -240,13 +238,7 @@ class Loader(Iterator[Batch]):
             self._prefetcher = None
 
 
-def validation_rows(
-    dataset: Dataset,
-    *,
-    rows: int,
-    seq_len: int,
-    max_tokens: int | None = None,
-) -> list[Batch]:
+def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> list[Batch]:
     """Return one pass over the validation split in stored order, packed as for training.
 
     An incomplete batch at the end is left out.
@@ -271,7 +263,7 @@ def validation_rows(
     while (wanted is None or len(blocks) < wanted) and (block := stream.next_rows(rows)) is not None:
         blocks.append(block)
     if not blocks:
-        raise _too_little_text("val", table.num_tokens, rows, seq_len, 1, rows * (seq_len + 1))
+        raise _too_little_text("val", table.num_tokens, rows, seq_len, 1)
     return [_to_batch(block, dataset, numbered=True) for block in blocks]
 
 
@@ -303,10 +295,10 @@ def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None
         raise DataError(f"rank is {rank}; it must be between 0 and {world_size - 1}")
 
 
-def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int, needed: int) -> DataError:
+def _too_little_text(split: str, tokens: int, rows: int, seq_len: int, world_size: int) -> DataError:
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
     advice = "raise --val-frac or give more text" if split == "val" else "give more text"
     return DataError(
         f"too little text for one batch: the {split} split has {tokens:,} tokens, {rows} rows of {seq_len + 1}{ranks} "
-        f"need about {needed:,}; lower --seq-len or --rows, or {advice}"
+        f"need about {rows * (seq_len + 1) * world_size:,}; lower --seq-len or --rows, or {advice}"
     )

@@ -41,12 +41,8 @@ class BestFitPacker:
         self._arrived = OrderedDict(sorted(waiting))
         # Sorted by length, then from the highest index to the lowest: the last entry of a length came first.
         self._by_length = sorted((length, -index) for index, length in self._arrived.items())
-        self._buffered_tokens = sum(self._arrived.values())
-
-    @property
-    def buffered_tokens(self) -> int:
+        self.buffered_tokens = sum(self._arrived.values())
         """Tokens of the waiting documents."""
-        return self._buffered_tokens
 
     def waiting(self) -> tuple[int, ...]:
         """Return the indices of the waiting documents, ascending."""
@@ -84,19 +80,19 @@ class BestFitPacker:
 
     def _fill(self, next_document: Callable[[], tuple[int, int] | None], needed_tokens: int) -> bool:
         """Let documents in until the buffer is full and holds so many tokens; False when there are too few."""
-        while len(self._arrived) < self._buffer_documents or self._buffered_tokens < needed_tokens:
+        while len(self._arrived) < self._buffer_documents or self.buffered_tokens < needed_tokens:
             arrived = next_document()
             if arrived is None:
-                return self._buffered_tokens >= needed_tokens
+                return self.buffered_tokens >= needed_tokens
             index, length = arrived
             self._arrived[index] = length
             insort(self._by_length, (length, -index))
-            self._buffered_tokens += length
+            self.buffered_tokens += length
         return True
 
     def _remove(self, index: int) -> int:
         """Take a document out of the buffer; return its length."""
         length = self._arrived.pop(index)
         del self._by_length[bisect_left(self._by_length, (length, -index))]
-        self._buffered_tokens -= length
+        self.buffered_tokens -= length
         return length

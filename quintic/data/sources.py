@@ -18,9 +18,7 @@ from quintic.data.documents import ENDINGS_ADVICE, is_supported, read_documents,
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
 
-__all__ = [
-    "open_source",
-]
+__all__ = ["open_source"]
 
 # Files up to this size are known by their content, so that a copy on another machine is the same source; larger
 # ones by size and modification time, because hashing terabytes at each start would take longer than it saves.

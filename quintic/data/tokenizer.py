@@ -98,7 +98,8 @@ class Tokenizer:
         self._is_special = {
             int(index): bool(token.special) for index, token in self._backend.get_added_tokens_decoder().items()
         }
-        self._bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
+        self.bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
+        """Id of the token that starts a document."""
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise DataError("its pre-tokenizer loses text; use a byte-level BPE that keeps every byte")
 
@@ -165,11 +166,6 @@ class Tokenizer:
             write_atomically(Path(path), self.definition)
         except OSError as error:
             raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-    @property
-    def bos_id(self) -> int:
-        """Id of the token that starts a document."""
-        return self._bos_id
 
     @property
     def vocab_size(self) -> int:

@@ -17,7 +17,7 @@ A file has one item per line, a JSON object with fields by the kind of its task:
 import csv
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -177,8 +177,12 @@ def _bundle_tasks(folder: Path) -> tuple[CoreTask, ...]:
 
 
 def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
     items = []
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -191,13 +195,6 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
     if len(items) <= task.num_shots:
         raise DataError(f"{path}: {len(items)} items; {task.label} needs more than its {task.num_shots} examples")
     return tuple(items)
-
-
-def _lines(path: Path) -> Iterable[str]:
-    try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def _wrong(item: Any, kind: TaskKind) -> str | None:

@@ -270,7 +270,8 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = input_ids.new_ones(len(input_ids), past + length)
         if position_ids is None:
             position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-        angle_BTD = position_ids.float().unsqueeze(-1) * self._frequencies(input_ids.device)
+        channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=input_ids.device)
+        angle_BTD = position_ids.float().unsqueeze(-1) * config.rotary_base ** (-channels / config.head_dim)
         rotary = angle_BTD.cos(), angle_BTD.sin()
 
         x_BTC = _norm(self.embedding(input_ids))
@@ -300,10 +301,6 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, cache)  # its third field has either name
-
-    def _frequencies(self, device: torch.device) -> Tensor:
-        channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device)
-        return self.config.rotary_base ** (-channels / self.config.head_dim)
 
     def _smear(
         self, x_BTC: Tensor, input_ids: Tensor, real_BT: Tensor, cache: DynamicCache | None

@@ -16,13 +16,7 @@ from quintic.errors import ConfigError
 from quintic.launch import install_command
 from quintic.report.history import read_metrics
 
-__all__ = [
-    "MetricsLog",
-    "TensorBoardTracker",
-    "Tracker",
-    "WandbTracker",
-    "missing_package",
-]
+__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "WandbTracker", "missing_package"]
 
 _STEPPED_KINDS = ("train", "eval", "core", "sample")
 
