@@ -17,14 +17,13 @@ from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.optim.groups.groups import Rule
 from quintic.optim.layout.layouts import local_tensor
-from quintic.train.config import Config, WeightsName, in_options
+from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
 from quintic.train.distributed import Parallelism, rows_at_once
 from quintic.train.hardware import check_memory
 from quintic.train.lookups import with_lookups
 from quintic.train.schedule import (
     REFERENCE_DEPTH,
     Scale,
-    SetBy,
     automatic_batch,
     lr_multiplier,
     momentum_at,
@@ -271,25 +270,28 @@ def scale_of(config: Config, model: GPT) -> Scale:
             int(schedule.tokens_per_param * _scaling_parameters(m)) for m in (model, GPT(reference))
         )
     batch = schedule.batch_tokens
-    set_by: SetBy
     if batch is None:
         batch = automatic_batch(tokens, reference_tokens)
     if schedule.steps is not None:
-        steps, set_by = schedule.steps, "--steps"
+        steps = schedule.steps
     elif schedule.target_flops is not None:
-        steps, set_by = round(schedule.target_flops / (model.flops_per_token() * batch)), "--target-flops"
+        steps = round(schedule.target_flops / (model.flops_per_token() * batch))
     else:
-        steps, set_by = tokens // batch, "--tokens-per-param"
+        steps = tokens // batch
     if steps > _MOST_STEPS:
-        value = getattr(schedule, set_by[2:].replace("-", "_"))
-        raise ConfigError(f"{set_by} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
-    return Scale(
-        tokens=tokens,
-        reference_tokens=reference_tokens,
-        batch_tokens=batch,
-        steps=max(1, steps),
-        set_by=set_by,
-    )
+        option, value = _lengths(schedule)[0]
+        raise ConfigError(f"{option} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
+    return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
+
+
+def _lengths(schedule: ScheduleConfig) -> list[tuple[str, float]]:
+    """Return the options of a run's length that have a value: the first one decides."""
+    values = {
+        "--steps": schedule.steps,
+        "--target-flops": schedule.target_flops,
+        "--tokens-per-param": schedule.tokens_per_param,
+    }
+    return [(option, value) for option, value in values.items() if value is not None]
 
 
 def with_batch(config: Config, scale: Scale) -> Config:
@@ -321,15 +323,10 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
     by_part = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in parts.items())
     total_tokens, per_token = scale.steps * scale.batch_tokens, model.flops_per_token()
     per_parameter = total_tokens / _scaling_parameters(model)
-    passed_over = []
-    if scale.set_by != "--tokens-per-param":
-        passed_over.append(f"--tokens-per-param {schedule.tokens_per_param:g}")
-        if scale.set_by == "--steps" and schedule.target_flops is not None:
-            passed_over.insert(0, f"--target-flops {schedule.target_flops:g}")
-    unused = (
-        f"; {' and '.join(passed_over)} {'do' if len(passed_over) > 1 else 'does'} not decide it" if passed_over else ""
-    )
-    value = getattr(schedule, scale.set_by[2:].replace("-", "_"))
+    (option, value), *others = _lengths(schedule)
+    unused = " and ".join(f"{other} {number:g}" for other, number in others)
+    if others:
+        unused = f"; {unused} {'do' if len(others) > 1 else 'does'} not decide it"
     rows = rows_at_once(config, shares)
     passes = scale.batch_tokens // (rows * sizes.seq_len * shares)
     rates: dict[str, float] = {}
@@ -351,7 +348,7 @@ def scale_lines(config: Config, *, vocab_size: int, shares: int = 1) -> list[str
         f"Model: depth {sizes.depth}, width {sizes.width}, {heads}, {sum(parts.values()):,} parameters: {by_part}",
         f"Operations: {per_token:,} per token forward and backward, {per_token * total_tokens:.4g} in all{of_rows}",
         f"Length: {steps}, {total_tokens:,} tokens ({per_parameter:.3g} per scaling parameter), "
-        f"by {scale.set_by} {value:{'g' if isinstance(value, float) else ','}}{unused}",
+        f"by {option} {value:{'g' if isinstance(value, float) else ','}}{unused}",
         f"Batch: {scale.batch_tokens:,} tokens ({'given' if batch_is_given else 'automatic'}), in {passes:,} "
         f"{'pass' if passes == 1 else 'passes'} of {rows} x {sizes.seq_len:,}"
         f"{f' on each of {shares} ranks' if shares > 1 else ''}",

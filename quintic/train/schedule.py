@@ -14,7 +14,6 @@ __all__ = [
     "REFERENCE_BATCH",
     "REFERENCE_DEPTH",
     "Scale",
-    "SetBy",
     "automatic_batch",
     "is_due",
     "lr_multiplier",
@@ -26,9 +25,6 @@ REFERENCE_DEPTH = 12
 """Depth at which batch and rates were tuned."""
 REFERENCE_BATCH = 2**19
 """Tokens of a step there."""
-
-SetBy = Literal["--steps", "--target-flops", "--tokens-per-param"]
-"""The options that can decide the length of a run."""
 
 _BATCH_EXPONENT = 0.383
 
@@ -45,8 +41,6 @@ class Scale:
     """Tokens of a step."""
     steps: int
     """Length of the run."""
-    set_by: SetBy
-    """The option that decided the length."""
 
     @property
     def lr_factor(self) -> float:
