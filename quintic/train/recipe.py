@@ -34,6 +34,7 @@ __all__ = [
     "apply_schedule",
     "build_model",
     "build_optimizer",
+    "empty_model",
     "model_config",
     "scale_lines",
     "scale_of",
