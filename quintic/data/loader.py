@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -72,23 +74,27 @@ class Batch:
         return replace(self, inputs=change(self.inputs), targets=change(self.targets), document_starts=places)
 
 
-def batch_of(tokens: Tensor, bos_id: int, *, documents: Tensor | None = None, epoch: int = 0) -> Batch:
+def batch_of(
+    tokens: npt.NDArray[np.int64], bos_id: int, *, documents: npt.NDArray[np.int64] | None = None, epoch: int = 0
+) -> Batch:
     """Return rows of tokens as a batch: all but the last token of each are inputs, all but the first are targets.
 
+    NumPy does it in the thread that calls, while PyTorch would start threads of its own beside the training's.
+
     Args:
-        tokens: (B, T + 1) int64 on the CPU.
+        tokens: (B, T + 1) int64.
         bos_id: token that starts a document.
         documents: (B, T + 1) int64; the number of each token's document.
         epoch: of the first row.
     """
-    inputs = tokens[:, :-1].contiguous()
-    starts = (inputs.flatten() == bos_id).nonzero().flatten()
+    inputs = np.ascontiguousarray(tokens[:, :-1])
+    starts = np.append(np.flatnonzero(inputs == bos_id), inputs.size)
     return Batch(
-        inputs=inputs,
-        targets=tokens[:, 1:].contiguous(),
-        document_starts=torch.cat([starts, torch.tensor([inputs.numel()])]).int(),
+        inputs=torch.from_numpy(inputs),
+        targets=torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
+        document_starts=torch.from_numpy(starts.astype(np.int32)),
         epoch=epoch,
-        documents=None if documents is None else documents[:, :-1].contiguous(),
+        documents=None if documents is None else torch.from_numpy(np.ascontiguousarray(documents[:, :-1])),
     )
 
 
@@ -283,8 +289,8 @@ def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) ->
             f"{dataset.path}: token id {largest} is outside the vocabulary of {dataset.vocab_size}; find the wrong "
             f"file with: {dataset.manifest['command']} --verify"
         )
-    documents = torch.from_numpy(block.documents) if numbered else None
-    return batch_of(torch.from_numpy(block.tokens), dataset.bos_id, documents=documents, epoch=block.epoch)
+    documents = block.documents if numbered else None
+    return batch_of(block.tokens, dataset.bos_id, documents=documents, epoch=block.epoch)
 
 
 def _check_sizes(*, rows: int, seq_len: int, rank: int, world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
+import numpy as np
 
 from quintic.data.loader import Batch, batch_of
 
@@ -67,5 +67,5 @@ def text_batches(
 
 
 def _batch(rows: list[_Row], bos_id: int, length: int) -> Batch:
-    tokens, documents = torch.tensor([row + [(bos_id, 0)] * (length - len(row)) for row in rows]).unbind(dim=2)
-    return batch_of(tokens, bos_id, documents=documents)
+    cells = np.array([row + [(bos_id, 0)] * (length - len(row)) for row in rows], dtype=np.int64)
+    return batch_of(cells[..., 0], bos_id, documents=cells[..., 1])
