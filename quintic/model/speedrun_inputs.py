@@ -55,7 +55,7 @@ class SpeedrunInputs(nn.Module):
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return what tokens have in the tables: the embedding, bigram, signs and values of a `FlatRow`."""
+        """Look the tokens up; return the first fields of a `FlatRow`: embedding, bigram, signs and values."""
         look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
         bigram_TC = signs_T = values_KTC = None
         if config.bigram_hash:
