@@ -6,14 +6,16 @@ Without the first flush a crash may leave the new name with no content, without 
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["discard", "flush", "lock", "new_folder", "remove_unfinished", "replace", "write_atomically"]
+__all__ = ["discard", "flush", "json_object", "lock", "new_folder", "remove_unfinished", "replace", "write_atomically"]
 
 # Errors of file systems that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -33,6 +35,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; an empty one if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from quintic.commands.parsing import taken
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
+from quintic.durable import json_object
 from quintic.model.gpt import GPT
 from quintic.optim.groups.names import shortened
 from quintic.optim.muon import Muon
@@ -93,12 +93,12 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
         return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
     wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
     for path in sorted(data.data_dir.glob(f"*/{MANIFEST_NAME}")):
+        manifest = json_object(path)
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
             settings = {name: manifest["settings"][name] for name in wanted}
             if manifest["source"]["spec"] == data.data and settings == wanted:
                 return int(manifest["vocab_size"]), f"read from {path.parent}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             continue  # not a dataset, or a damaged one
     return data.vocab_size, "assumed from --vocab-size: the text is not prepared, and a short one gives fewer"
 

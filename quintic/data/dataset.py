@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from quintic.data.source import json_object, slug
+from quintic.data.source import slug
 from quintic.data.tokenizer import Tokenizer
-from quintic.durable import write_atomically
+from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "DocumentSplit", "SplitName", "checksum"]

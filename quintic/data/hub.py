@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.documents import read_documents
-from quintic.data.source import Source, SourceFile, json_object, slug
-from quintic.durable import write_atomically
+from quintic.data.source import Source, SourceFile, slug
+from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["download", "open_hub"]

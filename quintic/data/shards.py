@@ -29,11 +29,11 @@ from typing import Any
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
 from quintic.data.documents import MAX_DOCUMENT_BYTES
 from quintic.data.shard_writer import ShardWriter, exclusive
-from quintic.data.source import Source, json_object
+from quintic.data.source import Source
 from quintic.data.sources import open_source
 from quintic.data.survey import pieces_within, survey, text_hash
 from quintic.data.tokenizer import Tokenizer
-from quintic.durable import flush, remove_unfinished, write_atomically
+from quintic.durable import flush, json_object, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
 __all__ = ["Dataset", "DocumentSplit", "Progress", "SplitName", "prepare", "prepare_command"]

@@ -1,14 +1,11 @@
 """A text source: documents in a fixed order, read part by part."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-__all__ = ["NAME_ERRORS", "Source", "SourceFile", "json_object", "slug"]
+__all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
 
 # Names of files may be bytes that are no UTF-8, which Python reads as lone surrogates.
 NAME_ERRORS = "backslashreplace"
@@ -100,12 +97,3 @@ def slug(name: str) -> str:
     'my-corpus-v2'
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "text"
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that may be missing or damaged: then it is empty."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

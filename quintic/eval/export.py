@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from quintic.data.source import json_object
 from quintic.data.tokenizer import Tokenizer
-from quintic.durable import new_folder
+from quintic.durable import json_object, new_folder
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN

@@ -57,9 +57,10 @@ def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: p
     assert "Model: depth 1," in capsys.readouterr().out
 
 
-def test_damaged_data_does_not_stop_a_plan(tiny_dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["[", "[]", "{}", "[" * 100_000])
+def test_damaged_data_does_not_stop_a_plan(content: str, tiny_dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "dataset.json").write_text("[")
+    (tmp_path / "damaged" / "dataset.json").write_text(content)
     data = dataclasses.replace(tiny_config(tiny_dataset, tmp_path).data, data_dir=tmp_path)
     assert "assumed" in planned_vocabulary(data)[1]
 
