@@ -11,7 +11,7 @@ from tiny_runs import tiny_config
 from quintic.cli import main
 from quintic.commands.plan import _peak, planned_vocabulary, training_memory
 from quintic.commands.presets import gpu_preset, with_recipe
-from quintic.data.dataset import Dataset
+from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from quintic.train.recipe import build_model, build_optimizer, empty_model, model_config
@@ -60,7 +60,7 @@ def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: p
 @pytest.mark.parametrize("content", ["[", "[]", "{}", "[" * 100_000])
 def test_damaged_data_does_not_stop_a_plan(content: str, tiny_dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "dataset.json").write_text(content)
+    (tmp_path / "damaged" / MANIFEST_NAME).write_text(content)
     data = dataclasses.replace(tiny_config(tiny_dataset, tmp_path).data, data_dir=tmp_path)
     assert "assumed" in planned_vocabulary(data)[1]
 
