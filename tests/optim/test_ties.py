@@ -110,6 +110,28 @@ def test_a_gradient_is_moved_once():
     torch.testing.assert_close(head.grad, clipped + 1.0, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(("step_every", "overwrites"), [(1, False), (1, True), (2, False)])
+def test_gradients_are_moved_also_where_a_cuda_graph_writes_them(step_every, overwrites):
+    """Replayed passes write to the same tensors and change no version, as `data` does; some add, some overwrite."""
+    head, embedding, optimizer = pair(step_every=step_every)
+    twin = nn.Parameter(head.detach().clone())
+    alone = Muon([{"params": [twin], "algorithm": "adamw", **EXACT}], step_every=step_every)
+    optimizer.tie("head", "embed", transposed=True)
+    for param in (head, embedding, twin):
+        param.grad = torch.zeros_like(param)
+    for _ in range(6):
+        gradients = torch.randn(head.shape).double(), torch.randn(embedding.shape).double()
+        for param, gradient in zip((head, embedding), gradients, strict=True):
+            param.grad.data.mul_(not overwrites).add_(gradient)
+        twin.grad.mul_(not overwrites).add_(gradients[0] + gradients[1].T)
+        for one in (optimizer, alone):
+            one.step()
+            if not overwrites:
+                one.zero_grad(set_to_none=False)
+        torch.testing.assert_close(head, twin, rtol=1e-12, atol=1e-12)
+        assert torch.equal(embedding, head.T)
+
+
 def test_the_tie_is_saved_and_the_reference_knows_it():
     head, embedding, optimizer = pair(torch.float32)
     optimizer.tie(head, embedding, transposed=True)

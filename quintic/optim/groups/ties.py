@@ -26,10 +26,13 @@ class Tie:
         self.head, self.head_name = head_group.params[index], head_group.param_names[index]
         self.head_group, self._transposed = head_group.number, transposed
         self._moved: tuple[weakref.ref[Tensor], int] | None = None
-        """The copy's gradient that was added last, and its version then."""
+        """The copy's gradient that was added last for the next step, and its version then."""
 
     def add_gradient(self) -> None:
-        """Move the copy's gradient to the head's, unless it was moved and is untouched since. None may be sparse."""
+        """Move the copy's gradient to the head's, unless it was moved for this step and is untouched since.
+
+        None may be sparse.
+        """
         gradient, total = self.copy.grad, self.head.grad
         if gradient is None:
             return
@@ -51,6 +54,10 @@ class Tie:
             total.add_(gradient)
         gradient.zero_()
         self._moved = weakref.ref(gradient), gradient._version
+
+    def end_step(self) -> None:
+        """Forget that the gradient was moved: a CUDA graph writes the next one there and changes no version."""
+        self._moved = None
 
     def write(self) -> None:
         """Write the head's weights to the copy."""

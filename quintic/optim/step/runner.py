@@ -134,6 +134,7 @@ class Runner:
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.add_gradient()
+                tie.end_step()
         if self.common.is_alone:
             return self._step(pending_steps)
         # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
