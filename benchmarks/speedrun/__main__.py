@@ -18,6 +18,7 @@ To try all of this on a CPU, with the text of the Python installation:
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -304,7 +305,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def against_peer(result: dict[str, Any]) -> list[str]:
-    """Return lines that say how ours compares with the peer: means over the seeds that both have."""
+    """Return lines that say how ours compares with the peer: means over the runs of each."""
     mean = {
         name: [row for row in result["rows"] if row["contestant"] == name and "error" not in row]
         for name in ("quintic", "peer")
@@ -320,12 +321,17 @@ def against_peer(result: dict[str, Any]) -> list[str]:
     ]
     pairs = zip(*times, strict=True)
     ratios = ", ".join("-" if None in (ours, peers) else f"{ours / peers:.3f}" for ours, peers in pairs)
-    last = [statistics.mean(list(row["losses"].values())[-1] for row in rows) for rows in mean.values()]
+    last = [[list(row["losses"].values())[-1] for row in rows] for rows in mean.values()]
+    difference = statistics.mean(last[0]) - statistics.mean(last[1])
+    known = "standard error unknown: it takes two runs of each"
+    if all(len(losses) > 1 for losses in last):
+        error = math.sqrt(sum(statistics.variance(losses) / len(losses) for losses in last))
+        known = f"standard error {error:.4f}"
     starts = [statistics.mean(row["start_seconds"] for row in rows) for rows in mean.values()]
     return [
         "",
         f"Ours over the peer's: milliseconds by stage {ratios}; start {starts[0] / starts[1]:.3f}; last loss "
-        f"{last[0] - last[1]:+.4f}.",
+        f"{difference:+.4f} ({known}).",
     ]
 
 

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.speedrun import optimizer
-from benchmarks.speedrun.__main__ import cells, heads, main, measured, parse, run, summary, the_track
+from benchmarks.speedrun.__main__ import against_peer, cells, heads, main, measured, parse, run, summary, the_track
 from benchmarks.speedrun.peer import FILES, write_peer
 from benchmarks.speedrun.shards import main as make_shards
 from quintic.data.tokenizer import Tokenizer
@@ -52,6 +53,22 @@ def test_the_lines_of_both_are_read_alike(step_line: str, score_line: str) -> No
     shown = dict(zip(heads({"rows": [row]}), cells(row, {"rows": [row]}), strict=True))
     assert shown["loss, 8 steps"] == "7.2500"
     assert shown["ms, stage 3"] == "100.00"
+
+
+def test_the_difference_of_losses_comes_with_its_standard_error() -> None:
+    def rows(name: str, losses: list[float], ms: float) -> list[dict[str, Any]]:
+        common = {"contestant": name, "stage_ms": [ms, None], "start_seconds": ms}
+        return [{**common, "losses": {"0": 10.0, "8": loss}} for loss in losses]
+
+    ours, failed = rows("quintic", [3.0, 3.02, 3.04], 90.0), {**rows("quintic", [9.0], 1.0)[0], "error": "exit code 1"}
+    _, line = against_peer({"rows": [*ours, failed, *rows("peer", [3.0, 3.04], 100.0)]})
+    # Variances 0.0004 and 0.0008.
+    assert line == (
+        "Ours over the peer's: milliseconds by stage 0.900, -; start 0.900; last loss +0.0000 (standard error 0.0231)."
+    )
+    _, line = against_peer({"rows": [*ours, *rows("peer", [3.0], 100.0)]})
+    assert "last loss +0.0200 (standard error unknown: it takes two runs of each)." in line
+    assert against_peer({"rows": ours}) == []
 
 
 def test_a_log_that_was_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
