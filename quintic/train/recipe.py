@@ -273,14 +273,14 @@ def scale_of(config: Config, model: GPT) -> Scale:
     batch = schedule.batch_tokens
     if batch is None:
         batch = automatic_batch(tokens, reference_tokens)
-    if schedule.steps is not None:
-        steps = schedule.steps
-    elif schedule.target_flops is not None:
-        steps = round(schedule.target_flops / (model.flops_per_token() * batch))
+    option, value = _lengths(schedule)[0]
+    if option == "--steps":
+        steps = int(value)
+    elif option == "--target-flops":
+        steps = round(value / (model.flops_per_token() * batch))
     else:
         steps = tokens // batch
     if steps > _MOST_STEPS:
-        option, value = _lengths(schedule)[0]
         raise ConfigError(f"{option} {value:g}: makes {steps:.4g} steps, {_MOST_STEPS:,} at most are possible")
     return Scale(tokens=tokens, reference_tokens=reference_tokens, batch_tokens=batch, steps=max(1, steps))
 
