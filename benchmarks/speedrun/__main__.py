@@ -306,28 +306,28 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def against_peer(result: dict[str, Any]) -> list[str]:
     """Return lines that say how ours compares with the peer: means over the runs of each."""
-    mean = {
-        name: [row for row in result["rows"] if row["contestant"] == name and "error" not in row]
+    both = [
+        [row for row in result["rows"] if row["contestant"] == name and "error" not in row]
         for name in ("quintic", "peer")
-    }
-    if not all(mean.values()):
+    ]
+    if not all(both):
         return []
     times = [
         [
             None if None in values else statistics.mean(values)
             for values in zip(*(row["stage_ms"] for row in rows), strict=True)
         ]
-        for rows in mean.values()
+        for rows in both
     ]
     pairs = zip(*times, strict=True)
     ratios = ", ".join("-" if None in (ours, peers) else f"{ours / peers:.3f}" for ours, peers in pairs)
-    last = [[list(row["losses"].values())[-1] for row in rows] for rows in mean.values()]
+    last = [[list(row["losses"].values())[-1] for row in rows] for rows in both]
     difference = statistics.mean(last[0]) - statistics.mean(last[1])
     known = "standard error unknown: it takes two runs of each"
     if all(len(losses) > 1 for losses in last):
         error = math.sqrt(sum(statistics.variance(losses) / len(losses) for losses in last))
         known = f"standard error {error:.4f}"
-    starts = [statistics.mean(row["start_seconds"] for row in rows) for rows in mean.values()]
+    starts = [statistics.mean(row["start_seconds"] for row in rows) for rows in both]
     return [
         "",
         f"Ours over the peer's: milliseconds by stage {ratios}; start {starts[0] / starts[1]:.3f}; last loss "
