@@ -1,5 +1,7 @@
 """A stand-in for CUDA graphs, so that what is captured, and when, can be tested where there is no GPU."""
 
+from unittest import mock
+
 import torch
 
 from quintic.optim import captured_step
@@ -9,22 +11,26 @@ GRAPHS = []
 
 
 class HostGraph:
-    """Runs its work when it is replayed, with the gradients that it was captured with, and not when it is captured."""
+    """Runs its work when it is replayed, and not when it is captured.
 
-    def __init__(self, work, done, params):
-        self._work, self._done, self._params = work, done, params
-        self._gradients = [param.grad for param in params]
+    It reads the gradients, and the averages that clipping made of them, that it was captured with.
+    """
+
+    def __init__(self, work, done, gradients, early, averages):
+        self._work, self._done, self._gradients = work, done, gradients
+        self._early, self._averages = early, averages
         self.replays = 0
         GRAPHS.append(self)
 
     def replay(self):
-        now = [param.grad for param in self._params]
-        for param, gradient in zip(self._params, self._gradients, strict=True):
+        now = {param: param.grad for param in self._gradients}
+        for param, gradient in self._gradients.items():
             param.grad = gradient
-        done = self._work()
+        with mock.patch.object(self._early, "fresh", return_value=dict(self._averages)):
+            done = self._work()
         if done.go is not None:  # a graph writes to the same memory each time
             self._done.go.copy_(done.go)
-        for param, gradient in zip(self._params, now, strict=True):
+        for param, gradient in now.items():
             param.grad = gradient
         self.replays += 1
 
@@ -42,7 +48,9 @@ def capture_on_hosts(patch, optimizer):
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def captured(work):
-        tensors = [*params, *(param.grad for param in params if param.grad is not None)]
+        early, gradients = optimizer.current.early, {param: param.grad for param in params}
+        averages = early.fresh()
+        tensors = [*params, *(gradient for gradient in gradients.values() if gradient is not None)]
         tensors += [value for param in params for value in optimizer.state[param].values()]
         before = [tensor.detach().clone() for tensor in tensors]
         skipped = optimizer.steps_made._skipped
@@ -53,7 +61,7 @@ def capture_on_hosts(patch, optimizer):
                 tensor.copy_(kept)
         if counted is not None:
             optimizer.steps_made._skipped.copy_(counted)
-        return HostGraph(work, done, params), done
+        return HostGraph(work, done, gradients, early, averages), done
 
     GRAPHS.clear()
     patch.setattr(captured_step, "capture", captured)

@@ -15,6 +15,7 @@ from quintic.optim.layout.tables import MOST_GRAPHS
 from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
+from quintic.optim.step.averaging import OfGroup
 from quintic.optim.step.runner import Done
 
 __all__ = ["CapturedStep"]
@@ -34,6 +35,8 @@ class _Recorded(NamedTuple):
     graph: Any
     gradients: list[tuple[str, Tensor, Tensor | None]]
     """Names and parameters whose gradients it reads, and these."""
+    early: dict[int, OfGroup]
+    """The averages of gradients that clipping had made, which it reads as well, by group."""
     done: Done
     """The outcome of a replay."""
 
@@ -53,7 +56,8 @@ class CapturedStep:
     (`comms="sharded_sparse"`) are stepped after each replay, as usual. Learning rate, decay, momentum, betas and eps
     may change between calls; with any other option, with other weights or state in place of those captured, two calls
     step as usual again. A gradient that is somewhere else than when it was captured is copied there:
-    `zero_grad(set_to_none=False)` leaves them where they are.
+    `zero_grad(set_to_none=False)` leaves them where they are. Where the optimizer averages gradients, `clip_grad_norm_`
+    does so before the step: calls after it are replays if the captured one came after it, too, and else step as usual.
 
     With several ranks all of them must call it, as `step`, and make other calls as often as the others do: NCCL runs a
     collective as a graph on all ranks or on none. Close it (or leave its `with` block) before
@@ -113,23 +117,28 @@ class CapturedStep:
         inside = [pending or int(number in sparse) for number, pending in enumerate(pending_steps)]
         outside = [pending or int(number not in sparse) for number, pending in enumerate(pending_steps)]
         due = tuple(pending == 0 for pending in pending_steps)
-        if 0 not in inside or self._num_eager[due] < _EAGER_STEPS:
+        early = {number: one for number, one in optimizer.current.early.fresh().items() if inside[number] == 0}
+        recorded = self._graphs.get(due)
+        is_other = recorded is not None and recorded.early.keys() != early.keys()
+        if 0 not in inside or self._num_eager[due] < _EAGER_STEPS or is_other:
             optimizer.step()
             self._num_eager[due] += 1
             return
-        if due not in self._graphs:
-            self._graphs[due] = self._capture(inside)
+        if recorded is None:
+            recorded = self._graphs[due] = self._capture(inside, early)
         else:
-            _bring_gradients(self._graphs[due].gradients)
+            _bring_gradients(recorded.gradients)
+            for number, averages in early.items():
+                recorded.early[number].copy_from(averages)
             optimizer.upload_hyperparameters()
-        graph, _, done = self._graphs[due]
-        graph.replay()
+        recorded.graph.replay()
+        done = recorded.done
         if 0 in outside:
             done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
         optimizer.note_step(done, pending_steps, is_replayed=True)
         optimizer.current.rows.check(wait=False)
 
-    def _capture(self, pending_steps: Sequence[int]) -> _Recorded:
+    def _capture(self, pending_steps: Sequence[int], early: dict[int, OfGroup]) -> _Recorded:
         """Capture a step of some groups, which is not made yet."""
         self._check()
         optimizer = self._optimizer
@@ -142,7 +151,7 @@ class CapturedStep:
             return done
 
         graph, done = capture(work)
-        return _Recorded(graph, gradients, done)
+        return _Recorded(graph, gradients, early, done)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters whose gradients a step reads, with their names."""

@@ -355,6 +355,9 @@ class Muon(OptimizerBase):
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
+        runner = self._current.runner
+        if runner is not None and (runner.ties or self._current.early.groups):
+            runner.end_step(pending_steps)
         waiting = 0
         for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import DEVICE, ON_GPUS, run
+from host_graphs import capture_on_hosts
 from models import Awkward, give_gradients, gradient, mean_gradient, rules
 
 import quintic
@@ -40,7 +41,8 @@ class Twins:
         self.one, self.many = Awkward(extras=True, dtype=dtype), Awkward(extras=True, dtype=dtype)
         self.optimizers = optimizer_of(self.one), optimizer_of(self.many, comms=comms, **options)
 
-    def give(self, step, gaps=False):
+    def give(self, step, gaps=False, unseen=False):
+        """Set `p.grad`; or write to those that are there, unseen by their version, as a CUDA graph does."""
         last = self.ranks[-1]
         without = {NOWHERE: self.ranks, **{name: [last] for name in MISSING}} if gaps else {}
         means, own = {}, {}
@@ -51,7 +53,12 @@ class Twins:
             means[name] = None if all_miss_it else mean_gradient(*given, self.ranks, missing)
             own[name] = None if self.rank in missing else gradient(*given, self.rank)
         give_gradients(self.one, means)
-        give_gradients(self.many, own)
+        if unseen:
+            for name, param in self.many.named_parameters():
+                if own[name] is not None:
+                    param.grad.data.copy_(own[name])
+        else:
+            give_gradients(self.many, own)
         return own
 
     def clip(self, **options):
@@ -179,6 +186,67 @@ def check_touched(rank, world_size, comms):
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
 def test_touched_gradients_are_averaged_again(comms):
     run(check_touched, 2, comms, timeout=60)
+
+
+def check_unseen(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms)
+    for step in range(4):
+        twins.give(step, unseen=step > 0)
+        twins.clip(scope="all")
+        twins.step()
+        twins.check(f"step {step}")
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded"])
+def test_averages_are_those_of_one_step_also_where_a_cuda_graph_writes_gradients(comms):
+    run(check_unseen, 2, comms, timeout=60)
+
+
+def check_captured(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms)
+    one, many = twins.optimizers
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPUS:
+            capture_on_hosts(patch, many)
+        with quintic.CapturedStep(many) as step_many:
+            replays = []
+            for step, scope in enumerate(["all"] * 5 + [None, "all", "adamw", "all", "all"]):
+                twins.give(step, gaps=True, unseen=step in (4, 9))
+                if scope is not None:
+                    twins.clip(scope=scope)
+                one.step()
+                with mock.patch.object(many, "step", wraps=many.step) as usual:
+                    step_many()
+                replays.append(not usual.called)
+                twins.check(f"step {step}")
+    # A replay has no averages of its own, and takes those of the groups that it was captured with.
+    assert replays == [False] * 2 + [True] * 3 + [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded"])
+def test_a_captured_step_takes_the_averages_of_each_clipping(comms):
+    run(check_captured, 2, comms, timeout=60)
+
+
+def check_captured_unclipped(rank, world_size, comms):
+    twins = Twins(rank, world_size, torch.float32, comms)
+    one, many = twins.optimizers
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPUS:
+            capture_on_hosts(patch, many)
+        with quintic.CapturedStep(many) as step_many:
+            for step in range(6):
+                twins.give(step)
+                if step == 4:
+                    twins.clip(scope="all")
+                one.step()
+                step_many()
+                twins.check(f"step {step}")
+
+
+@pytest.mark.parametrize("comms", ["replicated", "sharded"])
+def test_a_step_captured_without_clipping_is_not_replayed_after_one(comms):
+    run(check_captured_unclipped, 2, comms, timeout=60)
 
 
 def check_verify(rank, world_size, comms):

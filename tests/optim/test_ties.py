@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from host_graphs import capture_on_hosts
 from torch import nn
 
 import quintic
@@ -110,8 +111,12 @@ def test_a_gradient_is_moved_once():
     torch.testing.assert_close(head.grad, clipped + 1.0, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize(("step_every", "overwrites"), [(1, False), (1, True), (2, False)])
-def test_gradients_are_moved_also_where_a_cuda_graph_writes_them(step_every, overwrites):
+def test_gradients_are_moved_also_where_a_cuda_graph_writes_them(
+    monkeypatch, step_every, overwrites, is_clipped, is_captured
+):
     """Replayed passes write to the same tensors and change no version, as `data` does; some add, some overwrite."""
     head, embedding, optimizer = pair(step_every=step_every)
     twin = nn.Parameter(head.detach().clone())
@@ -119,16 +124,22 @@ def test_gradients_are_moved_also_where_a_cuda_graph_writes_them(step_every, ove
     optimizer.tie("head", "embed", transposed=True)
     for param in (head, embedding, twin):
         param.grad = torch.zeros_like(param)
-    for _ in range(6):
+    step_once = optimizer.step
+    if is_captured:
+        capture_on_hosts(monkeypatch, optimizer)
+        step_once = quintic.CapturedStep(optimizer)
+    for _ in range(10):
         gradients = torch.randn(head.shape).double(), torch.randn(embedding.shape).double()
         for param, gradient in zip((head, embedding), gradients, strict=True):
             param.grad.data.mul_(not overwrites).add_(gradient)
         twin.grad.mul_(not overwrites).add_(gradients[0] + gradients[1].T)
-        for one in (optimizer, alone):
-            one.step()
+        for one, step in ((optimizer, step_once), (alone, alone.step)):
+            if is_clipped:
+                quintic.clip_grad_norm_(one, max_norm=0.5)
+            step()
             if not overwrites:
                 one.zero_grad(set_to_none=False)
-        torch.testing.assert_close(head, twin, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(head, twin, rtol=1e-6 if is_clipped else 1e-12, atol=1e-12)
         assert torch.equal(embedding, head.T)
 
 

@@ -222,6 +222,12 @@ class OfGroup:
         self._seen: list[tuple[Tensor | None, int]] = []
         self.renew()
 
+    def copy_from(self, other: "OfGroup") -> None:
+        """Take the averages of the same group's other gradients, in place, where `p.grad` does not hold them."""
+        mine, theirs = (self.lent, other.lent) if self.own is None else (self.own, other.own or {})
+        if theirs:
+            torch._foreach_copy_([mine[param] for param in theirs], list(theirs.values()))
+
     @property
     def is_fresh(self) -> bool:
         """Return whether the gradients are untouched since."""

@@ -79,7 +79,6 @@ class GradientAverages:
         finally:
             self._take_back()
             self._early.of_step = {}
-        self._early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
 
     def make_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average gradients before the next step, see `Runner.average_early`."""

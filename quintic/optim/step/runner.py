@@ -134,7 +134,6 @@ class Runner:
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.add_gradient()
-                tie.end_step()
         if self.common.is_alone:
             return self._step(pending_steps)
         # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
@@ -143,6 +142,13 @@ class Runner:
         with self.agreements.of_step(pending_steps), averaged:
             self.common.is_alone = self.agreements.is_alone and not self._averages.ranks
             return self._step(pending_steps)
+
+    def end_step(self, pending_steps: Sequence[int]) -> None:
+        """Forget what was made ahead of a step, of the groups that it had; also after the replay of a CUDA graph."""
+        for tie in self.ties:
+            if pending_steps[tie.head_group] == 0:
+                tie.end_step()
+        self.common.early.forget(number for number, pending in enumerate(pending_steps) if pending == 0)
 
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average the gradients of some groups before the next step, which then does not; return the averages by group.
