@@ -126,6 +126,8 @@ def products(where: Where) -> Iterator[Case]:
     case = functools.partial(Case, subject="linear", make=make, flops=flops, exact=exactly(plain))
     yield case(name="mlp_relu2", run=both_ways(mlp_relu2))
     yield case(name="mlp_relu2, float8 forward", run=both_ways(functools.partial(mlp_relu2, fp8=True)))
+    both = functools.partial(mlp_relu2, fp8=True, fp8_backward=True)
+    yield case(name="mlp_relu2, float8 forward and backward", run=both_ways(both))
     yield case(name="MLP in PyTorch, compiled", run=both_ways(where.compiled(plain)))
 
 

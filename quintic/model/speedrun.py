@@ -280,7 +280,8 @@ class SpeedrunGPT(nn.Module):
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
             # Squared ReLU: Primer, arXiv 2109.08668.
-            out_TC = mlp_relu2(rms_norm(x_TC), weights.up, weights.down.mT, fp8=config.fp8_mlp and self._learns())
+            up, down, fp8 = weights.up, weights.down.mT, config.fp8_mlp and self._learns()
+            out_TC = mlp_relu2(rms_norm(x_TC), up, down, fp8=fp8, fp8_backward=fp8 and config.fp8_mlp_backward)
             x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
         if values:

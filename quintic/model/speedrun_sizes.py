@@ -60,6 +60,7 @@ class SpeedrunConfig:
     tied: bool = True  # head and embedding are one matrix until untied; the optimizer's side copies one to the other
     fp8_head: bool = False  # products of the head in 8 bits in training, with the race's constant scales
     fp8_mlp: bool = False  # forward products of the MLPs in 8 bits in training, with scales from their weights
+    fp8_mlp_backward: bool = False  # with it, backward products of the MLPs too, but for gradients of weights
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""

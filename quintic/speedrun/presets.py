@@ -15,7 +15,7 @@ __all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", 
 BYTES_BOS = 256
 """The token that begins a document where every other token is a byte."""
 
-FP8_FEATURES = ("fp8-head", "fp8-mlp")
+FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")
 """Features that take a device which multiplies in 8 bits."""
 
 
@@ -78,7 +78,10 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "speedrun": Preset(
-        track=SPEEDRUN, model=SpeedrunConfig(fp8_head=True, fp8_mlp=True), data="hf:kjj0/fineweb10B-gpt2", num_shards=9
+        track=SPEEDRUN,
+        model=SpeedrunConfig(fp8_head=True, fp8_mlp=True, fp8_mlp_backward=True),
+        data="hf:kjj0/fineweb10B-gpt2",
+        num_shards=9,
     ),
     "speedrun-tiny": Preset(
         track=TINY,

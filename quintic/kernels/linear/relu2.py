@@ -1,7 +1,7 @@
 """The Triton kernel of a product that ends in relu(.)^2 or in its backward.
 
 The public function is in mlp.py. Forward `product_relu2` squares what is positive, backward it multiplies by 2 sqrt(s),
-s being the activation. Forward its operands may be 8-bit floats; then it writes the activation as such as well.
+s being the activation. Its operands may be 8-bit floats; then it writes the result as such as well.
 """
 
 import functools
@@ -13,9 +13,9 @@ from torch import Tensor
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.jit import jit, tl
 from quintic.kernels.launch import launch
-from quintic.kernels.linear.fp8_quantize import byte_of, needs_wide_offsets, tile_offsets
+from quintic.kernels.linear.fp8_quantize import LARGEST, byte_of, needs_wide_offsets, tile_offsets
 
-__all__ = ["QuantizedActivation", "product_relu2", "relu2_backward_twin"]
+__all__ = ["QuantizedProduct", "product_relu2", "relu2_backward_twin"]
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -37,26 +37,33 @@ def _relu2(value):
 
 
 @jit
-def _two_in_one(value, NATIVE: tl.constexpr):
-    """Return (rows, columns / 2) int16: two neighbours of each row of (rows, columns) float32 as e4m3 floats."""
+def _two_in_one(value, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """Return (rows, columns / 2) int16: two neighbours of each row of (rows, columns) float32 as 8-bit floats."""
     # In words of two, which one thread has: Triton 3.6 mixes up 8-bit entries that move (see fp8_quantize.py).
     low, high = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2)))
     if NATIVE:
-        words = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
-        )
+        convert: tl.constexpr = "cvt.rn.satfinite." + FP8 + "x2.f32 $0, $2, $1;"
+        words = tl.inline_asm_elementwise(convert, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1)
     else:
-        # Squares are not negative; a comparison keeps NaN.
-        low = tl.where(low > 448.0, 448.0, low)
-        high = tl.where(high > 448.0, 448.0, high)
-        words = (byte_of(low, tl.float8e4nv) | (byte_of(high, tl.float8e4nv) << 8)).to(tl.int16)
+        dtype: tl.constexpr = tl.float8e5 if FP8 == "e5m2" else tl.float8e4nv
+        low = byte_of(_saturated(low, LARGEST), dtype)
+        high = byte_of(_saturated(high, LARGEST), dtype)
+        words = (low | (high << 8)).to(tl.int16)
     return words
+
+
+@jit
+def _saturated(value, LARGEST: tl.constexpr):
+    # Comparisons keep NaN.
+    value = tl.where(value > LARGEST, LARGEST, value)
+    return tl.where(value < -LARGEST, -LARGEST, value)
 
 
 @jit
 def _store_tile(
     out,
     activation,
+    words,
     total,
     unit,
     words_unit,
@@ -64,6 +71,7 @@ def _store_tile(
     column,
     BACKWARD: tl.constexpr,
     FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,17 +80,17 @@ def _store_tile(
     halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     if BACKWARD:
-        left = _through_relu2(left, activation.load([row, column]))
-        right = _through_relu2(right, activation.load([row, column + BLOCK_N // 2]))
+        left = _through_relu2(left * unit, activation.load([row, column]))
+        right = _through_relu2(right * unit, activation.load([row, column + BLOCK_N // 2]))
     else:
         left = _relu2(left * unit)
         right = _relu2(right * unit)
     out.store([row, column], left.to(out.dtype))
-    if FP8:
-        activation.store([row, column // 2], _two_in_one(left * words_unit, NATIVE))
+    if FP8 is not None:
+        words.store([row, column // 2], _two_in_one(left * words_unit, FP8, LARGEST, NATIVE))
     out.store([row, column + BLOCK_N // 2], right.to(out.dtype))
-    if FP8:
-        activation.store([row, column // 2 + BLOCK_N // 4], _two_in_one(right * words_unit, NATIVE))
+    if FP8 is not None:
+        words.store([row, column // 2 + BLOCK_N // 4], _two_in_one(right * words_unit, FP8, LARGEST, NATIVE))
 
 
 @jit
@@ -90,6 +98,7 @@ def _product_kernel(
     a,
     b,
     activation,
+    words,
     out,
     m,
     n,
@@ -103,6 +112,7 @@ def _product_kernel(
     words_scale,
     BACKWARD: tl.constexpr,
     FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -114,10 +124,10 @@ def _product_kernel(
 ):
     """A product of a (m, k) with b, stored (n, k) or, TRANSPOSED, (k, n); then relu(.)^2 or its backward.
 
-    With FP8 `activation` is written: (m, n / 2) words of two e4m3 floats in units of `words_scale`.
+    With FP8, the kind of 8-bit floats, (m, n / 2) `words` of two are written, in units of `words_scale`.
     """
     unit, words_unit = 1.0, 1.0  # without FP8 nothing is multiplied by them
-    if FP8:
+    if FP8 is not None:
         unit = tl.load(a_scale) * tl.load(b_scale)
         words_unit = tl.div_rn(1.0, tl.load(words_scale))
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -140,7 +150,8 @@ def _product_kernel(
                     right = b.load([column, start]).T
                 total = tl.dot(left, right, total)
             # fmt: off
-            _store_tile(out, activation, total, unit, words_unit, row, column, BACKWARD, FP8, NATIVE, BLOCK_M, BLOCK_N)
+            _store_tile(out, activation, words, total, unit, words_unit, row, column, BACKWARD, FP8, LARGEST, NATIVE,
+                        BLOCK_M, BLOCK_N)
             # fmt: on
         else:
             i, j = tile_offsets(WIDE, BLOCK_M, BLOCK_N)
@@ -164,14 +175,14 @@ def _product_kernel(
             here = wide_row * n + wide_column + (i[:, None] * n + j[None, :])
             mask = (i[:, None] < m - row) & (j[None, :] < n - column)
             if BACKWARD:
-                total = _through_relu2(total, tl.load(activation + here, mask=mask, other=0.0))
+                total = _through_relu2(total * unit, tl.load(activation + here, mask=mask, other=0.0))
             else:
                 total = _relu2(total * unit)
-            if FP8:
+            if FP8 is not None:
                 _, pair = tile_offsets(WIDE, BLOCK_M, BLOCK_N // 2)
-                words = wide_row * (n // 2) + wide_column // 2 + (i[:, None] * (n // 2) + pair[None, :])
+                there = wide_row * (n // 2) + wide_column // 2 + (i[:, None] * (n // 2) + pair[None, :])
                 words_mask = (i[:, None] < m - row) & (pair[None, :] < (n - column) // 2)
-                tl.store(activation + words, _two_in_one(total * words_unit, NATIVE), mask=words_mask)
+                tl.store(words + there, _two_in_one(total * words_unit, FP8, LARGEST, NATIVE), mask=words_mask)
             tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -210,8 +221,12 @@ def _device_limits(device: torch.device) -> tuple[int, bool]:
     return properties.multi_processor_count, torch.version.hip is None and properties.major in (9, 10)
 
 
-class QuantizedActivation(NamedTuple):
-    """The scales of 8-bit operands of `product_relu2`, and where it writes the activation in 8 bits."""
+# What PTX calls the 8-bit floats.
+_KINDS = {None: None, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class QuantizedProduct(NamedTuple):
+    """The scales of 8-bit operands of `product_relu2`, and where it writes the result in 8 bits."""
 
     a_scale: Tensor
     """() float32: one unit of `a`."""
@@ -220,7 +235,7 @@ class QuantizedActivation(NamedTuple):
     scale: Tensor
     """() float32: one unit of `values`."""
     values: Tensor
-    """(m, n) e4m3, contiguous, n even: relu(a @ b.mT)^2, rounded once from float32, 448 for what is larger."""
+    """(m, n) e4m3 or e5m2, contiguous, n even: the result rounded once from float32; what is too large saturates."""
 
 
 def product_relu2(
@@ -230,17 +245,17 @@ def product_relu2(
     transposed: bool = False,
     activation: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    quantized: QuantizedActivation | None = None,
+    quantized: QuantizedProduct | None = None,
 ) -> Tensor:
     """Return relu(a @ b.mT)^2 or, with an activation s, 2 sqrt(s) (a @ b.mT), as a new contiguous (m, n).
 
     Args:
-        a: (m, k) bfloat16 or float16, any strides; e4m3, contiguous, with `quantized`.
-        b: (n, k), or (k, n) if `transposed`, same dtype, any strides; e4m3, (n, k) contiguous, with `quantized`.
+        a: (m, k) bfloat16 or float16, any strides; with `quantized` e4m3 or e5m2, contiguous.
+        b: (n, k), or (k, n) if `transposed`, same dtype, any strides; with `quantized` e4m3, (n, k) contiguous.
         transposed: how `b` is stored.
-        activation: (m, n) contiguous, same dtype, or None.
+        activation: (m, n) contiguous, dtype of the result, or None.
         dtype: of the result; None for that of the operands.
-        quantized: None for 16-bit operands; sums of 8-bit products have about 14 bits on Hopper. No `activation` then.
+        quantized: None for 16-bit operands; sums of 8-bit products have about 14 bits on Hopper.
     """
     if b.stride(1) != 1 and b.stride(0) == 1 and quantized is None:  # a view of what is stored the other way round
         b, transposed = b.mT, not transposed
@@ -249,11 +264,11 @@ def product_relu2(
     if 0 in (m, n, k):
         return out.zero_()
     programs, is_hopper = _device_limits(a.device)
-    place = out if activation is None else activation
     scales: tuple[Tensor | None, ...] = (None,) * 3
+    kind, words = None, out  # any matrix where there are no words
     if quantized is not None:
-        scales, place = quantized[:3], quantized.values.view(torch.int16)
-    operands = [a, b, place, out]
+        scales, kind, words = quantized[:3], quantized.values.dtype, quantized.values.view(torch.int16)
+    operands = [a, b, out if activation is None else activation, words, out]
     descriptors = is_hopper and all(_fits_descriptor(tensor) for tensor in operands)
     # Chosen from shape and device only.
     if not descriptors:
@@ -269,8 +284,8 @@ def product_relu2(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         b_block = [block_k, block_n] if transposed else [block_n, block_k]
-        place_block = [block_m, block_n // (2 if quantized is None else 4)]
-        blocks = [[block_m, block_k], b_block, place_block, [block_m, block_n // 2]]
+        half = [block_m, block_n // 2]
+        blocks = [[block_m, block_k], b_block, half, half if kind is None else [block_m, block_n // 4], half]
         operands = [TensorDescriptor.from_tensor(*each) for each in zip(operands, blocks, strict=True)]
     launch(
         _product_kernel,
@@ -283,7 +298,8 @@ def product_relu2(
         *b.stride(),
         *scales,
         BACKWARD=activation is not None,
-        FP8=quantized is not None,
+        FP8=_KINDS[kind],
+        LARGEST=0.0 if kind is None else LARGEST[kind],
         NATIVE=not triton_is_interpreted(),
         TRANSPOSED=transposed,
         DESCRIPTORS=descriptors,

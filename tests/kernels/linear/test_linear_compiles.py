@@ -16,6 +16,8 @@ pytestmark = [
 
 SCALARS = {"scale": "*fp32", "factors": "*fp32"}
 SCALES = ("a_scale", "b_scale", "words_scale")
+# The left operand, and what is written: the right one is e4m3.
+FLOATS = {"forward in 8 bits": "e4m3", "backward in 8 bits": "e5m2"}
 STRIDES = dict.fromkeys(("a_column", "b_column"), 1)
 
 
@@ -25,7 +27,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("result", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["forward", "backward", "fp8"])
+@pytest.mark.parametrize("kind", ["forward", "backward", *FLOATS])
 @pytest.mark.parametrize("tiling", ["_LARGE", "_SMALL", "_POINTERS"])
 def test_products(result, kind, tiling):
     compiled = compile_product(getattr(relu2, tiling), tiling != "_POINTERS", result, kind)
@@ -33,31 +35,34 @@ def test_products(result, kind, tiling):
     assert compiled.metadata.shared <= (101_376 if tiling == "_POINTERS" else 232_448)
     assert "wgmma" in compiled.asm["ptx"]
     assert tiling == "_POINTERS" or compiling.spilt_bytes(compiled) == 0
-    assert ("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3" in compiled.asm["ptx"]) == (
-        kind == "fp8" and tiling == "_LARGE"
-    )
-    assert ("cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]) == (kind == "fp8")
+    for name, operand in FLOATS.items():
+        product = f"wgmma.mma_async.sync.aligned.m64n256k32.f32.{operand}.e4m3"
+        assert (product in compiled.asm["ptx"]) == (kind == name and tiling == "_LARGE")
+        assert (f"cvt.rn.satfinite.{operand}x2.f32" in compiled.asm["ptx"]) == (kind == name)
 
 
 def compile_product(tiling, descriptors, result, kind):
-    """Backward, the second operand is stored the other way round, as it is in launches."""
-    backward, fp8 = kind == "backward", kind == "fp8"
-    operand = "fp8e4nv" if fp8 else result
+    """Backward in 16 bits, the second operand is stored the other way round, as it is in launches."""
+    backward, fp8 = "backward" in kind, FLOATS.get(kind)
+    transposed = kind == "backward"
+    right = "fp8e4nv" if fp8 else result
+    left = "fp8e5" if fp8 == "e5m2" else right
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.inner_bytes // (1 if fp8 else 2)
     blocks = {
-        "a": (operand, [block_m, block_k]),
-        "b": (operand, [block_k, block_n] if backward else [block_n, block_k]),
-        "activation": ("i16", [block_m, block_n // 4]) if fp8 else (result, [block_m, block_n // 2]),
+        "a": (left, [block_m, block_k]),
+        "b": (right, [block_k, block_n] if transposed else [block_n, block_k]),
+        "activation": (result, [block_m, block_n // 2]),
+        "words": ("i16", [block_m, block_n // 4]) if fp8 else (result, [block_m, block_n // 2]),
         "out": (result, [block_m, block_n // 2]),
     }
     types = dict.fromkeys(SCALES, "*fp32")
     for name, (dtype, block) in blocks.items():
         types[name] = f"tensordesc<{dtype}{block}>".replace(" ", "") if descriptors else f"*{dtype}"
-    flags = {"BACKWARD": backward, "TRANSPOSED": backward, "DESCRIPTORS": descriptors, "WIDE": False}
-    flags |= {"FP8": fp8, "NATIVE": True}
+    flags = {"BACKWARD": backward, "TRANSPOSED": transposed, "DESCRIPTORS": descriptors, "WIDE": False}
+    flags |= {"FP8": fp8, "LARGEST": 448.0, "NATIVE": True}
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": tiling.group}
     constants = {**flags, **sizes, **STRIDES, **({} if fp8 else dict.fromkeys(SCALES))}
-    aligned = [] if descriptors else ["a", "b", "activation", "out", "a_row", "b_row"]
+    aligned = [] if descriptors else ["a", "b", "activation", "words", "out", "a_row", "b_row"]
     return compiling.compile_kernel(
         relu2._product_kernel, constants, types, tiling.num_warps, tiling.num_stages, aligned
     )

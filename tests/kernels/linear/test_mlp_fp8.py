@@ -1,4 +1,4 @@
-"""mlp_relu2 with its forward products in 8 bits: the plain twin against float64. Kernels: triton_linear.py."""
+"""mlp_relu2 with products in 8 bits: the plain twin against float64. Kernels: triton_linear.py."""
 
 import pytest
 import torch
@@ -24,11 +24,12 @@ def error(found, right):
     return ((found.double() - right.double()).norm() / right.double().norm()).item()
 
 
-def quantized(x, unit):
-    """Return a float64 tensor rounded to e4m3 floats in this unit, as float64."""
+def quantized(x, unit, dtype=torch.float8_e4m3fn):
+    """Return a float64 tensor rounded to 8-bit floats in this unit, as float64."""
     # Quotients in float32, as `quantized_layouts` promises: entries of 16 bits often lie in the middle.
     unit = torch.as_tensor(unit, dtype=torch.float32)
-    return (x.float() * unit.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn).double() * unit.double()
+    largest = torch.finfo(dtype).max
+    return (x.float() * unit.reciprocal()).clamp(-largest, largest).to(dtype).double() * unit.double()
 
 
 def oracle(x, up, down):
@@ -42,12 +43,13 @@ def oracle(x, up, down):
     return quantized(activation, bound / 448) @ down8.mT, activation
 
 
-def saved_activation(x, up, down):
-    """Return the output, and the tensor saved for the backward pass that is none of the inputs."""
+def saved_activation(x, up, down, **options):
+    """Return the output, and the matrix saved for the backward pass that is none of the inputs."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        out = mlp_relu2(x, up, down, fp8=True)
-    (activation,) = [tensor for tensor in kept if tensor.data_ptr() not in {t.data_ptr() for t in (x, up, down)}]
+        out = mlp_relu2(x, up, down, fp8=True, **options)
+    inputs = {tensor.data_ptr() for tensor in (x, up, down)}
+    (activation,) = [tensor for tensor in kept if tensor.ndim and tensor.data_ptr() not in inputs]
     return out, activation
 
 
@@ -82,12 +84,77 @@ def test_the_backward_pass_is_that_of_16_bits(dtype):
         assert error(leaf.grad, expected) < 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spread", [1e-3, 1.0])
+def test_the_backward_pass_in_8_bits_is_that_of_the_quantised_operands(spread, dtype):
+    leaves = [value.detach().requires_grad_() for value in inputs_of(61, dtype=dtype)]
+    out, activation = saved_activation(*leaves, fp8_backward=True)
+    grad = (spread * torch.randn_like(out)).to(dtype)
+    out.backward(grad)
+    x, up, down = (leaf.detach().double() for leaf in leaves)
+    e5m2, unit = torch.float8_e5m2, grad.abs().max().double() / 57344
+    up8, down8 = (quantized(weight, weight.abs().max() / 448) for weight in (up, down))
+    before = 2 * activation.double().sqrt() * (quantized(grad, unit, e5m2) @ down8)
+    longest = max(row.norm().item() for row in up)
+    of_before = unit * 2 * x.shape[1] ** 0.5 * longest * down.shape[0] * down.abs().max()
+    formulas = [
+        quantized(before, of_before, e5m2) @ up8,
+        before.mT @ x,
+        grad.double().mT @ activation.double(),
+    ]
+    rounding = torch.finfo(dtype).eps
+    for leaf, expected, most in zip(leaves, formulas, (2e-3, 1e-5, 1e-5), strict=True):
+        assert leaf.grad.dtype == dtype
+        assert error(leaf.grad, expected) < most + 2 * rounding
+    # Two bits of mantissa err by 5 % on average, twice; and the gradient of `down` knows nothing of them.
+    right = [before @ up for before in [2 * activation.double().sqrt() * (grad.double() @ down)]]
+    assert 0.02 < error(leaves[0].grad, right[0]) < 0.12
+
+
+def test_only_the_gradients_that_are_needed_are_made():
+    inputs = [value.detach() for value in inputs_of(9)]
+    grad = torch.randn(9, 48)
+    expected = [leaf.requires_grad_() for leaf in (value.clone() for value in inputs)]
+    mlp_relu2(*expected, fp8=True, fp8_backward=True).backward(grad)
+    for which in range(3):
+        leaves = [value.clone().requires_grad_(place == which) for place, value in enumerate(inputs)]
+        mlp_relu2(*leaves, fp8=True, fp8_backward=True).backward(grad)
+        assert torch.equal(leaves[which].grad, expected[which].grad)
+
+
+def test_no_gradient_before_relu_is_too_large():
+    # Cauchy and Schwarz agree twice: x points along the longest row of up, the gradient along a column of down.
+    x, up, down = inputs_of(4)
+    row = up.norm(dim=1).argmax()
+    x[1] = up[row] / up[row].norm() * x.shape[1] ** 0.5
+    down = down.abs().max() * torch.randn_like(down).sign()
+    leaves = [value.detach().clone().requires_grad_() for value in (x, up, down)]
+    grad = torch.zeros(4, 48)
+    grad[1] = down[:, row].sign()
+    mlp_relu2(*leaves, fp8=True, fp8_backward=True).backward(grad)
+    activation = (x.double() @ up.double().mT).relu().square()
+    before = 2 * activation.sqrt() * (grad.double() @ down.double())
+    assert error(leaves[0].grad[1], (before @ up.double())[1]) < 0.2
+
+
+def test_gradients_that_are_not_finite_stay_so():
+    for bad in (float("inf"), float("nan")):
+        leaves = [value.detach().requires_grad_() for value in inputs_of(5)]
+        grad = torch.randn(5, 48)
+        grad[2, 3] = bad
+        mlp_relu2(*leaves, fp8=True, fp8_backward=True).backward(grad)
+        assert not any(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("fp8_backward", [False, True])
 @pytest.mark.parametrize("which", range(3))
-def test_zeros_stay_zeros(which):
+def test_zeros_stay_zeros(which, fp8_backward):
     leaves = [value.detach() for value in inputs_of(5, dtype=torch.float16)]
     leaves[which] = torch.zeros_like(leaves[which])
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    out = mlp_relu2(*leaves, fp8=True)
+    out = mlp_relu2(*leaves, fp8=True, fp8_backward=fp8_backward)
+    out.backward(torch.zeros_like(out), retain_graph=True)
+    assert not any(leaf.grad.any() for leaf in leaves)
     out.sum().backward()
     assert not out.any()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
@@ -132,20 +199,30 @@ def test_strides_do_not_matter():
     expected = mlp_relu2(x, up, down.contiguous(), fp8=True)
     sliced = torch.zeros(33, 96, dtype=torch.bfloat16)
     sliced[:, 5:85] = x
+    grad = torch.randn(33, 48, dtype=torch.bfloat16)
+    grads = []
     for variant in (x, x.mT.contiguous().mT, sliced[:, 5:85]):
-        assert torch.equal(mlp_relu2(variant, up.mT.contiguous().mT, down, fp8=True), expected)
+        for one in (grad, grad.mT.contiguous().mT):
+            leaf = variant.detach().requires_grad_()
+            out = mlp_relu2(leaf, up.mT.contiguous().mT, down, fp8=True, fp8_backward=True)
+            assert torch.equal(out, expected)
+            out.backward(one)
+            grads.append(leaf.grad)
+            assert torch.equal(grads[-1], grads[0])
 
 
 def test_empty_inputs():
     x, up, down = inputs_of(3, 0)
     leaves = [value.detach().requires_grad_() for value in (x, up, down)]
-    out = mlp_relu2(*leaves, fp8=True)
+    out = mlp_relu2(*leaves, fp8=True, fp8_backward=True)
     out.sum().backward()
     assert out.shape == (3, 0, 48)
     assert not any(leaf.grad.any() for leaf in leaves)
-    assert torch.equal(
-        mlp_relu2(torch.randn(3, 16), torch.randn(0, 16), torch.randn(32, 0), fp8=True), out.new_zeros(3, 32)
-    )
+    leaves = [torch.randn(size).requires_grad_() for size in ((3, 16), (0, 16), (32, 0))]
+    out = mlp_relu2(*leaves, fp8=True, fp8_backward=True)
+    out.sum().backward()
+    assert torch.equal(out, out.new_zeros(3, 32))
+    assert not leaves[0].grad.any()
 
 
 def test_errors_say_what_to_do():
@@ -154,6 +231,8 @@ def test_errors_say_what_to_do():
         mlp_relu2(torch.randn(3, 20), torch.randn(32, 20), down, fp8=True)
     with pytest.raises(ValueError, match=r"down has shape \(8, 32\); 8-bit products .* 16: pad it to \(16, 32\)"):
         mlp_relu2(x, up, torch.randn(8, 32), fp8=True)
+    with pytest.raises(ValueError, match=r"fp8_backward=True without fp8=True"):
+        mlp_relu2(x, up, down, fp8_backward=True)
     with pytest.raises(TypeError, match=r"x is torch.float64; need float32, bfloat16 or float16"):
         mlp_relu2(x.double(), up.double(), down.double(), fp8=True)
     with pytest.raises(ValueError, match=r"kernels='triton': .*use kernels='auto'"):
@@ -165,7 +244,7 @@ def test_compiles_as_one_graph():
     results = []
     for run in (mlp_relu2, torch.compile(mlp_relu2, fullgraph=True, backend="aot_eager")):
         leaves = [value.clone().requires_grad_() for value in inputs]
-        out = run(*leaves, fp8=True)
+        out = run(*leaves, fp8=True, fp8_backward=True)
         out.square().sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(results[1], results[0])
@@ -174,4 +253,8 @@ def test_compiles_as_one_graph():
 def test_the_operator_is_registered_as_pytorch_wants_it():
     leaves = [value.detach().requires_grad_() for value in inputs_of(3)]
     scales = [torch.tensor(value) for value in (0.02, 0.01, 0.05, 0.01)]
-    torch.library.opcheck(torch.ops.quintic.mlp_relu2, (*leaves, "auto", *scales))
+    torch.library.opcheck(torch.ops.quintic.mlp_relu2, (*leaves, "auto", True, *scales))
+    grad, activation = torch.randn(3, 48), torch.rand(3, 144)
+    for needed in ([True, True, True], [False, True, False], [True, False, False]):
+        tensors = grad, activation, *(leaf.detach() for leaf in leaves)
+        torch.library.opcheck(torch.ops.quintic.mlp_relu2_backward, (*tensors, needed, "auto", *scales))
