@@ -5,7 +5,8 @@
 A run that is killed (SIGKILL) and resumed must end with the bits of one that was not. Runs follow each other, beside a
 busy process that multiplies matrices on as many threads, until there were --kills of them or --minutes are over. With
 --at-once, several runs share the processors; each is bound to --threads of them. FOLDER/NAME.md says how many runs
-ended with other bits, and at which step each of them left the way; FOLDER/NAME.json has all of it.
+ended with other bits, and at which step each of them left the way; FOLDER/NAME.json has all of it. Both are written
+anew after each run.
 """
 
 import argparse
@@ -55,6 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             process.start()
         deadline = time.monotonic() + 60 * options.minutes
         runs: list[dict[str, Any]] = []
+        result = {
+            "command": recorded_command("benchmarks.killed_runs", words, {str(options.out): "FOLDER"}),
+            "commit": options.commit or git_commit(),
+            "machine": f"{processor()}, {os.cpu_count()} processors",
+            "versions": versions(),
+            "seconds_of_a_whole_run": seconds,
+            "runs": runs,
+        }
         with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
             waiting: set[concurrent.futures.Future[dict[str, Any]]] = set()
             while True:
@@ -68,17 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
                 runs += [future.result() for future in done]
                 print(json.dumps(runs[-1]), flush=True)
+                write_result(options.out / options.name, result, page(result, options))
         for process in busy:
             process.terminate()
-    result = {
-        "command": recorded_command("benchmarks.killed_runs", words, {str(options.out): "FOLDER"}),
-        "commit": options.commit or git_commit(),
-        "machine": f"{processor()}, {os.cpu_count()} processors",
-        "versions": versions(),
-        "seconds_of_a_whole_run": seconds,
-        "runs": runs,
-    }
-    write_result(options.out / options.name, result, page(result, options))
     print(page(result, options))
     return int(any(run["first_difference"] is not None for run in runs))
 
