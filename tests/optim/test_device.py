@@ -186,6 +186,8 @@ def test_temporary_memory_stays_under_the_bound(dtype, options, shape):
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_offsets_beyond_2_to_the_31(algorithm):
     rows, columns = 2**21 + 8, 1024  # 2^31 + 8192 entries
+    if torch.cuda.mem_get_info()[0] < 48e9:  # weights, gradient, two moments, and what checks the result
+        pytest.skip("needs 48 GB of free GPU memory")
     param = nn.Parameter(torch.zeros(rows // 8, 8, columns, device="cuda", dtype=torch.bfloat16))
     options = {"orthogonalizer": lambda x: x, "lr_scale": None, "nesterov": False, "momentum": 0.0}
     group = {"params": [param], "algorithm": algorithm, "view": Experts() if algorithm == "muon" else Matrix()}
