@@ -12,8 +12,8 @@ rounding the pre-activation does.
 With `fp8=True` the two forward products multiply e4m3 floats; the first writes the activation in 8 and in 16 bits.
 Scales come from bounds and from the weights, not from earlier steps, so there is no state to save. The backward pass is
 the same: it has the 16-bit activation, x and weights. With `fp8_backward=True` its two products that lead to x multiply
-e5m2 gradients by e4m3 weights, and the first writes dpre in 8 and in 16 bits. Those that make the gradients of weights,
-which no later layer averages out, stay in 16 bits.
+e5m2 gradients by e4m3 weights, and the first writes dpre in 8 and in 16 bits: the gradients of weights are made of the
+latter, by products in 16 bits.
 
 Sources: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://arxiv.org/abs/2209.05433; modded-nanogpt,
 which multiplies the forward MLP of its race in 8 bits. Read next: relu2.py for the kernel.
