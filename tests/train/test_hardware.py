@@ -180,8 +180,10 @@ def test_the_rate_of_products_is_that_of_the_clock(monkeypatch: pytest.MonkeyPat
     def mm(first: torch.Tensor, second: torch.Tensor) -> None:
         assert first.dtype == torch.float32
         assert first.shape == second.shape == (1024, 1024)
-        now[0] += 0.02
+        products.append(first)
+        now[0] += 0.02 if len(products) == 3 else 0.05  # beside another process all but one are slow
 
+    products: list[torch.Tensor] = []
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch, "mm", mm)
     state = torch.random.get_rng_state()
