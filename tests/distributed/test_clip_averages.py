@@ -202,15 +202,16 @@ def test_averages_are_those_of_one_step_also_where_a_cuda_graph_writes_gradients
     run(check_unseen, 2, comms, timeout=60)
 
 
-def check_captured(rank, world_size, comms):
+def check_captured(rank, world_size, comms, scopes):
+    """Return for each step, clipped in its scope or not at all, whether it was the replay of a graph."""
     twins = Twins(rank, world_size, torch.float32, comms)
     one, many = twins.optimizers
+    replays = []
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPUS:
             capture_on_hosts(patch, many)
         with quintic.CapturedStep(many) as step_many:
-            replays = []
-            for step, scope in enumerate(["all"] * 5 + [None, "all", "adamw", "all", "all"]):
+            for step, scope in enumerate(scopes):
                 twins.give(step, gaps=True, unseen=step in (4, 9))
                 if scope is not None:
                     twins.clip(scope=scope)
@@ -219,34 +220,21 @@ def check_captured(rank, world_size, comms):
                     step_many()
                 replays.append(not usual.called)
                 twins.check(f"step {step}")
-    # A replay has no averages of its own, and takes those of the groups that it was captured with.
-    assert replays == [False] * 2 + [True] * 3 + [False, True, False, True, True]
+    return replays
 
 
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
 def test_a_captured_step_takes_the_averages_of_each_clipping(comms):
-    run(check_captured, 2, comms, timeout=60)
-
-
-def check_captured_unclipped(rank, world_size, comms):
-    twins = Twins(rank, world_size, torch.float32, comms)
-    one, many = twins.optimizers
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPUS:
-            capture_on_hosts(patch, many)
-        with quintic.CapturedStep(many) as step_many:
-            for step in range(6):
-                twins.give(step)
-                if step == 4:
-                    twins.clip(scope="all")
-                one.step()
-                step_many()
-                twins.check(f"step {step}")
+    """A replay makes no averages, and takes those of the groups that it was captured with."""
+    scopes = ["all"] * 5 + [None, "all", "adamw", "all", "all"]
+    replays = [False] * 2 + [True] * 3 + [False, True, False, True, True]
+    assert run(check_captured, 2, comms, scopes, timeout=60) == [replays] * 2
 
 
 @pytest.mark.parametrize("comms", ["replicated", "sharded"])
 def test_a_step_captured_without_clipping_is_not_replayed_after_one(comms):
-    run(check_captured_unclipped, 2, comms, timeout=60)
+    replays = [False] * 2 + [True] * 2 + [False, True]
+    assert run(check_captured, 2, comms, [None] * 4 + ["all", None], timeout=60) == [replays] * 2
 
 
 def check_verify(rank, world_size, comms):

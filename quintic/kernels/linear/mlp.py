@@ -279,14 +279,7 @@ def _backward_in_8_bits(
 
 @_mlp_relu2_backward.register_fake
 def _mlp_relu2_backward_fake(
-    grad: Tensor,
-    activation: Tensor,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    needed: list[bool],
-    kernels: str,
-    *scales: Tensor | None,
+    grad: Tensor, activation: Tensor, x: Tensor, up: Tensor, down: Tensor, needed: list[bool], *_: str | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_up, grad_down = (
         grad.new_empty(tensor.shape if need else (0,)) for tensor, need in zip((x, up, down), needed, strict=True)
