@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
-from quintic.optim.layout.layouts import local_tensor, reject_sparse
+from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.opaque import opaque
@@ -169,6 +169,7 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     if gradient is None:
         return None
     reject_sparse(name, gradient)
+    reject_uncut(name, param, gradient)
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
         # Kept, so that `step` need not do it again.

@@ -25,7 +25,7 @@ from quintic.optim.layout.views import Flatten, View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.polar.coefficients import newton_schulz_coefficients
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
-from quintic.optim.state.state import as_tensor
+from quintic.optim.state.state import saved_tensor
 
 __all__ = ["SecondMoments", "Source", "export_torch_state", "import_state", "import_torch_state"]
 
@@ -287,7 +287,7 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
         if key == "second_momentum_buffer":
             copies += _second_moment_copies(entry.name, own, value, mode)
             continue
-        target, source = own.state[key], as_tensor(value)
+        target, source = own.state[key], saved_tensor(value, f"{entry.name}: saved {key}")
         if source.ndim == 2 and target.ndim > 2 and source.shape == target.flatten(1).shape:
             source = source.reshape(target.shape)  # convolutions are saved as the matrices they are stepped as
         factor = entry.momentum_factor if key == "momentum_buffer" else 1.0

@@ -20,6 +20,7 @@ the good ones, which are older.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -52,6 +53,7 @@ __all__ = [
     "newest_checkpoint",
     "restore_optimizer",
     "save_checkpoint",
+    "set_aside_later",
     "step_of",
 ]
 
@@ -219,6 +221,27 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
     if damage := _damage(path):
         raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
     return Checkpoint(path=path)
+
+
+def set_aside_later(run_dir: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of steps after `step`, which a run that goes back makes anew; return the new names.
+
+    The next `--resume` would otherwise take one of them for the newest. They stay whole, for whoever went back by
+    mistake.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    renamed = []
+    for path in checkpoints(run_dir):
+        if step_of(path) > step:
+            names = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
+            aside = next(new for new in map(path.with_name, names) if not new.exists())
+            path.rename(aside)
+            renamed.append(aside)
+    if renamed:
+        flush(run_dir / _FOLDER)
+    return renamed
 
 
 def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:

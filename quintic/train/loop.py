@@ -26,7 +26,7 @@ from quintic.report.history import METRICS_FILE
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.streams import say
-from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint
+from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, RunConfig
 from quintic.train.distributed import ALONE, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds
@@ -113,6 +113,8 @@ def train(
             allocate_lookups(run.model, dataset, seed=config.run.seed)
         for line in run.describe():
             say(line)
+        if resume_step is not None:
+            ranks.from_first(lambda: _go_back(run_dir, resume_step, say))
         held.enter_context(run.background)
         held.enter_context(run.loader)
         log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
@@ -301,6 +303,13 @@ def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]
         say(f"{run_dir.name} was stopped before its first checkpoint: starting it from the beginning")
         return None
     return newest_checkpoint(run_dir, message=say)
+
+
+def _go_back(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+    renamed = set_aside_later(run_dir, step)
+    if renamed:
+        names = ", ".join(path.name for path in reversed(renamed))
+        say(f"Set aside in {renamed[0].parent}, for steps that are made anew: {names}")
 
 
 def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:

@@ -507,3 +507,41 @@ def other_cut(rank, world_size):
 def test_a_gradient_that_is_another_sum_than_before_is_an_error_with_its_name():
     with pytest.raises(Exception, match=r"gain: .*Partial\(sum\).*Partial\(avg\)"):
         run(other_cut, 2, timeout=20)
+
+
+def plain_gradients(rank, world_size, algorithm, placements):
+    """What a step, a norm and `verify` say of whole gradients that are no DTensors; weights after another step."""
+    mesh = DeviceMesh(DEVICE, torch.arange(world_size))
+    whole = addend("weight", (6, 4), 0, 0).to(DEVICE)
+    params = [nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)) for _ in range(2)]
+    optimizers = [quintic.Muon([{"params": [("weight", param)], "algorithm": algorithm}]) for param in params]
+    gradient = addend("weight", (6, 4), 1, 0).to(DEVICE)
+    params[0].grad, params[1].grad = gradient, distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+    messages = []
+    calls = [
+        optimizers[0].step,
+        lambda: quintic.clip_grad_norm_(optimizers[0], math.inf, scope="all"),
+        lambda: quintic.verify(nn.ParameterDict({"weight": params[0]}), optimizers[0]),
+    ]
+    for call in calls if Shard(0) in placements else []:
+        with pytest.raises(ValueError, match="plain tensor") as caught:
+            call()
+        messages.append(str(caught.value))
+        assert torch.equal(params[0].full_tensor(), whole)
+    if messages:
+        params[0].grad = params[1].grad
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(*(param.full_tensor() for param in params))
+    return messages
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("placements", [(Shard(0),), (Replicate(),)], ids=str)
+def test_a_plain_gradient_is_not_taken_for_a_piece(algorithm, placements):
+    for messages in run(plain_gradients, 2, algorithm, placements, timeout=40):
+        assert len(messages) == (3 if Shard(0) in placements else 0)
+        for message in messages:
+            assert message.startswith(
+                "weight: its gradient is a plain tensor, and the parameter a DTensor with placemen"
+            )

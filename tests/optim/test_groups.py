@@ -384,3 +384,16 @@ def test_a_rule_that_an_earlier_one_leaves_nothing_is_an_error():
         quintic.param_groups(Decoder(), rules=[Rule("tokens.*", "adamw"), Rule("tokens.weight", "adamw")])
     with pytest.raises(ValueError, match=r"rule 'tokens\.\*' matches no trainable parameter"):
         quintic.param_groups(Decoder(), rules=[Rule("tokens.*", "adamw"), Rule("tokens.*", "adamw")])
+
+
+@pytest.mark.parametrize("key", ["params", "param_names", "algorithm", "view"])
+def test_what_a_group_consists_of_is_no_hyperparameter(key):
+    model = nn.Linear(4, 4)
+    for what, options in (
+        ("muon", {"muon": {key: "adamw"}}),
+        ("adamw", {"adamw": {key: "adamw"}}),
+        ("options of the rule for weight", {"rules": [Rule("weight", "muon", options={key: "adamw"})]}),
+    ):
+        for function in (quintic.param_groups, quintic.explain):
+            with pytest.raises(ValueError, match=f"{what}: '{key}' is no hyperparameter"):
+                function(model, **options)

@@ -5,6 +5,7 @@ import torch
 from other_libraries import load, quietly
 from torch import nn
 
+import quintic
 from quintic.optim.groups.groups import decide
 from quintic.optim.groups.heads import heads_of
 
@@ -178,3 +179,10 @@ def test_heads_that_peft_saves(task):
     )
     factors = [algorithm for name, (algorithm, _) in treatment.items() if "lora_" in name]
     assert factors == ["muon"] * 8
+
+
+def test_buckets_of_relative_positions_are_no_vocabulary():
+    """As in T5 with one layer, where a feed-forward layer is as wide as there are buckets."""
+    layers = {"relative_attention_bias": nn.Embedding(32, 4), "wi": nn.Linear(32, 64), "wo": nn.Linear(64, 32)}
+    groups = quintic.param_groups(nn.ModuleDict(layers))
+    assert {"wi.weight", "wo.weight"} <= set(groups[0]["param_names"])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -294,3 +295,64 @@ def test_a_state_with_another_master_says_what_to_do_and_that_works(saved, wante
         for step in range(3):
             take_step(param, optimizer, step)
         assert torch.equal(param, twin_param)
+
+
+@pytest.mark.parametrize("source", ["quintic", "torch"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(8, device="meta"), "on the meta device, without values"),
+        (torch.zeros(8).to_sparse(), r"sparse \(torch.sparse_coo\)"),
+        (torch.zeros(8, dtype=torch.complex64), "torch.complex64"),
+        (None, "a NoneType"),
+    ],
+    ids=["meta", "sparse", "complex", "none"],
+)
+def test_state_without_dense_real_values_changes_nothing(value, message, source):
+    """The last parameter of a saved state has it: those before it are not loaded."""
+    model = nn.LayerNorm(8)
+    fresh = quintic.Muon(quintic.param_groups(model))
+    trained = torch.optim.AdamW(model.parameters()) if source == "torch" else quintic.Muon(quintic.param_groups(model))
+    model(torch.arange(8.0)).square().sum().backward()
+    trained.step()
+    saved = trained.state_dict()
+    saved["state"][1]["exp_avg"] = value
+    loads = {
+        "quintic": lambda: fresh.load_state_dict(saved),
+        "torch": lambda: import_state(fresh, saved, source="torch", names=["weight", "bias"]),
+    }
+    with pytest.raises(ValueError, match=rf"bias: saved exp_avg is {message}, and must be a"):
+        loads[source]()
+    for state in fresh.state_dict()["state"].values():
+        assert not any(values.any() for values in state.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, on purpose
+def test_flat_pieces_load_into_other_groups(tmp_path):
+    """As docs/how-to/checkpoints.md says; PyTorch's usual form numbers the groups, and misses one."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made_with(rules):
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        return model, quintic.Muon(quintic.param_groups(model, rules=rules))
+
+    model, optimizer = made_with(())
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.25  # a schedule's
+    dcp.save({"flat": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path / "flat")
+    dcp.save({"numbered": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "numbered")
+    other, regrouped = made_with([quintic.Rule("1.*", "adamw", options={"weight_decay": 0.5})])
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        dcp.load({"numbered": get_optimizer_state_dict(other, regrouped)}, checkpoint_id=tmp_path / "numbered")
+    loaded = {"flat": get_optimizer_state_dict(other, regrouped, options=options)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "flat")
+    set_optimizer_state_dict(other, regrouped, loaded["flat"], options=options)
+    for (name, param), twin in zip(other.named_parameters(), model.parameters(), strict=True):
+        for key, value in optimizer.state[twin].items():
+            assert torch.equal(regrouped.state[param][key], value), (name, key)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    for group in regrouped.param_groups:
+        assert {rates[name] for name in group["param_names"]} == {group["lr"]}
+        assert (group["weight_decay"] == 0.5) == ("1.weight" in group["param_names"])

@@ -329,3 +329,38 @@ def test_garbage_is_collected_between_steps_only(
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.freeze()
+
+
+@pytest.mark.parametrize("killed_at", [2, 4])
+def test_a_run_that_went_back_and_was_killed_continues_from_there(
+    killed_at: int, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the checkpoints of later steps, whose records in the log are gone."""
+
+    class Killed(BaseException):
+        pass
+
+    config = tiny_config(tiny_dataset, tmp_path, run="run", save_every=1, keep=9)
+    whole = run(config, tiny_dataset)
+    expected = course(whole.run_dir), final_weights(whole.run_dir)
+    make_step, said = Trainer.train_step, []
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        if self.step == killed_at:
+            self.background.wait()
+            raise Killed
+        return make_step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        with pytest.raises(Killed):
+            train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=2, command="test", say=said.append)
+    kept = ", ".join(f"set-aside-step-00000{step}" for step in (3, 4, 5, 6))
+    assert said[-1] == f"Set aside in {whole.run_dir / 'checkpoints'}, for steps that are made anew: {kept}"
+    assert saved_steps(whole.run_dir)[0] == f"step-00000{killed_at}"
+    resumed = run(config, tiny_dataset, resume=True)
+    assert (course(resumed.run_dir), final_weights(resumed.run_dir)) == expected
+    # Going back again sets aside under other names.
+    run_again = train(config, tiny_dataset, whole.run_dir, resume=True, resume_step=5, command="test", say=said.append)
+    assert said[-1].endswith(": set-aside-step-000006-1")
+    assert (course(run_again.run_dir), final_weights(run_again.run_dir)) == expected

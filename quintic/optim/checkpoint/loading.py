@@ -22,7 +22,7 @@ from torch import Tensor
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
-from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, as_tensor, copy_, piece_of
+from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
 
 __all__ = ["load_state"]
 
@@ -255,7 +255,7 @@ def _matched_state(
         )
     for key, target in needed.items():
         what = f"{name}: saved {key}"
-        source = as_tensor(saved[key])
+        source = saved_tensor(saved[key], what)
         if divided is not None and key in CUT_KEYS:
             yield from part_of_saved(what, param, divided, target, source)
             continue

@@ -97,7 +97,8 @@ def param_groups(
         Muon groups first.
 
     Raises:
-        ValueError: a rule matches no parameter, a parameter is covered by no rule, or the model has none to train.
+        ValueError: a rule matches no parameter, a parameter is covered by no rule, the model has none to train, or
+            hyperparameters have a name that says what a group consists of.
         TypeError: `model` is no module.
     """
     decisions = decide(model, rules, convolutions)
@@ -110,9 +111,12 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
     groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
+    for which, options in (("muon", muon), ("adamw", adamw)):
+        _check_hyperparameters(which, options or {})
     distinct: list[Mapping[str, Any]] = []  # options may hold lists, so they are compared and not hashed
     for decision in decisions:
         if decision.options not in distinct:
+            _check_hyperparameters(f"options of the rule for {decision.name}", decision.options)
             distinct.append(decision.options)
         key = (decision.algorithm, decision.view, distinct.index(decision.options))
         if key not in groups:
@@ -128,6 +132,15 @@ def grouped(
         groups[key]["params"].append(decision.param)
         groups[key]["param_names"].append(decision.name)
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
+
+
+def _check_hyperparameters(what: str, options: Mapping[str, Any]) -> None:
+    for key in ("params", "param_names", "algorithm", "view"):
+        if key in options:
+            raise ValueError(
+                f"{what}: {key!r} is no hyperparameter, but what the group consists of; choose algorithm and view by "
+                f"quintic.Rule(pattern, algorithm, view)"
+            )
 
 
 def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:

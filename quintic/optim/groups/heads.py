@@ -27,7 +27,7 @@ _CONTAINER = re.compile(rf"{_NAME.pattern}|heads|(?!pre_)\w+_(head|classifier)|h
 _ADAPTED = re.compile(r"^base_model\.model\.|\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
 
 # Embeddings whose number of rows is no vocabulary: no head scores positions or segments.
-_POSITIONS = re.compile(r"pos|^wpe$|type|segment", re.IGNORECASE)
+_POSITIONS = re.compile(r"pos|^wpe$|type|segment|bias", re.IGNORECASE)
 
 _Layer = nn.Linear | nn.modules.conv._ConvNd
 

@@ -32,6 +32,7 @@ __all__ = [
     "mesh_layout",
     "numel_of",
     "reject_sparse",
+    "reject_uncut",
     "relative",
     "replicated_layout",
     "size_of",
@@ -213,12 +214,26 @@ def reject_sparse(name: str, gradient: Tensor) -> None:
         raise ValueError(f"{name}: sparse gradients are not supported; build the embedding with sparse=False")
 
 
-def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+def reject_uncut(name: str, param: Tensor, gradient: Tensor) -> None:
+    """Raise a ValueError that names the parameter if it is cut among ranks and its gradient is a plain tensor.
+
+    PyTorch lets one set `p.grad` to that, whole. It is not known whether every rank has the same.
+    """
+    if is_dtensor(param) and not is_dtensor(gradient) and not all(cut.is_replicate() for cut in param.placements):
+        raise ValueError(
+            f"{name}: its gradient is a plain tensor, and the parameter a DTensor with placements "
+            f"{_text(param.placements)}; make it a DTensor as well, with torch.distributed.tensor.distribute_tensor if "
+            f"every rank has all of it"
+        )
+
+
+def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tensor | None]:
     """Return this rank's box of each parameter's gradient, cut as the parameter is; None where there is none.
 
     Tensor parallelism leaves some gradients (of the weights of norms between sharded sequences) as sums still to be
     made over ranks: these are made here, in which case all ranks of the mesh must call it. (In a step they have been
-    made before, see `partial_gradients.py`, where ranks may lack them.)
+    made before, see `partial_gradients.py`, where ranks may lack them.) A ValueError names a parameter whose gradient
+    is none that could be cut.
     """
     gradients: list[Any] = [param.grad for param in params]
     kind = _dtensor_type()
@@ -227,6 +242,8 @@ def local_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
     owners: list[Any] = list(params)
     for number, (param, gradient) in enumerate(zip(owners, gradients, strict=True)):
         if not isinstance(gradient, kind) or not isinstance(param, kind):
+            if gradient is not None:
+                reject_uncut(names[number], param, gradient)
             continue
         # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
         if gradient._spec is not param._spec and gradient.placements != param.placements:

@@ -39,6 +39,7 @@ __all__ = [
     "master_of",
     "num_second_moments",
     "piece_of",
+    "saved_tensor",
     "second_moments",
 ]
 
@@ -131,6 +132,26 @@ def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
 def as_tensor(value: Any) -> Tensor:
     """Return a value of state: a tensor as it is, a number as one on the CPU, whatever the default device is."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
+def saved_tensor(value: Any, what: str) -> Tensor:
+    """Return a value of saved state as a tensor.
+
+    Raises:
+        ValueError: it cannot be copied to state, which holds dense real numbers; the message begins with `what`.
+    """
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what} is a {type(value).__name__}, and must be a tensor") from None
+    for is_so, kind in (
+        (tensor.is_meta, "on the meta device, without values"),
+        (tensor.layout is not torch.strided, f"sparse ({tensor.layout})"),
+        (tensor.is_complex(), str(tensor.dtype)),
+    ):
+        if is_so:
+            raise ValueError(f"{what} is {kind}, and must be a dense tensor of real numbers")
+    return tensor
 
 
 def copy_(target: Tensor, source: Tensor) -> None:

@@ -114,6 +114,7 @@ class BucketMemory:
         self.everything: Operands | None = None
         """All members, without gradients."""
         self._owners: list[Tensor] = []
+        self._names: list[str] = []
         """The parameter of each member."""
         self._contiguous = self._are_cut = False
         self._kept: dict[str, tuple[object, Any]] = {}
@@ -148,12 +149,13 @@ class BucketMemory:
         if everything is None:
             self._owners = [group.params[member.index] for member in bucket.members]
             params = [local_tensor(owner) for owner in self._owners]
+            self._names = [member.name for member in bucket.members]
             self._are_cut = any(map(is_dtensor, self._owners))
             states = [_local_state(state[owner]) for owner in self._owners]
             everything = self.everything = Operands(bucket.members, params, [], states, bucket.num_matrices)
             self._contiguous = all(param.is_contiguous() for param in params)
         owners = self._owners
-        gradients = local_gradients(owners) if self._are_cut else list(map(GRADIENT, owners))
+        gradients = local_gradients(owners, self._names) if self._are_cut else list(map(GRADIENT, owners))
         if self._contiguous and are_contiguous(gradients):
             return everything._replace(gradients=gradients)
         return self.of_those(everything, gradients)

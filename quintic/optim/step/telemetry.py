@@ -20,7 +20,11 @@ __all__ = ["Counts", "MatrixTelemetry", "Measured", "StepReport", "collected", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A report of the last call of `step()`."""
+    """A report of the last call of `step()`.
+
+    Where `comms` averages gradients or divides state, this rank does not know which gradients all others lack: the
+    counts of matrices and parameters then have those as well of which no rank had one, and which stayed as they were.
+    """
 
     matrices: Mapping[str, int] = field(default_factory=dict)
     """How many matrices this rank orthogonalised, by method."""

@@ -179,7 +179,7 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
     if cut is not None and parameter.param.grad is None:
         param: Any = parameter.param
         return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
-    (gradient,) = local_gradients([parameter.param])
+    (gradient,) = local_gradients([parameter.param], [parameter.name])
     if gradient is not None:
         reject_sparse(parameter.name, gradient)
     if parameter.group.comms not in AVERAGING or parameter.process_group is None:
