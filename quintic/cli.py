@@ -16,10 +16,11 @@ from quintic.streams import complete_streams, drop_output
 
 __all__ = ["OPTION_ALIASES", "main"]
 
-# Refusals of the system for reasons that lie with the disk and its permissions, not with this program -> what helps.
+# Refusals of the system for reasons that lie with the disk, permissions and paths, not with this program -> what helps.
 _DISK_ERRORS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change who may read and write it"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "correct the path"),
 }
 
 _USAGE = """\

@@ -415,3 +415,13 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_check_single_process", fail)
     with pytest.raises(OSError, match="Bad file descriptor"):
         main(["report"])
+
+
+@pytest.mark.parametrize("option", ["--run", "--runs-dir", "--data", "--data-dir"])
+def test_a_name_that_no_file_can_have(
+    option: str, tiny_dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*tiny_options(tiny_dataset, tmp_path / "runs", run="run"), option, "a" * 300]
+    message = error_of(capsys, "train", *options)
+    assert "File name too long" in message
+    assert option in message

@@ -178,7 +178,7 @@ def _bundle_tasks(folder: Path) -> tuple[CoreTask, ...]:
 
 def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     items = []
@@ -187,7 +187,10 @@ def _items(path: Path, task: CoreTask) -> tuple[Item, ...]:
             continue
         try:
             item = json.loads(line)
-        except ValueError as error:
+            json.dumps(item, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{path}, line {number}: a character is half of a pair (a surrogate); remove it") from None
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from None
         if (wrong := _wrong(item, task.kind)) is not None:
             raise DataError(f"{path}, line {number}: {wrong}; correct the line, or remove it")

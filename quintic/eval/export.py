@@ -36,8 +36,9 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ConfigError: the folder holds something else.
+        ConfigError: the folder holds something else, or cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -45,7 +46,11 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
-        save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # what it makes of a full disk
+            advice = "free some space, or choose another folder"
+            raise ConfigError(f"--out {folder}: cannot be written ({error}); {advice}") from None
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
         files = {"config.json": _config(model, ends), "generation_config.json": ends}
         for name, content in (files | _tokenizer_files(tokenizer, model.config.seq_len)).items():

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,6 +43,9 @@ __all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train
 
 # Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
 _STEPS_PER_COLLECTION = 100
+
+# Until then a SIGTERM belongs to the signal before it.
+_SAME_REQUEST_SECONDS = 1.0
 
 # Rollbacks of one run: a loss that goes on spiking is no accident of the text.
 _MOST_ROLLBACKS = 10
@@ -356,10 +360,12 @@ def rare_collections() -> Iterator[Callable[[], None]]:
 def _stop_requests() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills.
 
-    SIGHUP, a terminal that was closed, is a request too. It may come from the shell and from the system, so a second
-    one does not kill. A process that was started to ignore it (`nohup`) goes on ignoring it.
+    A SIGTERM soon after the first signal is none of its own: `timeout` sends one to the process and to its group, and
+    torchrun one for the Ctrl-C that its processes have got already. SIGHUP, a terminal that was closed, is a request
+    too. It may come from the shell and from the system, so a second one does not kill. A process that was started to
+    ignore it (`nohup`) goes on ignoring it.
     """
-    requested = interrupted = False
+    requested, interrupted = False, -math.inf
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -367,10 +373,10 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
         nonlocal requested, interrupted
         if number == hangup:
             _silence_closed(terminals)
-        elif interrupted:
+        elif interrupted == -math.inf:
+            interrupted = time.monotonic()
+        elif number == signal.SIGINT or time.monotonic() - interrupted > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        else:
-            interrupted = True
         requested = True
 
     previous: dict[signal.Signals, Any] = {}

@@ -75,7 +75,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
             if _is_taken(folder):
                 raise _exists(folder)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir") from None
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); choose another --runs-dir or --run") from None
     return folder
 
 

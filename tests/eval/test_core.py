@@ -335,6 +335,8 @@ def test_a_bundle_says_itself_what_its_tasks_are(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 3: not JSON"),
+        ("[" * 200_000, "line 3: not JSON"),
+        ('{"query": "q \\ud83d", "choices": ["a", "b"], "gold": 0}', "line 3: a character is half of a pair"),
         ("[]", "line 3: not a JSON object; correct the line, or remove it"),
         ('{"choices": ["a", "b"], "gold": 0}', 'line 3: "query" is not a text'),
         ('{"query": "q", "choices": ["a"], "gold": 0}', 'line 3: "choices" is not a list of texts'),
@@ -349,6 +351,13 @@ def test_what_is_no_item_is_named(line: str, message: str, tmp_path: Path) -> No
     (tmp_path / "copa.jsonl").write_text("\n".join([whole[0], "", line, whole[1]]))
     with pytest.raises(DataError, match=message):
         load_core(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path) -> None:
+    write(tmp_path / "copa.jsonl", items_of("multiple_choice", 2))
+    plain = load_core(tmp_path)
+    (tmp_path / "copa.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "copa.jsonl").read_bytes())
+    assert load_core(tmp_path).items == plain.items
 
 
 def test_folders_without_tasks(tmp_path: Path) -> None:

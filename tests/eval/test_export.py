@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from test_generate import model_of
@@ -216,3 +218,16 @@ def test_the_exported_code_knows_every_size() -> None:
         "vocab_size", "depth", "width", "head_dim", "num_kv_heads", "seq_len", "bos_id", "window_pattern",
         "short_window", "softcap", "rotary_base", "l3_layers", "l3_embeddings", "l3_d_up", "l3_k_max", "l3_tied",
     }  # fmt: skip
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    model = model_of("L", vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
+    with pytest.raises(ConfigError, match=r"--out .*model: cannot be written \(.*No space left.*; free some space"):
+        export_hf(model, tiny_dataset.tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())

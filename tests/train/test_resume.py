@@ -23,6 +23,7 @@ from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
+from quintic.train import loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
 from quintic.train.loop import train
@@ -221,6 +222,28 @@ def test_a_second_ctrl_c_stops_at_once(
     assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
     assert capsys.readouterr().err == "\nquintic: stopped\n"
     assert checkpoints(tmp_path / "run")[0].name == "step-000002"
+
+
+@pytest.mark.parametrize(("waited", "saved"), [(0.0, 3), (2.0, 2)])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_sigterm_is_one_with_a_signal_just_before_it(
+    first: signal.Signals,
+    waited: float,
+    saved: int,
+    tiny_dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`timeout` sends two, torchrun one after a Ctrl-C."""
+
+    def twice() -> None:
+        signal.raise_signal(first)
+        monkeypatch.setattr(loop, "_SAME_REQUEST_SECONDS", 1.0 - waited)
+        signal.raise_signal(signal.SIGTERM)
+
+    after_step(monkeypatch, 3, twice)
+    assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 130
+    assert checkpoints(tmp_path / "run")[0].name == f"step-{saved:06d}"
 
 
 def test_hang_ups_do_not_kill(
