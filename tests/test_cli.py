@@ -387,7 +387,8 @@ def test_report_compares_any_runs(
     assert "slow (median and range of 2 runs)" in Path(page).read_text(encoding="utf-8")
     for arguments, message in (
         (["--runs", "other"], "--runs other: give two different runs at least"),
-        (["--runs", "A=", "other"], "--runs A= other: a name is empty; write RUN, or LABEL=RUN,RUN,..."),
+        (["--runs", "A=", "other"], "--runs A= other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
+        (["--runs", "=one", "other"], "--runs =one other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
         (["--runs", "other", "other"], "--runs other other: give two different runs at least"),
         (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two different runs at least"),
         (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),

@@ -40,6 +40,9 @@ __all__ = [
     "training_options",
 ]
 
+# Of one comparison: each is a run of its own.
+_MOST_SEEDS = 1000
+
 # Options of watching and storing a run may change when it is resumed; those of its computation may not.
 _FREE_WHEN_RESUMED = frozenset(
     {
@@ -302,8 +305,8 @@ def training_options(arguments: list[str], command: str) -> Start:
     resume = resume or step is not None
     asks_help = any(argument in ("-h", "--help") for argument in rest)
     seeds, rest = taken(rest, "--seeds") if command == "compare" else (None, rest)
-    if seeds is not None and not (seeds.isdecimal() and int(seeds) > 0):
-        raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds, 1 at least")
+    if seeds is not None and not (seeds.isdecimal() and 0 < int(seeds) <= _MOST_SEEDS):
+        raise ConfigError(f"--seeds {seeds}: needs a whole number of seeds from 1 to {_MOST_SEEDS:,}")
     path, rest = taken(rest, "--config")
     name, rest = taken(rest, "--preset")
     if path is not None and name is not None:

@@ -92,7 +92,9 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
     if data.tokenizer is not None:
         return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
     wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
-    for path in sorted(data.data_dir.glob(f"*/{MANIFEST_NAME}")):
+    prepared = data.data_dir.glob(f"*/{MANIFEST_NAME}")
+    # The newest, where a folder of text has changed since it was prepared first.
+    for path in sorted(prepared, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         manifest = json_object(path)
         try:
             settings = {name: manifest["settings"][name] for name in wanted}

@@ -23,8 +23,8 @@ def run(arguments: list[str]) -> int:
     # LABEL=RUN,RUN,...: runs that differ in their seeds only; the label may be left out.
     arms = {word.rpartition("=")[0] or word: word.rpartition("=")[2].split(",") for word in options.runs}
     names = [name for runs in arms.values() for name in runs]
-    if "" in names:
-        raise ConfigError(f"--runs {' '.join(options.runs)}: a name is empty; write RUN, or LABEL=RUN,RUN,...")
+    if "" in names or any(word.startswith("=") for word in options.runs):
+        raise ConfigError(f"--runs {' '.join(options.runs)}: a name or label is empty; write RUN, or LABEL=RUN,RUN,...")
     if len(options.runs) < 2 or len(arms) < len(options.runs) or len(set(names)) < len(names):
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
     folders = {label: [_folder(options.runs_dir, name) for name in runs] for label, runs in arms.items()}

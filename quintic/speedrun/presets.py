@@ -8,7 +8,7 @@ from typing import Any
 from quintic.errors import ConfigError
 from quintic.model.speedrun_sizes import SpeedrunConfig
 from quintic.speedrun.stages import SPEEDRUN, TINY, Track
-from quintic.train.config import BaseRunConfig, check_at_least
+from quintic.train.config import BaseRunConfig, check_at_least, check_at_most
 
 __all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
 
@@ -53,6 +53,7 @@ class SpeedrunOptions(BaseRunConfig):
         super().__post_init__()
         check_at_least(1, shards=self.shards, pass_tokens=self.pass_tokens)
         check_at_least(1, eval_every=self.eval_every, val_tokens=self.val_tokens)
+        check_at_most(10**6, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ __all__ = [
     "ScheduleConfig",
     "WeightsName",
     "check_at_least",
+    "check_at_most",
     "check_samples",
     "in_options",
 ]
@@ -61,7 +62,7 @@ class DataConfig:
         """Reject numbers out of range."""
         if self.tokenizer is None:
             check_at_least(_MIN_VOCAB, vocab_size=self.vocab_size)
-            _check_at_most(10**8, vocab_size=self.vocab_size)
+            check_at_most(10**8, vocab_size=self.vocab_size)
         check_at_least(1, max_bytes=self.max_bytes)
         if not 0 < self.val_frac < 1:
             raise ConfigError(f"--val-frac {self.val_frac}: must lie strictly between 0 and 1")
@@ -102,9 +103,9 @@ class ModelConfig:
         check_at_least(1, l3_k_max=self.l3_k_max, kv_ratio=self.kv_ratio, seq_len=self.seq_len)
         check_at_least(1, depth=self.depth, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
         # A plan of more layers takes long, and the bytes of wider matrices are too many for an integer.
-        _check_at_most(1000, depth=self.depth)
-        _check_at_most(100_000, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
-        _check_at_most(10**9, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
+        check_at_most(1000, depth=self.depth)
+        check_at_most(100_000, aspect_ratio=self.aspect_ratio, head_dim=self.head_dim)
+        check_at_most(10**9, l3_embeddings=self.l3_embeddings, l3_d_up=self.l3_d_up)
         if not 0 < self.short_window <= 1:
             raise ConfigError(f"--short-window {self.short_window}: must be above 0 and at most 1")
 
@@ -212,7 +213,7 @@ class ScheduleConfig:
         """Reject numbers out of range."""
         check_at_least(1, steps=self.steps, batch_tokens=self.batch_tokens, rows=self.rows)
         check_at_least(0, warmup_steps=self.warmup_steps)
-        _check_at_most(10**9, tokens_per_param=self.tokens_per_param)
+        check_at_most(10**9, tokens_per_param=self.tokens_per_param)
         if not self.tokens_per_param > 0:
             raise ConfigError(f"--tokens-per-param {self.tokens_per_param}: must be above 0")
         if self.target_flops is not None and not 0 < self.target_flops < math.inf:
@@ -338,7 +339,7 @@ def check_samples(prompts: Iterable[str], **tokens: int) -> None:
     Raises:
         ConfigError: there is one, whose bytes on the command line are not UTF-8; or the option of `tokens` is too high.
     """
-    _check_at_most(2**17, **tokens)
+    check_at_most(2**17, **tokens)
     for prompt in prompts:
         try:
             prompt.encode()
@@ -368,7 +369,7 @@ def check_at_least(least: int, **values: float | None) -> None:
             raise ConfigError(f"{_option(name)} {value}: must be at least {least}{finite}")
 
 
-def _check_at_most(most: int, **values: float) -> None:
+def check_at_most(most: int, **values: float) -> None:
     """Raise ConfigError, naming the option, for a number that is larger."""
     for name, value in values.items():
         if value > most:

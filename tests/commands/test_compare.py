@@ -67,8 +67,8 @@ def test_several_seeds_are_compared_by_their_medians(
 def test_seeds_are_an_option_of_the_command() -> None:
     assert training_options(["--seeds", "3"], "compare").seeds == 3
     assert training_options([], "compare").seeds == 1
-    for wrong in ("0", "two", "-1"):
-        with pytest.raises(ConfigError, match=f"--seeds {wrong}: needs a whole number of seeds, 1 at least"):
+    for wrong in ("0", "two", "-1", "1001"):
+        with pytest.raises(ConfigError, match=f"--seeds {wrong}: needs a whole number of seeds from 1 to 1,000"):
             training_options(["--seeds", wrong], "compare")
     with pytest.raises(ConfigError, match="--seeds"):
         training_options(["--seeds", "3"], "train")

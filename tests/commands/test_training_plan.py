@@ -1,6 +1,9 @@
 """`quintic plan` of a training run: what it knows without data, network or GPU, and the memory it predicts."""
 
 import dataclasses
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,17 @@ def test_a_gpu_run_is_planned_without_one(
 def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None:
     data = tiny_config(tiny_dataset, tmp_path).data
     assert planned_vocabulary(data) == (tiny_dataset.vocab_size, f"read from {tiny_dataset.path}")
+    # Of two that fit, the one that was prepared last: a folder of text may have changed.
+    for name, age in (("0", 100), ("zz", -100)):
+        twin = tmp_path / "prepared" / name
+        twin.mkdir(parents=True)
+        manifest = json.loads((tiny_dataset.path / MANIFEST_NAME).read_text("utf-8"))
+        (twin / MANIFEST_NAME).write_text(json.dumps(manifest | {"vocab_size": 290 + len(name)}), "utf-8")
+        os.utime(twin / MANIFEST_NAME, (time.time() - age,) * 2)
+    newer = dataclasses.replace(data, data_dir=tmp_path / "prepared")
+    assert planned_vocabulary(newer) == (292, f"read from {tmp_path / 'prepared' / 'zz'}")
+    os.utime(tmp_path / "prepared" / "0" / MANIFEST_NAME, (time.time() + 200,) * 2)
+    assert planned_vocabulary(newer)[0] == 291
     for other in ({"vocab_size": 301}, {"val_frac": 0.2}, {"max_bytes": 10**6}, {"data": "elsewhere"}):
         changed: Any = dataclasses.replace(data, **other)
         assert planned_vocabulary(changed)[0] == changed.vocab_size

@@ -434,6 +434,7 @@ def test_the_command_runs_the_preset_without_features(
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
         (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),
+        (["--steps", "1000001"], "--steps 1000001: must be at most 1,000,000"),
     ],
 )
 @pytest.mark.usefixtures("same_threads", "elsewhere")

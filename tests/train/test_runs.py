@@ -14,6 +14,7 @@ import pytest
 from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
+from quintic.report.history import METRICS_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
@@ -109,6 +110,10 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runs holds no run yet; start one with: quintic train"):
         find_run(tmp_path / "runs", None)
     (tmp_path / "notes").mkdir()
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / METRICS_FILE).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"race is a speedrun, which saves no model; `quintic report` draws it"):
+        find_run(tmp_path, "race")
     with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
         find_run(tmp_path, "notes")
     (tmp_path / "notes" / CONFIG_FILE).write_text("{")
