@@ -263,11 +263,16 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
         check(key, group[key] is None or _is_count(group[key]), f"{need}, or None")
     multipliers = group["lr_multipliers"]
     if multipliers is not None:
-        check("lr_multipliers", all(_is_number(value) for value in multipliers), "finite numbers")
+        are_numbers = isinstance(multipliers, Iterable) and all(map(_is_number, multipliers))
+        check("lr_multipliers", are_numbers, "finite numbers, one for each matrix, or None")
     tied = group["tied_to"]
     is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
     check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
+    triples = group["coefficients"]
+    check(
+        "coefficients", triples is None or isinstance(triples, Iterable), "(a, b, c), a triple for each step, or None"
+    )
     try:
         if not callable(group["lr_scale"]):
             lr_scale_factor(group["lr_scale"], 1, 1)

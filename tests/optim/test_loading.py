@@ -356,3 +356,10 @@ def test_flat_pieces_load_into_other_groups(tmp_path):
     for group in regrouped.param_groups:
         assert {rates[name] for name in group["param_names"]} == {group["lr"]}
         assert (group["weight_decay"] == 0.5) == ("1.weight" in group["param_names"])
+
+
+@pytest.mark.parametrize("groups", [[], [{"param_names": ["weight"], "algorithm": "adamw"}]], ids=["none", "one"])
+def test_saved_state_without_groups_is_refused(groups):
+    optimizer = quintic.Muon(quintic.param_groups(nn.LayerNorm(4)))
+    with pytest.raises(ValueError, match="the saved optimizer state has no parameter groups, or one of them"):
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})

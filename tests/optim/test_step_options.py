@@ -284,3 +284,10 @@ def test_members_that_stay_have_as_many_directions_as_matrices():
     assert not optimizer.state[params[0]]["momentum_buffer"].any()
     passes.apply(directions, torch.ones(5, 1, 1))
     assert [torch.equal(param, kept) for param, kept in zip(params, before, strict=True)] == [True, False]
+
+
+@pytest.mark.parametrize("option", ["lr_multipliers", "coefficients"])
+def test_a_number_for_several_is_named(option):
+    weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=rf"parameter group 0 .*: {option}=3 must be "):
+        Muon([("weight", weight)], **{option: 3})

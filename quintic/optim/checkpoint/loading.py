@@ -82,6 +82,8 @@ def load_state(
         raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
     saved_groups = state_dict["param_groups"]
     _check_is_ours(saved_groups)
+    if not saved_groups or any("params" not in group for group in saved_groups):
+        raise ValueError("the saved optimizer state has no parameter groups, or one of them has no 'params'")
     matches = _matched_by_name(groups, saved_groups) or _matched_by_place(groups, saved_groups)
     copies: list[tuple[Tensor, Tensor]] = []
     for name, param, number, saved_number, saved_key in matches:
