@@ -237,10 +237,8 @@ def set_aside_later(run_dir: Path, step: int) -> list[Path]:
         if step_of(path) > step:
             names = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
             aside = next(new for new in map(path.with_name, names) if not new.exists())
-            path.rename(aside)
+            replace(path, aside)
             renamed.append(aside)
-    if renamed:
-        flush(run_dir / _FOLDER)
     return renamed
 
 
