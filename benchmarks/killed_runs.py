@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not waiting:
                     break
                 done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-                runs += [future.result() for future in done]
-                print(json.dumps(runs[-1]), flush=True)
+                for future in done:
+                    runs.append(future.result())
+                    print(json.dumps(runs[-1]), flush=True)
                 write_result(options.out / options.name, result, page(result, options))
         for process in busy:
             process.terminate()

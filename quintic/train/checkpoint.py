@@ -223,23 +223,28 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
     return Checkpoint(path=path)
 
 
-def set_aside_later(run_dir: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, which a run that goes back makes anew; return the new names.
+def set_aside_later(run_dir: Path, step: int, *, message: Callable[[str], None]) -> None:
+    """Rename the checkpoints of steps after `step`, which a run that goes back makes anew; say their new names.
 
     The next `--resume` would otherwise take one of them for the newest. They stay whole, for whoever went back by
     mistake.
 
+    Args:
+        run_dir: the run's folder.
+        step: from which the run continues.
+        message: takes a line, if there are any.
+
     Raises:
         OSError: one cannot be renamed.
     """
-    renamed = []
-    for path in checkpoints(run_dir):
-        if step_of(path) > step:
-            names = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
-            aside = next(new for new in map(path.with_name, names) if not new.exists())
-            replace(path, aside)
-            renamed.append(aside)
-    return renamed
+    later = [path for path in reversed(checkpoints(run_dir)) if step_of(path) > step]
+    names = []
+    for path in later:
+        free = (f"set-aside-{path.name}" + (f"-{number}" if number else "") for number in itertools.count())
+        names.append(next(name for name in free if not path.with_name(name).exists()))
+        replace(path, path.with_name(names[-1]))
+    if names:
+        message(f"Set aside in {run_dir / _FOLDER}, for steps that are made anew: {', '.join(names)}")
 
 
 def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:

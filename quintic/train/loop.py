@@ -118,7 +118,7 @@ def train(
         for line in run.describe():
             say(line)
         if resume_step is not None:
-            ranks.from_first(lambda: _go_back(run_dir, resume_step, say))
+            ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
         held.enter_context(run.background)
         held.enter_context(run.loader)
         log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
@@ -309,13 +309,6 @@ def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]
     return newest_checkpoint(run_dir, message=say)
 
 
-def _go_back(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-    renamed = set_aside_later(run_dir, step)
-    if renamed:
-        names = ", ".join(path.name for path in reversed(renamed))
-        say(f"Set aside in {renamed[0].parent}, for steps that are made anew: {names}")
-
-
 def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
     if not run.ranks.is_first:
         return MetricsLog(None)
@@ -365,17 +358,18 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     too. It may come from the shell and from the system, so a second one does not kill. A process that was started to
     ignore it (`nohup`) goes on ignoring it.
     """
-    requested, interrupted = False, -math.inf
+    requested = False
+    interrupted_at: float | None = None
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested, interrupted
+        nonlocal requested, interrupted_at
         if number == hangup:
             _silence_closed(terminals)
-        elif interrupted == -math.inf:
-            interrupted = time.monotonic()
-        elif number == signal.SIGINT or time.monotonic() - interrupted > _SAME_REQUEST_SECONDS:
+        elif interrupted_at is None:
+            interrupted_at = time.monotonic()
+        elif number == signal.SIGINT or time.monotonic() - interrupted_at > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
         requested = True
 

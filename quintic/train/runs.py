@@ -134,9 +134,10 @@ def find_run(runs_dir: Path, name: str | None) -> Path:
     """
     if name is not None:
         folder = runs_dir / name
-        if not (folder / CONFIG_FILE).is_file() and (folder / METRICS_FILE).is_file():
-            raise ConfigError(f"{folder} is a speedrun, which saves no model; `quintic report` draws it (--run {name})")
         if not (folder / CONFIG_FILE).is_file():
+            if (folder / METRICS_FILE).is_file():
+                advice = f"`quintic report` draws it (--run {name})"
+                raise ConfigError(f"{folder} is a speedrun, which saves no model; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder

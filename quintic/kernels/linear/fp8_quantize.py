@@ -159,6 +159,13 @@ def byte_of(value, dtype: tl.constexpr):
 
 
 @jit
+def saturated(value, LARGEST: tl.constexpr):
+    # Comparisons keep NaN.
+    value = tl.where(value > LARGEST, LARGEST, value)
+    return tl.where(value < -LARGEST, -LARGEST, value)
+
+
+@jit
 def _store_quantized(
     value,
     by_rows,
@@ -234,8 +241,7 @@ def _quantize_kernel(
     else:
         value *= unit
     if not NATIVE:  # NVIDIA's conversion keeps within the range, and NaN, by itself
-        value = tl.where(value > LARGEST, LARGEST, value)
-        value = tl.where(value < -LARGEST, -LARGEST, value)
+        value = saturated(value, LARGEST)
     # fmt: off
     _store_quantized(value, by_rows, by_columns, row, column, num_rows, num_columns, padded_rows, ROWS, COLUMNS, NATIVE,
                      WIDE, BLOCK_ROWS, BLOCK_COLUMNS)

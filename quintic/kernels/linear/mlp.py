@@ -45,15 +45,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _choose(option: str, x: Tensor) -> Kernels:
-    return decide(cast(KernelsOption, option), x.device, lambda: obstacle_to_mlp_relu2(x))[0]
+def _choose(option: str, x: Tensor, *, fp8: bool = False) -> Kernels:
+    def obstacle() -> str | None:
+        return obstacle_to_mlp_relu2(x) or (obstacle_to_fp8(x.device) if fp8 else None)
 
-
-def _choose_fp8(option: str, x: Tensor) -> Kernels:
-    chosen, _ = decide(
-        cast(KernelsOption, option), x.device, lambda: obstacle_to_mlp_relu2(x) or obstacle_to_fp8(x.device)
-    )
-    return chosen
+    return decide(cast(KernelsOption, option), x.device, obstacle)[0]
 
 
 def obstacle_to_mlp_relu2(x: Tensor) -> str | None:
@@ -162,7 +158,7 @@ def _mlp_relu2(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the activation; computed in 8 bits if there are scales."""
     if x_scale is not None and up_scale is not None and activation_scale is not None and down_scale is not None:
-        return _in_8_bits(x, up, down, kernels, x_scale, up_scale, activation_scale, down_scale)
+        return _in_8_bits(x, up, down, kernels, (x_scale, up_scale, activation_scale, down_scale))
     if _choose(kernels, x) == "triton":
         activation = product_relu2(x, up)
     else:
@@ -171,16 +167,10 @@ def _mlp_relu2(
 
 
 def _in_8_bits(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    kernels: str,
-    x_scale: Tensor,
-    up_scale: Tensor,
-    activation_scale: Tensor,
-    down_scale: Tensor,
+    x: Tensor, up: Tensor, down: Tensor, kernels: str, scales: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    chosen = _choose_fp8(kernels, x)
+    x_scale, up_scale, activation_scale, down_scale = scales
+    chosen = _choose(kernels, x, fp8=True)
     x_rows, up_rows, down_rows = (
         _quantized_rows(*each, _E4M3, chosen) for each in ((x, x_scale), (up, up_scale), (down, down_scale))
     )
@@ -235,7 +225,7 @@ def _mlp_relu2_backward(
     if for_x or for_up:
         if up_scale is not None and down_scale is not None and grad_scale is not None and pre_scale is not None:
             scales = up_scale, down_scale, grad_scale, pre_scale
-            grad_pre, grad_x = _backward_in_8_bits(grad, activation, up, down, for_x, kernels, *scales)
+            grad_pre, grad_x = _backward_in_8_bits(grad, activation, up, down, for_x, kernels, scales)
         elif _choose(kernels, x) == "triton":
             grad_pre = product_relu2(grad, down, transposed=True, activation=activation)
         else:
@@ -253,13 +243,11 @@ def _backward_in_8_bits(
     down: Tensor,
     for_x: bool,
     kernels: str,
-    up_scale: Tensor,
-    down_scale: Tensor,
-    grad_scale: Tensor,
-    pre_scale: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient before relu(.)^2 in 16 bits, and that of x."""
-    chosen = _choose_fp8(kernels, grad)
+    up_scale, down_scale, grad_scale, pre_scale = scales
+    chosen = _choose(kernels, grad, fp8=True)
     grad_rows = _quantized_rows(grad, grad_scale, _E5M2, chosen)
     down_rows = _quantized_rows(down.mT, down_scale, _E4M3, chosen)
     if chosen == "triton":
@@ -302,7 +290,7 @@ def _backward_mlp_relu2(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tupl
     activation, x, up, down, *scales = ctx.saved_tensors
     if not grad.numel():  # has no largest entry, and no products
         scales = []
-    if scales:
+    elif scales:
         up_scale, activation_scale, down_scale = scales
         grad_scale = unit_of(grad, _E5M2)
         longest = (activation_scale * LARGEST[_E4M3]).sqrt()  # sqrt(d) max_j ||up_j||

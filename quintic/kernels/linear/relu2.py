@@ -13,7 +13,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import triton_is_interpreted
 from quintic.kernels.jit import jit, tl
 from quintic.kernels.launch import launch
-from quintic.kernels.linear.fp8_quantize import LARGEST, byte_of, needs_wide_offsets, tile_offsets
+from quintic.kernels.linear.fp8_quantize import LARGEST, byte_of, needs_wide_offsets, saturated, tile_offsets
 
 __all__ = ["QuantizedProduct", "product_relu2", "relu2_backward_twin"]
 
@@ -46,17 +46,10 @@ def _two_in_one(value, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.cons
         words = tl.inline_asm_elementwise(convert, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1)
     else:
         dtype: tl.constexpr = tl.float8e5 if FP8 == "e5m2" else tl.float8e4nv
-        low = byte_of(_saturated(low, LARGEST), dtype)
-        high = byte_of(_saturated(high, LARGEST), dtype)
+        low = byte_of(saturated(low, LARGEST), dtype)
+        high = byte_of(saturated(high, LARGEST), dtype)
         words = (low | (high << 8)).to(tl.int16)
     return words
-
-
-@jit
-def _saturated(value, LARGEST: tl.constexpr):
-    # Comparisons keep NaN.
-    value = tl.where(value > LARGEST, LARGEST, value)
-    return tl.where(value < -LARGEST, -LARGEST, value)
 
 
 @jit
