@@ -53,7 +53,7 @@ class Rotary(nn.Module):
         self.windows: tuple[int, int] | None = None
         """(short, long): tokens before its own that a query sees; None before `set_windows`."""
         self._tables: Tensor | None = None
-        """(2, length, head_dim / 4) cosines and sines, which stay where they are: CUDA graphs read them."""
+        """(2, length, head_dim) as `tables` returns, which stay where they are: CUDA graphs read them."""
         self.register_buffer("frequencies", torch.empty(head_dim // 4, dtype=torch.float64))
         self.register_buffer("query_scale", torch.empty((), dtype=torch.float64))
 
@@ -81,23 +81,24 @@ class Rotary(nn.Module):
         self._renew()
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the positions, (length, head_dim / 4) each, that follow changes of the windows.
+        """Return factors of the channels and of their partners, (length, head_dim) each, for `rotate_half`.
 
-        They have other memory after a call with a larger length or another dtype.
+        They follow changes of the windows. They have other memory after a call with a larger length or another dtype.
         """
         if self._tables is None or self._tables.shape[1] < length or self._tables.dtype != dtype:
-            self._tables = torch.empty((2, length, len(self.frequencies)), dtype=dtype, device=self.frequencies.device)
+            shape = (2, length, 4 * len(self.frequencies))
+            self._tables = torch.empty(shape, dtype=dtype, device=self.frequencies.device)
             self._renew()
         return self._tables[0, :length], self._tables[1, :length]
 
     def _renew(self) -> None:
         """Bring the tables up to date with the frequencies."""
         if self._tables is not None:
-            cos, sin = self._tables
-            positions = torch.arange(len(cos), dtype=torch.float64, device=cos.device)
+            positions = torch.arange(self._tables.shape[1], dtype=torch.float64, device=self._tables.device)
             angles = torch.outer(positions, self.frequencies)
-            cos.copy_(angles.cos())
-            sin.copy_(angles.sin())
+            cos, sin, still = angles.cos(), angles.sin(), torch.zeros_like(angles)
+            self._tables[0] = torch.cat([cos, cos, still + 1, still + 1], dim=-1)
+            self._tables[1] = torch.cat([-sin, sin, still, still], dim=-1)
 
     def get_extra_state(self) -> Tensor:
         """Return the windows for a state dict; 0 for none yet."""
@@ -111,11 +112,13 @@ class Rotary(nn.Module):
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i of (..., H, D) against i + D/4 for i < D/4, by (..., D/4) angles; the last D/2 channels stay."""
-    quarter = x.shape[-1] // 4
-    first, second, rest = x.split([quarter, quarter, 2 * quarter], dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    """Rotate channel i of (..., H, D) against its partner i + D/4 for i < D/4; the last D/2 channels stay.
+
+    `cos` and `sin`, (..., D), are those of `Rotary.tables`: compiled, this is one pass over all channels, where parts
+    put together would be one for each of them.
+    """
+    partners: Tensor = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+    return x * cos.unsqueeze(-2) + partners * sin.unsqueeze(-2)
 
 
 def previous(x: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ class FlatRow(NamedTuple):
     signs: Tensor | None  # (T,) int64 rows of the bigrams' signs
     values: Tensor | None  # (tables, T, C) value embeddings
     starts: Tensor  # (T, 1) bool: where documents start
-    cos: Tensor  # (2T, D / 4) of the rotary angles
+    cos: Tensor  # (2T, D) each: `Rotary.tables`
     sin: Tensor
     masks: tuple[DocumentMask, DocumentMask]  # of the T positions, and of the 2T that paired heads have
     # (short, long, longest, 0): positions that a query sees, itself included, and tokens of the longest document, as
@@ -212,7 +215,7 @@ def attend(
     query_key, value_weight, out_weight = weights.attention
     length, copies = len(read_TC), 2 if plan.paired else 1
     cos, sin = (x[: copies * length].view(length, copies, -1) for x in (row.cos, row.sin))
-    num_heads = len(query_key) // (8 * cos.shape[-1])
+    num_heads = len(query_key) // (2 * cos.shape[-1])
     read_TC = rms_norm(read_TC)
     if value_TC is not None:
         if weights.value_gate is None:

@@ -21,7 +21,8 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
         types: Triton's type names of the others, as in "*fp16"; "i32" for those not named.
         num_warps: as for a launch.
         num_stages: as for a launch; Gluon has none.
-        aligned: arguments that are multiples of 16; without them, nothing is copied asynchronously in stages.
+        aligned: arguments that are multiples of 16; without them, nothing is copied asynchronously in stages, nor
+            several entries at once.
         options: other options of the compiler.
 
     Returns:
@@ -32,10 +33,10 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
     signature = {name: types.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     options["num_warps"] = num_warps
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     if kernel.is_gluon():
-        source = GluonASTSource(kernel, signature, values)
+        source = GluonASTSource(kernel, signature, values, attributes)
     else:
-        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
         source = ASTSource(kernel, signature, values, attributes)
         options["num_stages"] = num_stages
     with _assembler_log() as log:

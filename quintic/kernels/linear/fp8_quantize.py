@@ -72,7 +72,6 @@ def quantized_layouts(
     rows: bool,
     columns: bool,
     chosen: Kernels,
-    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a matrix quantised in one or both orientations, in one pass.
 
@@ -86,7 +85,6 @@ def quantized_layouts(
         rows: return the matrix.
         columns: return its transpose.
         chosen: the implementation.
-        factors: (m,) float32 or None: of the rows, before everything else.
 
     Returns:
         x * (1 / scale) rounded to the nearest, ties to even, (m, n) contiguous; its transpose (n, m') contiguous, m'
@@ -94,9 +92,9 @@ def quantized_layouts(
     """
     by_rows, by_columns = empty_quantized(x, dtype, rows, columns)
     if chosen == "triton" and x.shape[1] % 4 == 0:  # kernels store four 8-bit floats at a time
-        _launch_quantize(x, scale, factors, by_rows, by_columns)
+        _launch_quantize(x, scale, by_rows, by_columns)
         return by_rows, by_columns
-    quantised = quantized_twin(x.float(), scale, dtype, None if factors is None else factors[:, None])
+    quantised = quantized_twin(x.float(), scale, dtype)
     if rows:
         by_rows.copy_(quantised)
     if columns:
@@ -119,10 +117,9 @@ def unit_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.maximum(-least, most).float() / LARGEST[dtype]).clamp_min(SMALLEST_SCALE)
 
 
-def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> Tensor:
-    """Return a float32 tensor, times factors, quantised in plain PyTorch."""
-    unit = scale.reciprocal() if factors is None else factors * scale.reciprocal()
-    return (value * unit).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+def quantized_twin(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a float32 tensor quantised in plain PyTorch."""
+    return (value * scale.reciprocal()).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 @jit
@@ -207,7 +204,6 @@ def _store_quantized(
 def _quantize_kernel(
     x,
     scale,
-    factors,
     by_rows,
     by_columns,
     num_rows,
@@ -218,7 +214,6 @@ def _quantize_kernel(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FACTORS: tl.constexpr,
     NATIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -235,11 +230,7 @@ def _quantize_kernel(
     # Rows beyond the last are read as zeros, which is what the padding holds.
     value = tl.load(x + i[:, None] * x_row + j[None, :] * x_column, mask=inside, other=0.0).to(tl.float32)
     # A division per tile: one per entry would take as long as the memory.
-    unit = tl.div_rn(1.0, tl.load(scale))
-    if FACTORS:
-        value *= (tl.load(factors + row + i, mask=i < rows_left, other=0.0) * unit)[:, None]
-    else:
-        value *= unit
+    value *= tl.div_rn(1.0, tl.load(scale))
     if not NATIVE:  # NVIDIA's conversion keeps within the range, and NaN, by itself
         value = saturated(value, LARGEST)
     # fmt: off
@@ -269,7 +260,7 @@ _BOTH_BLOCK = (64, 128)
 _ROWS_BLOCK = (1, 4096)
 
 
-def _launch_quantize(x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: Tensor, by_columns: Tensor) -> None:
+def _launch_quantize(x: Tensor, scale: Tensor, by_rows: Tensor, by_columns: Tensor) -> None:
     """Fill the wanted results; the others have one dimension of size 0."""
     rows, columns = by_rows.ndim == 2, by_columns.ndim == 2
     m, n = x.shape
@@ -281,7 +272,6 @@ def _launch_quantize(x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: 
             (triton.cdiv(padded_rows, block_rows) * triton.cdiv(n, block_columns),),
             x,
             scale,
-            scale if factors is None else factors,
             by_rows if rows else by_columns,
             by_columns,
             m,
@@ -292,7 +282,6 @@ def _launch_quantize(x: Tensor, scale: Tensor, factors: Tensor | None, by_rows: 
             LARGEST=LARGEST[by_rows.dtype],
             ROWS=rows,
             COLUMNS=columns,
-            FACTORS=factors is not None,
             NATIVE=not triton_is_interpreted(),
             WIDE=needs_wide_offsets(n if m > 1 else 1, padded_rows, *(x.stride() if m > 1 else x.stride()[1:])),
             BLOCK_ROWS=block_rows,

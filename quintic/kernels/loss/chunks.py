@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.kernels.linear.fp8 import scaled_product
-from quintic.kernels.linear.fp8_quantize import quantized_layouts, quantized_twin
+from quintic.kernels.linear.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
+from quintic.kernels.linear.transpose import transpose_copy_
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
 from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
 
@@ -273,8 +274,11 @@ def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
 def _in_8_bits(
     problem: Problem, scales: Fp8Scales, wanted: Wanted | None, columns: int, losses: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # Only where there is Triton: it defines a kernel of Gluon, which is part of it.
+    from quintic.kernels.loss.fp8_rows import launch_rows_fp8
+
     x, transposed = problem.x, problem.transposed
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    e4m3 = torch.float8_e4m3fn
     weight = problem.weight[:, :columns] if transposed else problem.weight[:columns]
     for_x, for_weight = (wanted.for_x, wanted.for_weight) if wanted is not None else (False, False)
     # The products of the forward pass and of grad_x take the weight in its two orientations.
@@ -285,24 +289,24 @@ def _in_8_bits(
     if wanted is not None:
         grad_x, grad_weight = empty_gradients(x, problem.weight, wanted)
         used = _used_gradient(grad_weight, problem, columns)
+        # One factor of all tokens is left to the products, so that it costs no bits.
         per_token = wanted.scale.ndim > 0
+        units = (wanted.scale if per_token else losses.new_ones(())) / scales.grad
         grad_scale = scales.grad if per_token else scales.grad * wanted.scale
-        # Rows become gradients in units of their quantised ones, in which 16 bits hold what 8 bits tell apart.
-        unit, one_pass = losses.new_ones(()), takes_one_pass(problem.softcap, x.dtype, gradient=True)
-        wanted = wanted._replace(scale=(wanted.scale if per_token else unit) / scales.grad)
-    for rows in _slices(x.shape[0], columns * x.element_size(), _LOSS_BYTES if wanted is None else _CHUNK_BYTES):
+    most_bytes = _LOSS_BYTES if wanted is None else _chunk_bytes_in_8_bits(x.device)
+    for rows in _slices(x.shape[0], columns * x.element_size(), most_bytes):
         x_low, x_turned = quantized_layouts(x[rows], scales.x, e4m3, True, for_weight, "triton")
         logits = scaled_product(x_low, head, scales.x, scales.weight, x.dtype, fast=True, chosen="triton")
-        factors = losses.new_empty(logits.shape[0]) if wanted is not None and one_pass else None
-        launch_rows(problem, rows, logits, columns, losses, wanted, factors)
         if wanted is None:
+            launch_rows(problem, rows, logits, columns, losses, None)
             continue
-        grad, grad_turned = quantized_layouts(logits, unit, e5m2, for_x, for_weight, "triton", factors)
+        grad = launch_rows_fp8(problem, rows, logits, losses, units)
         if for_x:
             grad_x[rows] = scaled_product(
                 grad, head_turned, grad_scale, scales.weight, grad_x.dtype, fast=False, chosen="triton"
             )
         if for_weight:
+            grad_turned = _turned(grad)
             a, b = (x_turned, grad_turned) if transposed else (grad_turned, x_turned)
             a_scale, b_scale = (scales.x, grad_scale) if transposed else (grad_scale, scales.x)
             product = scaled_product(a, b, a_scale, b_scale, used.dtype, fast=False, chosen="triton")
@@ -311,3 +315,22 @@ def _in_8_bits(
             else:
                 used += product
     return grad_x, grad_weight
+
+
+@functools.cache
+def _chunk_bytes_in_8_bits(device: torch.device) -> int:
+    """Return the bytes of logits to keep at a time; their gradients take as much again.
+
+    No product in 8 bits adds to a matrix. So each chunk costs a pass over the weight's gradient, and more is kept where
+    there is more memory.
+    """
+    return max(_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
+
+
+def _turned(grad: Tensor) -> Tensor:
+    """Return the transpose of a matrix of 8-bit floats, its rows padded with zeros to what products want."""
+    tokens, columns = grad.shape
+    turned = grad.new_empty((columns, next_multiple(tokens)))
+    turned[:, tokens:].view(torch.uint8).zero_()
+    transpose_copy_(turned[:, :tokens], grad, kernels="triton")
+    return turned

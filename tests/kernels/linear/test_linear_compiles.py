@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted in this process"),
 ]
 
-SCALARS = {"scale": "*fp32", "factors": "*fp32"}
+SCALARS = {"scale": "*fp32"}
 SCALES = ("a_scale", "b_scale", "words_scale")
 # The left operand, and what is written: the right one is e4m3.
 FLOATS = {"forward in 8 bits": "e4m3", "backward in 8 bits": "e5m2"}
@@ -74,7 +74,7 @@ def compile_product(tiling, descriptors, result, kind):
 def test_quantising(source, made, both, block):
     block_rows, block_columns = getattr(fp8_quantize, block)
     sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "x_column": 1}
-    constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": both, "WIDE": not both, "FACTORS": both}
+    constants = {"LARGEST": 448.0, "ROWS": True, "COLUMNS": both, "WIDE": not both}
     types = SCALARS | {"x": source, "by_rows": made, "by_columns": made}
     compiled = compiling.compile_kernel(fp8_quantize._quantize_kernel, constants | sizes | {"NATIVE": True}, types)
     # A tile of 128 x 128 wrote a kilobyte a thread, and took 15 times as long as its bytes.

@@ -1,4 +1,4 @@
-"""The kernels of rows.py compile for Hopper, on a machine without a GPU."""
+"""The kernels of rows.py and fp8_rows.py compile for Hopper, on a machine without a GPU."""
 
 import pytest
 
@@ -6,7 +6,7 @@ triton = pytest.importorskip("triton")
 
 import compiling  # noqa: E402
 
-from quintic.kernels.loss import rows  # noqa: E402
+from quintic.kernels.loss import fp8_rows, rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,6 +41,25 @@ def test_rows(logits, capped, one_pass, gradient):
         compiled = compiling.compile_kernel(rows._row_kernel, constants, TYPES | {"logits": logits}, rows._ROW_WARPS)
         # Registers spilt to memory would be read back for every block of a row.
         assert compiling.spilt_bytes(compiled) == 0
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp16", "*fp32"])
+@pytest.mark.parametrize(("capped", "one_pass"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("kept", [13, 0])
+def test_rows_with_gradients_in_8_bits(logits, capped, one_pass, kept):
+    constants = {
+        **{"WEIGHTED": True, "CAPPED": capped, "ONE_PASS": one_pass, "KEPT": kept},
+        **{"TARGETS": 4, "VECTOR": fp8_rows._VECTOR},
+    }
+    types = TYPES | {"logits": logits, "out": "*u8"}
+    aligned = ("logits", "out", "columns")
+    compiled = compiling.compile_kernel(fp8_rows._row_kernel, constants, types, fp8_rows._WARPS, aligned=aligned)
+    assert compiling.spilt_bytes(compiled) == 0
+    # Two programs share a multiprocessor of Hopper while a row of GPT-2's vocabulary waits in each.
+    assert compiled.metadata.shared <= 227 * 1024 // 2
+    # Eight logits are read, and eight gradients written, at once.
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v2.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("x", "out"), [("*bf16", "*bf16"), ("*fp32", "*fp32"), ("*fp16", "*fp16")])
