@@ -73,26 +73,29 @@ def _fuses(x: Tensor, *weights: Tensor) -> bool:
 
 
 def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (length, head_dim / 2) float32, of position times base^(-2 i / head_dim).
+    """Return factors of each position's channels, and of those that they rotate with: (length, head_dim) float32 each.
 
-    Source: RoFormer, arXiv 2104.09864, eq. 15.
+    They are cosines and sines, the first half of these negative, of position times base^(-2 i / head_dim). Source:
+    RoFormer, arXiv 2104.09864, eq. 15.
     """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channel i against channel i + D/2 by the angle of the position (half-split rotary convention).
 
+    As products with all channels it is one pass of a compiled model, where halves put together are one for each.
+
     Args:
         x_BTHD: queries or keys.
-        cos: (T, D / 2), or (B, T, D / 2) where rows have positions of their own.
+        cos: (T, D) from `rotary_tables`, or (B, T, D) where rows have positions of their own.
         sin: the same.
     """
-    first, second = x_BTHD.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return x_BTHD * cos + x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1) * sin
 
 
 class Attention(nn.Module):
