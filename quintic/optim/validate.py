@@ -269,10 +269,6 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
     check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
-    triples = group["coefficients"]
-    check(
-        "coefficients", triples is None or isinstance(triples, Iterable), "(a, b, c), a triple for each step, or None"
-    )
     try:
         if not callable(group["lr_scale"]):
             lr_scale_factor(group["lr_scale"], 1, 1)

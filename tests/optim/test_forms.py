@@ -75,6 +75,8 @@ def test_coefficients_override_the_methods_own():
         ({"method": "gram", "coefficients": [(1.0, float("nan"), 0.0)]}, "finite numbers"),
         ({"method": "gram", "coefficients": (1.0, float("inf"), 0.0)}, "finite numbers"),
         ({"method": "gram", "coefficients": ["abc"]}, "finite numbers"),
+        ({"method": "gram", "coefficients": 3}, "coefficients=3: give one triple"),
+        ({"method": "gram", "coefficients": torch.tensor(3.0)}, "coefficients=.*give one triple"),
         ({"method": "svd", "coefficients": CUBIC}, "'svd' is exact"),
         ({"method": "svd", "compute_dtype": torch.bfloat16}, r"computes in torch\.float32, torch\.float64"),
         ({"method": "auto", "compute_dtype": torch.int32}, r"compute_dtype=torch\.int32: 'auto' computes in"),

@@ -178,11 +178,10 @@ def _gram_form(m: int, n: int, triples: Coefficients, dtype: torch.dtype) -> For
 
 def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
     """Return one triple per step: a single triple is repeated, a list is taken as it is."""
-    rows: list[Any] = list(coefficients)
-    if len(rows) == 3 and all(isinstance(value, int | float) for value in rows):
-        rows = [rows] * checked_steps(steps)
     try:
-        triples: Coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+        rows: list[Any] = list(coefficients)
+        is_single = len(rows) == 3 and all(isinstance(value, int | float) for value in rows)
+        triples: Coefficients = tuple((float(a), float(b), float(c)) for a, b, c in ([rows] if is_single else rows))
     except (TypeError, ValueError):
         triples = ()
     if not triples or not all(math.isfinite(value) for triple in triples for value in triple):
@@ -190,4 +189,4 @@ def _triples(coefficients: Polynomials, steps: int) -> Coefficients:
             f"coefficients={coefficients!r}: give one triple (a, b, c) of finite numbers, repeated for every step, or "
             f"a list with one triple per step"
         )
-    return triples
+    return triples * checked_steps(steps) if is_single else triples
