@@ -18,6 +18,7 @@ from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
 from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.device_memory import host_tensor, upload
+from quintic.optim.rules.numbers import is_number
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averaging import OfGroup
 
@@ -95,8 +96,9 @@ def clip_grad_norm_(
     optimizer = muon_in(optimizer, "clip_grad_norm_")
     if scope not in _SCOPES:
         raise ValueError(f"unknown scope {scope!r}; choose 'adamw' or 'all'")
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}; math.inf measures without clipping")
+    is_infinite = isinstance(max_norm, float) and max_norm == math.inf
+    if not (is_infinite or is_number(max_norm, least=math.ulp(0.0))):
+        raise ValueError(f"max_norm must be a positive number, got {max_norm!r}; math.inf measures without clipping")
     gradients, divided = _gradients_in(optimizer, scope)
     device = _device_of(optimizer, gradients)
     current, runner = optimizer.current, optimizer.runner

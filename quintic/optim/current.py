@@ -137,7 +137,7 @@ class Current:
         """Begin QK-clip in a `planned` step, if it was asked for. All ranks that share parameters must call it."""
         qk_clip = next((group.qk_clip for group in self.groups if group.qk_clip is not None), None)
         if qk_clip is None:
-            if logits:
+            if not isinstance(logits, Mapping) or logits:
                 raise ValueError(
                     "step got qk_logits, but no QK-clip was asked for: quintic.Muon(..., qk_clip=QKClip(...))"
                 )

@@ -234,7 +234,7 @@ class Muon(OptimizerBase):
             The closure's loss, or None.
 
         Raises:
-            ValueError: a gradient is sparse, or `qk_logits` fits no attention layer.
+            ValueError: a gradient is sparse, or `qk_logits` is no mapping to tensors or fits no attention layer.
             FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
             RuntimeError: this rank has a gradient as a sum still to be made (`Partial`) that no rank had as one before
                 the first step; nothing was changed or sent. Only ranks that have such a gradient raise.
@@ -255,14 +255,15 @@ class Muon(OptimizerBase):
         self._current.use_state(self.__dict__["state"])
         if first is not None:
             first.look(self._current.groups, may_lack=closure is not None and loss is None)
-        qk_step = self._current.start_qk_step(runner, self.__dict__["state"], qk_logits or {})
+        logits = {} if qk_logits is None else qk_logits
+        qk_step = self._current.start_qk_step(runner, self.__dict__["state"], logits)
         done = runner.step(pending_steps, self._steps_made.num_steps)
         if first is not None and first.ask_others(runner.agreements.any_present()):
             self._steps_made.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        self.note_step(done, pending_steps, clipped_layers=len(qk_logits or {}))
+        self.note_step(done, pending_steps, clipped_layers=len(logits))
         if self._current.rows.tables:
             self._current.rows.check(wait=False)
         return loss

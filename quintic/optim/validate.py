@@ -9,7 +9,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +23,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
+from quintic.optim.rules.numbers import is_count, is_number
 from quintic.optim.rules.rates import first_name
 from quintic.optim.rules.update import lr_scale_factor
 
@@ -196,16 +196,16 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
     Ranges are not checked here. Tensors on a device are not read.
     """
     betas = group["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_number, betas))
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
     _check_option(number, group, "betas", is_pair, _BETAS)
     for key in ("lr", "weight_decay", "eps", "momentum", "normalize_beta"):
-        _check_option(number, group, key, _is_number(group[key]), "a finite number")
+        _check_option(number, group, key, is_number(group[key]), "a finite number")
     if group["state_dtype"] is None:
         return
     key = "betas" if group["algorithm"] == "adamw" else "momentum"
     values = betas if key == "betas" else (group[key],)
     above = math.nextafter(MOST_OF_BF16, 1)
-    if not all(_is_number(value, below=above) for value in values):
+    if not all(is_number(value, below=above) for value in values):
         raise ValueError(
             f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} with state_dtype='bf16': above "
             f"{MOST_OF_BF16} an average moves by less than bfloat16 resolves; lower {key}, or set state_dtype=None for "
@@ -231,7 +231,7 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     if callable(group["lr_scale"]):
         for _, m, n in view.shapes(param.shape):
             scale = group["lr_scale"](m, n) if m and n else 1.0
-            if not _is_number(scale):
+            if not is_number(scale):
                 raise ValueError(f"{name}: lr_scale({m}, {n}) returned {scale!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
@@ -248,22 +248,22 @@ def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, nee
 def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check = functools.partial(_check_option, number, group)
     for key, least in (("lr", _LEAST_LR), ("weight_decay", 0), ("eps", 0)):
-        check(key, _is_number(group[key], least), "a number of at least 0")
+        check(key, is_number(group[key], least), "a number of at least 0")
     ratio = group["adamw_lr_ratio"]
-    check("adamw_lr_ratio", ratio is None or _is_number(ratio, 0), "a number of at least 0, or None")
+    check("adamw_lr_ratio", ratio is None or is_number(ratio, 0), "a number of at least 0, or None")
     for key in ("momentum", "normalize_beta"):
-        check(key, _is_number(group[key], 0, 1), "a number in [0, 1)")
+        check(key, is_number(group[key], 0, 1), "a number in [0, 1)")
     check_scheduled(number, group)
-    check("betas", all(_is_number(beta, 0, 1) for beta in group["betas"]), _BETAS)
+    check("betas", all(is_number(beta, 0, 1) for beta in group["betas"]), _BETAS)
     for key, choices in _CHOICES.items():
         check(key, group[key] in choices, " or ".join(map(repr, choices)))
     for key in ("step_every", "orthogonalizer_steps"):
-        check(key, _is_count(group[key]), "an integer of at least 1")
+        check(key, is_count(group[key]), "an integer of at least 1")
     for key, need in (("max_workspace_bytes", "a positive integer"), ("telemetry_every", "an integer of at least 1")):
-        check(key, group[key] is None or _is_count(group[key]), f"{need}, or None")
+        check(key, group[key] is None or is_count(group[key]), f"{need}, or None")
     multipliers = group["lr_multipliers"]
     if multipliers is not None:
-        are_numbers = isinstance(multipliers, Iterable) and all(map(_is_number, multipliers))
+        are_numbers = isinstance(multipliers, Iterable) and all(map(is_number, multipliers))
         check("lr_multipliers", are_numbers, "finite numbers, one for each matrix, or None")
     tied = group["tied_to"]
     is_tie = isinstance(tied, tuple | list) and len(tied) == 2 and isinstance(tied[0], str)
@@ -283,14 +283,3 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
         # `orthogonalize` calls its argument by another name than the option.
         message = re.sub(r"^method=", "orthogonalizer=", str(error))
         raise ValueError(f"parameter group {number} ({first_name(group)}): {message}") from None
-
-
-def _is_number(value: object, least: float = -math.inf, below: float = math.inf) -> bool:
-    """Whether a value is one number in [least, below). A tensor on a device is not read: that would wait for it."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and (value.device.type != "cpu" or least <= float(value) < below)
-    return isinstance(value, Real) and math.isfinite(value) and least <= float(value) < below
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1

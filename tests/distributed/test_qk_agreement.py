@@ -239,6 +239,8 @@ def make_a_mistake_on_one_rank(rank, world_size):
     model, optimizer = small()
     with pytest.raises(ValueError, match=r"qk_logits\['atn'\]" if rank == 1 else r"on rank 1: qk_logits\['atn'\]"):
         optimizer.step(qk_logits={"attn" if rank != 1 else "atn": torch.full((2,), HIGH)})
+    with pytest.raises(ValueError, match="qk_logits is a list" if rank == 1 else "on rank 1: qk_logits is a list"):
+        optimizer.step(qk_logits=[torch.full((2,), HIGH)] if rank == 1 else maxima(HIGH, LOW))
     assert rows_of(model) == [1, 1, 1, 1]
     optimizer.step(qk_logits=maxima(HIGH, LOW))
     assert rows_of(model) == [0.25, 0.25, 1, 1]

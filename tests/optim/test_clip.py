@@ -225,10 +225,10 @@ def test_nothing_waits_for_the_device(dtype):
         clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("max_norm", [0, 0.0, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("max_norm", [0, 0.0, -1.0, math.nan, -math.inf, "a", None, [1.0], torch.ones(2)])
 def test_max_norm_must_be_positive(max_norm):
     _, optimizer = model_and_optimizer()
-    with pytest.raises(ValueError, match=r"max_norm must be positive, got .*math\.inf"):
+    with pytest.raises(ValueError, match=r"max_norm must be a positive number, got .*math\.inf"):
         clip_grad_norm_(optimizer, max_norm)
 
 

@@ -96,6 +96,26 @@ def test_mistakes_are_named():
         Muon([nn.Parameter(torch.ones(4, 4))]).step(qk_logits={"attn": torch.ones(4)})
 
 
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ([torch.ones(4)], "qk_logits is a list: give a mapping"),
+        (torch.ones(4), "qk_logits is a Tensor: give a mapping"),
+        ([], "qk_logits is a list: give a mapping"),
+        ({"attn": [1.0] * 4}, r"qk_logits\['attn'\] is a list: give a tensor"),
+        ({"attn": None}, r"qk_logits\['attn'\] is a NoneType: give a tensor"),
+    ],
+)
+def test_what_is_no_mapping_to_tensors_is_named(logits, message):
+    model, optimizer = stepped()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(qk_logits=logits)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match="no QK-clip was asked for"):
+        Muon([nn.Parameter(torch.ones(4, 4))]).step(qk_logits=logits)
+
+
 def test_a_mistake_in_the_layer_changes_nothing():
     model, optimizer = stepped()
     before = [param.detach().clone() for param in model.parameters()]

@@ -25,7 +25,7 @@ Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,7 @@ from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.layout.layouts import Box
 from quintic.optim.layout.views import Matrix, Split, View
 from quintic.optim.qk_clip.layers import PROJECTIONS, Features, HeadSearch, Role, Scaled
+from quintic.optim.rules.numbers import is_count, is_number
 
 __all__ = ["LayerClip", "QKClip", "RowFactors"]
 
@@ -171,15 +172,20 @@ class QKClip:
         return self
 
     def __post_init__(self) -> None:
-        if not (self.threshold > 0 and math.isfinite(self.threshold)):
-            raise ValueError(f"QKClip: threshold={self.threshold!r} must be positive and finite")
+        if not is_number(self.threshold, least=math.ulp(0.0)):
+            raise ValueError(f"QKClip: threshold={self.threshold!r} must be a positive, finite number")
         if self.grouped not in ("exact", "sqrt"):
             raise ValueError(f"QKClip: grouped={self.grouped!r} must be 'exact' or 'sqrt'")
-        object.__setattr__(self, "parts", tuple(self.parts))
-        if len(self.parts) != 2 or self.parts[0] == self.parts[1] or min(self.parts) < 0:
+        are_numbers = isinstance(self.parts, Sequence) and all(is_count(part, least=0) for part in self.parts)
+        if not are_numbers or len(self.parts) != 2 or self.parts[0] == self.parts[1]:
             raise ValueError(f"QKClip: parts={self.parts!r} must be two different part numbers, of query and key")
-        if self.rope_dim is not None and self.rope_dim < 0:
-            raise ValueError(f"QKClip: rope_dim={self.rope_dim!r} must be at least 0, or None")
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if self.rope_dim is not None and not is_count(self.rope_dim, least=0):
+            raise ValueError(f"QKClip: rope_dim={self.rope_dim!r} must be an integer of at least 0, or None")
+        if not isinstance(self.layouts, Mapping):
+            raise ValueError(f"QKClip: layouts={self.layouts!r} must be a mapping from patterns to views")
+        if not isinstance(self.names, Mapping):
+            raise ValueError(f"QKClip: names={self.names!r} must be a mapping from names to known ones")
         for pattern, layout in self.layouts.items():
             if not isinstance(layout, Matrix | Split):
                 raise ValueError(f"QKClip: layouts[{pattern!r}]={layout!r} must be a quintic.Split or quintic.Matrix")

@@ -54,7 +54,14 @@ class QKStep:
         known = dict(self._layers)
         problem = None
         try:
+            if not isinstance(qk_logits, Mapping):
+                raise ValueError(f"qk_logits is a {type(qk_logits).__name__}: give a mapping, layer -> largest logits")
             for layer, maxima in qk_logits.items():
+                if not isinstance(maxima, Tensor):
+                    raise ValueError(
+                        f"qk_logits[{layer!r}] is a {type(maxima).__name__}: give a tensor with the largest logit of "
+                        f"each query head"
+                    )
                 clip = self._resolved(layer, maxima.numel())
                 clip.check(maxima)
                 ranks = self._ranks_of(clip)
