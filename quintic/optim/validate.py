@@ -106,18 +106,20 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Reject a tensor that is listed twice, in one group or in two; the ValueError names it as both places do.
+    """Reject a tensor or a name that is listed twice, in one group or in two; the ValueError names both places.
 
     The group's `params` are a list of tensors, with `param_names`, or of pairs; the others are complete.
     """
     places: dict[Tensor, str] = {}
+    taken: dict[str, int] = {}
     for place, other in enumerate(others):
         rows = zip(other["params"], other["param_names"], strict=True)
         places |= {param: f"{name} of parameter group {place}" for param, name in rows}
+        taken |= dict.fromkeys(other["param_names"], place)
     params = group["params"]
-    names = group.get("param_names") or [None] * len(params)
-    for row, given in zip(params, names, strict=False):
-        name, param = row if isinstance(row, tuple) else (given, row)
+    given = group.get("param_names") or [None] * len(params)
+    own = [row if isinstance(row, tuple) else (name, row) for row, name in zip(params, given, strict=False)]
+    for name, param in own:
         if isinstance(param, Tensor) and param in places:
             raise ValueError(
                 f"parameter group {number}: {name} is the same tensor as {places[param]}, and would be stepped twice; "
@@ -126,6 +128,15 @@ def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[
             )
         if isinstance(param, Tensor):
             places[param] = f"{name} of the same group"
+    for name, _ in own:
+        if name in taken:
+            raise ValueError(
+                f"parameter group {number}: {name} is also the name of another parameter, of group {taken[name]}, and "
+                f"names tell parameters apart. Of several models make the groups together: quintic.param_groups("
+                f"torch.nn.ModuleDict({{...}})); or begin each name with its model's, (f'critic.{{name}}', param)"
+            )
+        if name is not None:
+            taken[name] = number
 
 
 def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = False) -> None:

@@ -56,6 +56,22 @@ def test_groups_made_apart_are_an_error_that_names_the_tensor():
     assert len(optimizer.param_groups) == 2
 
 
+def test_a_name_twice_is_an_error_that_names_it():
+    """Telemetry, `verify` and saved state knew one of the two only."""
+    actor, critic = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+    with pytest.raises(
+        ValueError, match=r"group 2: 0\.weight is also the name of another parameter, of group 0.*Module"
+    ):
+        quintic.Muon(quintic.param_groups(actor) + quintic.param_groups(critic))
+    with pytest.raises(ValueError, match=r"parameter group 0: w is also the name of another parameter, of group 0"):
+        quintic.Muon([("w", actor[0].weight), ("w", critic[0].weight)])
+    optimizer = quintic.Muon(quintic.param_groups(nn.ModuleDict({"actor": actor, "critic": critic})))
+    with pytest.raises(ValueError, match=r"actor\.0\.weight is also the name"):
+        optimizer.add_param_group({"params": [("actor.0.weight", nn.Parameter(torch.ones(2, 2)))]})
+    optimizer.add_param_group({"params": [("target.0.weight", nn.Parameter(torch.ones(2, 2)))]})
+    assert len({name for group in optimizer.param_groups for name in group["param_names"]}) == 5
+
+
 def test_a_tensor_twice_in_a_group_is_an_error():
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"b is the same tensor as a of the same group"):

@@ -169,8 +169,12 @@ def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
             f"names in both their parameters cannot be told apart; name them, as quintic.param_groups does"
         )
     matches: list[_Match] = []
+    # Older versions let several parameters have one name.
+    every_name = [name for saved_group in saved_groups for name in saved_group.get("param_names") or ()]
+    has_equal_names = len(set(every_name)) < len(every_name)
     for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        names, saved_names, keys = group["param_names"], saved_group.get("param_names"), saved_group["params"]
+        names, keys = group["param_names"], saved_group["params"]
+        saved_names = None if has_equal_names else saved_group.get("param_names")
         if len(keys) != len(names):
             raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, not {len(names)}")
         saved_names = None if saved_names is None else [known_as(name, names) for name in saved_names]
