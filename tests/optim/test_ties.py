@@ -166,6 +166,37 @@ def test_the_tie_is_saved_and_the_reference_knows_it():
         second[2].untie("embed")
 
 
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"dtype": torch.float32}, r"embed cannot be tied to head: one is torch\.float32 .*float64"),
+        ({"names": ("output", "input")}, "input is tied to 'head', which is no parameter of the optimizer"),
+        ({"comms": "sharded_sparse"}, r"embed cannot be tied to head: .*not 'sharded_sparse'"),
+    ],
+    ids=["dtype", "names", "comms"],
+)
+def test_a_saved_tie_that_cannot_hold_is_found_when_it_is_loaded(others, message):
+    """It was found at the next step, when weights and state had long been replaced."""
+    head, embedding, optimizer = pair()
+    optimizer.tie("head", "embed", transposed=True)
+    reached(head, embedding, [torch.ones_like(head), torch.ones_like(embedding)])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    head, embedding = nn.Parameter(torch.zeros_like(head)), nn.Parameter(torch.zeros_like(embedding))
+    embedding.data = embedding.data.to(others.get("dtype", torch.float64))
+    rows = zip(others.get("names", ("head", "embed")), (head, embedding), strict=True)
+    groups = [{"params": [row], "algorithm": "adamw"} for row in rows]
+    twin = Muon(groups, comms=others.get("comms", "none"))
+    if "names" in others:  # then parameters are matched by their places
+        for group in saved["param_groups"]:
+            del group["param_names"]
+    before = str(twin.state_dict())
+    with pytest.raises(ValueError, match=f"the saved options do not fit: {message}"):
+        twin.load_state_dict(saved)
+    assert str(twin.state_dict()) == before
+    twin.plan()
+
+
 def test_a_step_that_is_skipped_leaves_both():
     head, embedding, optimizer = pair(on_nonfinite="skip")
     optimizer.tie(head, embedding, transposed=True)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.names import known_as
+from quintic.optim.groups.options import Group
+from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
 from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
@@ -95,11 +97,13 @@ def load_state(
                 )
         copies += _matched_state(name, param, state[param], state_dict["state"].get(saved_key), divided.get(param))
     restored = _restored_options(groups, saved_groups, matches)
-    for number, (group, options) in enumerate(zip(groups, restored, strict=True)):
-        try:
-            check(number, {**group, **options})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the saved options do not fit: {error}") from None
+    try:
+        complete = [{**group, **options} for group, options in zip(groups, restored, strict=True)]
+        for number, group in enumerate(complete):
+            check(number, group)
+        ties_of([Group.of(number, group) for number, group in enumerate(complete)])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the saved options do not fit: {error}") from None
     for target, source in copies:
         copy_(target, source)
     for _, param, _, _, saved_key in matches:
