@@ -126,7 +126,7 @@ class Muon(OptimizerBase):
     Args: Safety
         on_nonfinite: `"propagate"`; `"skip"`: a non-finite gradient in any group with this option leaves all their
             weights and state bitwise untouched, without host synchronisation on CUDA devices; `"raise"`: the same with
-            an error that names the parameter (waits for the device).
+            an error that names the parameter, on every rank (waits for the device).
         telemetry_every: measure every matrix each k-th step, see `telemetry`; None for never.
 
     Args: Memory and speed

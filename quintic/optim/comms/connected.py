@@ -131,6 +131,12 @@ class Connected:
         if not self.is_alone:
             all_agree_(flags, self._process_group())
 
+    def every(self, value: str | None) -> dict[int, str | None]:
+        """Return the value of each rank, by rank; waits. All of them must call it."""
+        if self.is_alone:
+            return {this_rank(): value}
+        return dict(zip(self.ranks, all_gather_values(value, self._process_group()), strict=True))
+
     def total(self, names: Sequence[str], values: Tensor) -> Tensor:
         """Return the sum over all parameters of all ranks, each parameter counted once. All of them must call it.
 

@@ -242,10 +242,11 @@ class Runner:
         flags = torch.stack([go, none_raises])
         connected.all_agree_(flags)
         if flags.tolist() == [0, 0]:
+            # All connected ranks have come here, so that they can tell each other.
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
-            raise FloatingPointError(
-                f"{name or 'on another rank'}: the gradient has an infinite or undefined entry; nothing was updated"
-            )
+            told = (f"on rank {rank}: {theirs}" for rank, theirs in connected.every(name).items() if theirs)
+            where = name or next(told, "on another rank")
+            raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
         return flags[0]
 
 
