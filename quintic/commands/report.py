@@ -1,11 +1,10 @@
 """`quintic report`: write the page of a run again, or several runs side by side on one page."""
 
-from pathlib import Path
+from functools import partial
 
 from quintic.commands.options import report_options
 from quintic.errors import ConfigError
 from quintic.report.comparison import write_comparison
-from quintic.report.history import METRICS_FILE
 from quintic.report.report import write_report
 from quintic.train.runs import find_run
 
@@ -15,8 +14,9 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = report_options(arguments)
+    find = partial(find_run, options.runs_dir, is_speedrun_enough=True)
     if not options.runs:
-        print(write_report(_folder(options.runs_dir, options.run), options.out))
+        print(write_report(find(options.run), options.out))
         return 0
     if options.run is not None:
         raise ConfigError(f"--run {options.run}: give it as the first of --runs")
@@ -27,17 +27,10 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--runs {' '.join(options.runs)}: a name or label is empty; write RUN, or LABEL=RUN,RUN,...")
     if len(options.runs) < 2 or len(arms) < len(options.runs) or len(set(names)) < len(names):
         raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
-    folders = {label: [_folder(options.runs_dir, name) for name in runs] for label, runs in arms.items()}
+    folders = {label: [find(name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
     figures = write_comparison(folders, out, title=f"{', '.join(arms)} compared")
     for candidate in figures["candidates"].values():
         print(candidate["sentence"])
     print(out)
     return 0
-
-
-def _folder(runs_dir: Path, name: str | None) -> Path:
-    """Return the folder of a run; a speedrun's has a log, and no configuration that other commands could use."""
-    if name is not None and (runs_dir / name / METRICS_FILE).is_file():
-        return runs_dir / name
-    return find_run(runs_dir, name)

@@ -126,14 +126,21 @@ def hold_run(folder: Path, *, message: Callable[[str], None]) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
-def find_run(runs_dir: Path, name: str | None) -> Path:
+def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = False) -> Path:
     """Return the folder of a named run, or of the one started last.
+
+    Args:
+        runs_dir: the folder of all runs.
+        name: None for the run that was started last.
+        is_speedrun_enough: find speedruns, too, which have a log, and no configuration or model to go on with.
 
     Raises:
         ConfigError: there is none.
     """
     if name is not None:
         folder = runs_dir / name
+        if is_speedrun_enough and (folder / METRICS_FILE).is_file():
+            return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
                 advice = f"`quintic report` draws it (--run {name})"
@@ -141,10 +148,25 @@ def find_run(runs_dir: Path, name: str | None) -> Path:
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
-    configs = [path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if not path.parent.name.startswith(".")]
-    if not configs:
+    files = (CONFIG_FILE, METRICS_FILE) if is_speedrun_enough else (CONFIG_FILE,)
+    folders = {path.parent for file in files for path in runs_dir.glob(f"*/{file}")}
+    started = {folder: _started(folder) for folder in folders if not folder.name.startswith(".")}
+    if not started:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
-    return max(configs, key=lambda path: path.stat().st_mtime_ns).parent
+    return max(started, key=started.__getitem__)
+
+
+def _started(folder: Path) -> float:
+    """Return when a run was started, in seconds since 1970."""
+    if (folder / CONFIG_FILE).exists():
+        return (folder / CONFIG_FILE).stat().st_mtime
+    # A speedrun has no file that stays as it was at the start; its log begins with the time.
+    log = folder / METRICS_FILE
+    try:
+        with log.open(encoding="utf-8") as lines:
+            return datetime.fromisoformat(json.loads(lines.readline())["time"]).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return log.stat().st_mtime
 
 
 def _is_taken(folder: Path) -> bool:

@@ -1,8 +1,10 @@
 """Run folders: made in one move, found again, and never overwritten."""
 
 import errno
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,6 +106,27 @@ def test_the_run_started_last_is_found(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert find_run(tmp_path, None) == tmp_path / "b"
     assert find_run(tmp_path, "a") == tmp_path / "a"
+
+
+def test_a_speedrun_is_found_where_a_log_is_enough(tmp_path: Path) -> None:
+    """By the start that its log tells: the log itself is written to until the run ends."""
+    os.utime(create_run(config(tmp_path, "model")) / CONFIG_FILE, ns=(0, 20 * 10**9))
+    for name, record in (
+        ("first", {"kind": "run", "time": "1970-01-01T02:00:10+02:00"}),
+        ("last", {"kind": "run", "time": "1970-01-01T00:00:30+00:00"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METRICS_FILE).write_text(json.dumps(record) + "\n")
+    assert find_run(tmp_path, None) == tmp_path / "model"
+    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "last"
+    assert find_run(tmp_path, "first", is_speedrun_enough=True) == tmp_path / "first"
+    shutil.rmtree(tmp_path / "last")
+    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "model"
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "first" / METRICS_FILE).write_text("{")  # being written, or damaged: which the report says
+    assert find_run(tmp_path, None, is_speedrun_enough=True) == tmp_path / "first"
+    with pytest.raises(ConfigError, match="holds no run yet"):
+        find_run(tmp_path, None)
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
