@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,7 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["discard", "flush", "json_object", "lock", "new_folder", "remove_unfinished", "replace", "write_atomically"]
+__all__ = [
+    "discard",
+    "flush",
+    "json_object",
+    "lock",
+    "new_folder",
+    "remove_unfinished",
+    "replace",
+    "save_tensors",
+    "write_atomically",
+]
 
 # Errors of file systems that cannot flush a folder (some network file systems; Windows, where it cannot be opened).
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -35,6 +46,25 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def save_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Write PyTorch tensors by name to a file, in the format of safetensors.
+
+    Raises:
+        OSError: the file cannot be written; safetensors raises an exception of its own, whose text has the system's.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        match = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
+        if match is None:
+            raise
+        # Windows makes its errno of the last number, other systems ignore that.
+        raise OSError(int(match[2]), match[1], str(path), int(match[2])) from None
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -8,9 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from durability import disk_events, durable_names
+from safetensors.torch import load_file
 
-from quintic.durable import discard, flush, lock, new_folder, remove_unfinished, replace, write_atomically
+from quintic.durable import (
+    discard,
+    flush,
+    lock,
+    new_folder,
+    remove_unfinished,
+    replace,
+    save_tensors,
+    write_atomically,
+)
 
 
 def fail_with(number: int) -> Callable[..., None]:
@@ -96,6 +107,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Path) -> None:
+    """By safetensors itself, whose exception is none of the system's."""
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*nowhere.weights") as caught:
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "nowhere" / "weights")
+    assert caught.value.filename == str(tmp_path / "nowhere" / "weights")
+    with pytest.raises(IsADirectoryError):
+        save_tensors({"weight": torch.ones(2)}, tmp_path)
+    save_tensors({"weight": torch.ones(2)}, tmp_path / "weights")
+    assert load_file(tmp_path / "weights")["weight"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES])

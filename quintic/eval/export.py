@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.tokenizer import Tokenizer
-from quintic.durable import json_object, new_folder
+from quintic.durable import json_object, new_folder, save_tensors
 from quintic.errors import ConfigError
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
@@ -36,21 +36,15 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ConfigError: the folder holds something else, or cannot be written.
+        ConfigError: the folder holds something else.
+        OSError: it cannot be written; nothing was changed.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     _check_folder(folder)
     with new_folder(folder, discard_old=True) as unfinished:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
-        try:
-            save_file(state, unfinished / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # what it makes of a full disk
-            advice = "free some space, or choose another folder"
-            raise ConfigError(f"--out {folder}: cannot be written ({error}); {advice}") from None
+        save_tensors(state, unfinished / "model.safetensors")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
         files = {"config.json": _config(model, ends), "generation_config.json": ends}
         for name, content in (files | _tokenizer_files(tokenizer, model.config.seq_len)).items():

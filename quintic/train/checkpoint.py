@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintic.durable import discard, flush, remove_unfinished, replace
+from quintic.durable import discard, flush, remove_unfinished, replace, save_tensors
 from quintic.errors import CheckpointError
 from quintic.model.layers import divided_as
 from quintic.optim.layout.layouts import is_dtensor
@@ -146,10 +146,8 @@ def _write(
     def write() -> dict[str, Any]:
         """Write this rank's files; return their fingerprints."""
         if ranks.size == 1:
-            from safetensors.torch import save_file
-
-            save_file(tensors["model"], temporary / _WEIGHTS)
-            save_file(tensors["optimizer"], temporary / _OPTIMIZER)
+            save_tensors(tensors["model"], temporary / _WEIGHTS)
+            save_tensors(tensors["optimizer"], temporary / _OPTIMIZER)
         else:
             _write_pieces(temporary, tensors, ranks)
         if ranks.is_first:
@@ -339,12 +337,10 @@ def _naming_failures(final: Path, temporary: Path, needed: int) -> Iterator[None
         yield
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # safetensors reports a full disk with an exception class of its own.
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        if isinstance(error, OSError):
             raise CheckpointError(
-                f"{final}: cannot be written ({reason}); free {math.ceil(needed / 2**20)} MiB, then continue the run "
-                "with --resume, or choose another --runs-dir"
+                f"{final}: cannot be written ({error.strerror or error}); free {math.ceil(needed / 2**20)} MiB, then "
+                "continue the run with --resume, or choose another --runs-dir"
             ) from None
         raise
 

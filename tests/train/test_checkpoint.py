@@ -316,7 +316,7 @@ def test_a_save_that_fails_anywhere_leaves_a_good_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "error", [full_disk(), SafetensorError("Error while serializing:\nI/O error: No space left on device")]
+    "error", [full_disk(), SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")]
 )
 def test_a_full_disk_says_what_to_do(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:

@@ -369,8 +369,8 @@ from quintic.train.metrics import MetricsLog
 
 save_file, write, trained_on = safetensors.torch.save_file, MetricsLog.write, threading.Event()
 
-def half(tensors, path):
-    save_file(tensors, path)
+def half(tensors, path, *more):
+    save_file(tensors, path, *more)
     if "step-000004" in str(path):
         os.truncate(path, path.stat().st_size // 2)
         assert trained_on.wait(60)

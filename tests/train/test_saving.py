@@ -221,10 +221,10 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Let the disk be full from the checkpoint of a step on, which is told before the next step ends."""
     save_file, make_step = safetensors.torch.save_file, Trainer.train_step
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, *more: Any) -> None:
         if int(path.parent.name.split(".")[1].removeprefix("step-")) >= step:
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path)
+        save_file(tensors, path, *more)
 
     def train_step(self: Trainer) -> dict[str, Any]:
         record = make_step(self)
