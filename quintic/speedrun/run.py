@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -38,7 +38,7 @@ from quintic.train.hardware import (
     package_versions,
     peak_memory_bytes,
 )
-from quintic.train.loop import rare_collections
+from quintic.train.loop import rare_collections, stop_requests
 from quintic.train.metrics import MetricsLog
 from quintic.train.runs import check_new_run, discard_unstarted, run_folder
 
@@ -151,20 +151,27 @@ def train(
 def _train(
     race: Race, log: MetricsLog, steps: range, tokens: int, seconds: float, say: Callable[[str], None]
 ) -> tuple[int, float]:
-    """Make steps and log them; return the run's tokens and seconds, given those before."""
+    """Make steps and log them; return the run's tokens and seconds, given those before.
+
+    One rank that is asked to stop logs the steps that it has made, and raises KeyboardInterrupt.
+    """
     _synchronize(race.device)
     watch, made = Stopwatch(race.device), []
     watch.mark()
     began = time.perf_counter() - seconds
-    for number in steps:
-        made.append(race.train_step(number, race.stream))
-        watch.mark()
-        # By the host, which does not wait.
-        say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
+    # Several ranks would have to agree on the step to stop at, and wait for each other in every step.
+    with stop_requests() if race.ranks.size == 1 else nullcontext(lambda: False) as is_stopped:
+        for number in steps:
+            made.append(race.train_step(number, race.stream))
+            watch.mark()
+            # By the host, which does not wait.
+            say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
+            if is_stopped():
+                break
     _synchronize(race.device)
     ended = time.perf_counter() - began
     losses = race.ranks.total(torch.stack([loss for loss, _ in made]).double().cpu()).tolist()
-    for number, loss, (_, epoch), took in zip(steps, losses, made, watch.seconds(), strict=True):
+    for number, loss, (_, epoch), took in zip(steps[: len(made)], losses, made, watch.seconds(), strict=True):
         settings = race.track.at(number)
         tokens, seconds = tokens + settings.batch_tokens, seconds + took
         log.write(
@@ -180,6 +187,8 @@ def _train(
             tokens_per_second=settings.batch_tokens / took,
             times_ms={"step": 1000 * took},
         )
+    if is_stopped():
+        raise KeyboardInterrupt
     return tokens, ended
 
 

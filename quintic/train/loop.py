@@ -38,7 +38,7 @@ from quintic.train.runs import hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
-__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
+__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "stop_requests", "train"]
 
 
 # Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
@@ -123,7 +123,7 @@ def train(
         held.enter_context(run.loader)
         log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
-        stop_requested = held.enter_context(_stop_requests())
+        stop_requested = held.enter_context(stop_requests())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
@@ -350,7 +350,7 @@ def rare_collections() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills.
 
     A SIGTERM soon after the first signal is none of its own: `timeout` sends one to the process and to its group, and

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import math
+import signal
 import sys
 import threading
 import time
@@ -372,6 +373,28 @@ def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch
     assert [record["seconds"] for record in records if record["kind"] == "train"] == [*range(2, 50, 2)]
     assert [record["seconds"] for record in records if record["kind"] == "eval"] == [0.0, 16.0, 32.0, 48.0]
     assert {record["times_ms"]["step"] for record in records if record["kind"] == "train"} == {2000.0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_has_logged_its_steps(
+    number: signal.Signals, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those since its last validation were lost."""
+    race, handlers = race_of(shards), [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+
+    def train_step(step: int, stream: object) -> tuple[Tensor, int]:
+        if step == 10:  # the eleventh
+            signal.raise_signal(number)
+        return torch.tensor(float(step)), 0
+
+    monkeypatch.setattr(race, "evaluate", lambda *_: (1.0, None))
+    monkeypatch.setattr(race, "train_step", train_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+    assert [step for kind, step, _ in losses_of(tmp_path) if kind == "eval"] == [0, 8]
+    trained = [(step, loss) for kind, step, loss in losses_of(tmp_path) if kind == "train"]
+    assert trained == [(step + 1, float(step)) for step in range(11)]
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, DivergedError), (1, OtherRankError)])
