@@ -68,6 +68,8 @@ def test_coefficients_override_the_methods_own():
         ({"method": "qr"}, "method='qr': choose one of 'polar_express', 'newton_schulz', 'gram', 'auto', 'svd'"),
         ({"method": "polar_express", "steps": 0}, "steps=0"),
         ({"method": "newton_schulz", "steps": -1}, "steps=-1"),
+        ({"method": "polar_express", "steps": 2.5}, "steps=2.5: orthogonalisation needs a whole number of steps"),
+        ({"method": "gram", "steps": "5", "coefficients": CUBIC}, "steps='5'"),
         ({"method": "gram", "steps": 0, "coefficients": CUBIC}, "steps=0"),
         ({"method": "gram", "coefficients": []}, r"coefficients=\[\]: give one triple"),
         ({"method": "gram", "coefficients": [(1.0, 2.0)]}, "one triple per step"),

@@ -392,6 +392,7 @@ def test_a_form_says_all_that_there_is_to_know():
     [
         (torch.ones(3), ValueError, r"shape \(3,\)"),
         (torch.ones(3, 3, dtype=torch.int64), TypeError, "int64"),
+        ([[1.0]], TypeError, "x is a list: orthogonalize needs a tensor"),
     ],
 )
 def test_what_is_no_matrix_is_named(x, error, message):

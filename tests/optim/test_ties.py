@@ -1,5 +1,7 @@
 """An embedding that is a copy of the output head: gradients add up, one is stepped, both have its weights."""
 
+import re
+
 import numpy as np
 import oracle
 import pytest
@@ -233,6 +235,15 @@ def test_what_cannot_be_tied(shapes, options, transposed, message):
         optimizer.tie("a", "b", transposed=transposed)
     assert torch.equal(params[1][0][1], before)
     optimizer.plan()
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["head"]])
+def test_what_is_no_parameter_is_named(wrong):
+    _, _, optimizer = pair()
+    with pytest.raises(ValueError, match=rf"tie was given {re.escape(repr(wrong))}, which is no parameter of the opt"):
+        optimizer.tie(wrong, "embed")
+    with pytest.raises(ValueError, match=r"carry_state was given .*, which is no parameter of the optimizer"):
+        optimizer.carry_state("head", wrong)
 
 
 def test_copies_of_copies_are_refused():

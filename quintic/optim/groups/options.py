@@ -118,7 +118,7 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
     else:
         match = next((place for place in places if place[0].params[place[1]] is param), None)
     if match is None:
-        which = repr(param) if isinstance(param, str) else f"a tensor of shape {tuple(param.shape)}"
+        which = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
         raise ValueError(f"{what} {which}, which is no parameter of the optimizer")
     return match
 

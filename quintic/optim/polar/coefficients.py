@@ -12,6 +12,8 @@ import decimal
 import functools
 import math
 
+from quintic.optim.rules.numbers import is_count
+
 __all__ = [
     "DEFAULT_STEPS",
     "SAFETY",
@@ -153,9 +155,9 @@ def gram_restarts(
 
 
 def checked_steps(steps: int) -> int:
-    """Return the number of steps; a ValueError if it is less than one."""
-    if steps < 1:
-        raise ValueError(f"steps={steps}: orthogonalisation needs at least one step")
+    """Return the number of steps; a ValueError if it is no integer of at least one."""
+    if not is_count(steps):
+        raise ValueError(f"steps={steps!r}: orthogonalisation needs a whole number of steps, at least one")
     return steps
 
 

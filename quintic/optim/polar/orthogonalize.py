@@ -86,8 +86,10 @@ def orthogonalize(
 
     Raises:
         ValueError: fewer than two dimensions, or see `check_orthogonalizer`.
-        TypeError: `x` is not floating point.
+        TypeError: `x` is no tensor, or not floating point.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: orthogonalize needs a tensor of matrices (..., m, n)")
     if x.ndim < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: orthogonalize needs matrices (..., m, n)")
     if not x.is_floating_point():
