@@ -63,7 +63,6 @@ class SpeedrunGPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.attention_name = config, attention
-        self.tied = config.tied  # whether the embedding holds the head's transpose; False once they are untied
         width, heads = config.width, config.num_heads
         attending = sum(plan.attends for plan in config.layers)
 
@@ -154,14 +153,6 @@ class SpeedrunGPT(nn.Module):
     def set_prefixes(self, prefixes: Tensor) -> None:
         """Say which token each token begins with: (vocab_size,) int64, the longest one, negative for none."""
         self.prefixes.copy_(torch.where(prefixes < 0, IGNORED, prefixes))
-
-    def get_extra_state(self) -> Tensor:
-        """Return whether the model is tied, for its state dict."""
-        return torch.tensor(self.tied)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore it."""
-        self.tied = bool(state)
 
     def forward(
         self,

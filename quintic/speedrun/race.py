@@ -115,9 +115,8 @@ class Race:
         set_rates(self.optimizer, settings)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.passes is None)
-        if settings.unties and self.model.tied:
+        if settings.unties and self.model.config.tied:
             self.optimizer.untie(*names_of_role(self.model, "embedding"))
-            self.model.tied = False
         return loss / settings.batch_tokens, batch.epoch
 
     def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:

@@ -71,7 +71,7 @@ def names_of_role(model: SpeedrunGPT, role: str) -> list[str]:
 def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
     """Return the optimizer; each group's `name` is its role, `initial_lr` its rate before the schedule's factor.
 
-    Of a model that is tied, head and embedding stay so until `optimizer.untie`.
+    With `tied` the embedding is a copy of the head until `optimizer.untie`.
 
     Args:
         model: on its device, with initialised weights.
@@ -101,7 +101,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         launch_order=[name for role in names for name in names[role]],
         work_order=[name for role in _WORK_ORDER for name in names[role]],
     )
-    if model.tied:
+    if sizes.tied:
         optimizer.tie(names["head"][0], names["embedding"][0], transposed=True)
     return optimizer
 
