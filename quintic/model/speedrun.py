@@ -11,7 +11,7 @@ dimension. Where this model departs from the race's:
 - banks have no padding, coefficients no unused entries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from quintic.kernels.attention.attention import AttentionName, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_inputs import IGNORED, SpeedrunInputs, all_targets, document_begins, target_weights
+from quintic.model.speedrun_inputs import SpeedrunInputs, all_targets, document_begins
 from quintic.model.speedrun_layers import (
     COEFFICIENT_SCALE,
     BlockWeights,
@@ -32,7 +32,7 @@ from quintic.model.speedrun_layers import (
     attend,
     joined,
 )
-from quintic.model.speedrun_sizes import RESIDUAL_SCALE, SpeedrunConfig
+from quintic.model.speedrun_sizes import IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
 __all__ = ["SpeedrunConfig", "SpeedrunGPT"]
 
@@ -97,7 +97,7 @@ class SpeedrunGPT(nn.Module):
         self.register_buffer("prefixes", torch.empty(config.vocab_size, dtype=torch.int64))
 
     prefixes: Tensor
-    """(vocab_size,) int64: the longest token that each begins with, or -100."""
+    """(vocab_size,) int64, to be filled: the longest other token that each begins with; `IGNORED` for none."""
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -149,19 +149,13 @@ class SpeedrunGPT(nn.Module):
         """
         self.rotary.set_windows(short, long, stretch=stretch)
 
-    @torch.no_grad()
-    def set_prefixes(self, prefixes: Tensor) -> None:
-        """Say which token each token begins with: (vocab_size,) int64, the longest one, negative for none."""
-        self.prefixes.copy_(torch.where(prefixes < 0, IGNORED, prefixes))
-
     def forward(
         self,
         inputs: Tensor,
         targets: Tensor,
         *,
         document_starts: Tensor | None = None,
-        prediction_weights: Tensor | Sequence[float] = (1.0,),
-        prefix_weight: Tensor | float = 0.0,
+        loss_weights: Tensor | None = None,
         longest_document: int | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> Tensor:
@@ -172,9 +166,9 @@ class SpeedrunGPT(nn.Module):
             targets: (T,) int64 next tokens.
             document_starts: (num_documents + 1,) int32 offsets, for attention "varlen", "fa3" and "fa4"; may be padded
                 at the end with T.
-            prediction_weights: (K,) of the next token, of the one after it, and so on: those after the first count
-                within a document and with `multi_token` only. Floats, or float32 on the device.
-            prefix_weight: of the longest token that the next token begins with, where there is one.
+            loss_weights: (K + 1,) float32 on the device: of the next token, of the one after it, and so on, those after
+                the first within a document and with `multi_token` only, and last of the longest token that the next
+                token begins with, where there is one. None: of the next token alone.
             longest_document: tokens that no document exceeds; None for T.
             reduction: as for `softcap_cross_entropy`.
 
@@ -187,11 +181,12 @@ class SpeedrunGPT(nn.Module):
         config = self.config
         row = self._row(inputs, document_starts, longest_document)
         x_TC = self._trunk(row)
-        weights = target_weights(prediction_weights, inputs.device)[: None if config.multi_token else 1]
+        if loss_weights is None:
+            loss_weights = F.pad(torch.ones(1, device=inputs.device), (0, 1))
+        ahead = loss_weights[:-1] if config.multi_token else loss_weights[:1]
         prefixes = self.prefixes if config.prefix_tokens else None
-        targets_TK = all_targets(row.starts.squeeze(1), targets, len(weights), prefixes)
-        if prefixes is not None:
-            weights = torch.cat([weights, target_weights(prefix_weight, inputs.device)])
+        targets_TK = all_targets(row.starts.squeeze(1), targets, len(ahead), prefixes)
+        weights = ahead if prefixes is None else torch.cat([ahead, loss_weights[-1:]])
         fp8 = None
         if config.fp8_head and self._learns():
             fp8 = Fp8Scales(*(x_TC.new_full((), scale, dtype=torch.float32) for scale in _FP8_SCALES))

@@ -1,6 +1,4 @@
-"""The two ends of the speedrun's model: embeddings of tokens, of pairs, and for values; targets and their weights."""
-
-from collections.abc import Sequence
+"""The two ends of the speedrun's model: embeddings of tokens, of pairs, and for values; targets."""
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +7,9 @@ from torch import Tensor, nn
 from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.model.layers import rms_norm
 from quintic.model.speedrun_layers import FlatRow, previous
-from quintic.model.speedrun_sizes import SpeedrunConfig
+from quintic.model.speedrun_sizes import IGNORED, SpeedrunConfig
 
-__all__ = ["IGNORED", "SpeedrunInputs", "all_targets", "document_begins", "target_weights"]
-
-IGNORED = -100
-"""A target that does not count."""
+__all__ = ["SpeedrunInputs", "all_targets", "document_begins"]
 
 _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate reads
 
@@ -103,11 +98,3 @@ def all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | 
         outside = outside | F.pad(starts[ahead:], (0, ahead), value=True)
         columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, IGNORED))
     return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=-1)
-
-
-def target_weights(weights: Tensor | Sequence[float] | float, device: torch.device) -> Tensor:
-    """Return float32 weights on a device, (K,), without waiting for it; a tensor that is there stays as it is."""
-    if isinstance(weights, Tensor):
-        return weights.reshape(-1)
-    numbers = [weights] if isinstance(weights, int | float) else weights
-    return torch.cat([torch.full((1,), number, dtype=torch.float32, device=device) for number in numbers])

@@ -3,8 +3,9 @@
 import functools
 from dataclasses import dataclass
 
-__all__ = ["RESIDUAL_SCALE", "LayerPlan", "SpeedrunConfig", "Starts"]
+__all__ = ["IGNORED", "RESIDUAL_SCALE", "LayerPlan", "SpeedrunConfig", "Starts"]
 
+IGNORED = -100  # a target that does not count
 RESIDUAL_SCALE = 1.1**0.5  # initial scale of the stream per sublayer, so 1.1 per layer
 
 Starts = dict[str, tuple[int, float]]
@@ -55,8 +56,8 @@ class SpeedrunConfig:
     gate_channels: int = 64  # hidden channels of what computes gates; 0 for gates that are the same for all tokens
     yarn: bool = True  # rotary frequencies and the scale of logits follow growing windows (arXiv 2309.00071)
     sigmoid_logits: bool = True  # logits are 23 sigmoid((x + 5) / 7.5), otherwise 15 tanh(x / 15)
-    multi_token: bool = True  # the second and third of `prediction_weights` count
-    prefix_tokens: bool = True  # the loss predicts the longest token that a target begins with, too: `set_prefixes`
+    multi_token: bool = True  # of the loss weights for next tokens, not the first alone counts
+    prefix_tokens: bool = True  # the loss predicts the longest token that a target begins with, too: `prefixes`
     tied: bool = True  # head and embedding are one matrix until untied; the optimizer's side copies one to the other
     fp8_head: bool = False  # products of the head in 8 bits in training, with the race's constant scales
     fp8_mlp: bool = False  # forward products of the MLPs in 8 bits in training, with scales from their weights

@@ -78,7 +78,7 @@ class Race:
                     "--tokenizer: needed to predict the tokens that others begin with; give a tokenizer.json, a folder "
                     "with GPT-2's two files, or gpt2, or leave that out (--without prefix-tokens)"
                 )
-            self.model.set_prefixes(F.pad(torch.tensor(prefixes(vocabulary)), (0, unknown), value=-1))
+            self.model.prefixes[: len(vocabulary)] = torch.tensor(prefixes(vocabulary))
         if hardware.compile:
             self.model.compile_trunk()
         self.model.inputs.adds_to_gradients = True
@@ -87,9 +87,8 @@ class Race:
         lengths = torch.tensor([len(token) for token in vocabulary], dtype=torch.int64)
         self._token_bytes = F.pad(lengths, (0, unknown)).to(self.device)
         self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
-        # The weights of each step's losses, the prefix's last, are on the device before the clock starts.
-        steps = map(track.at, range(track.steps))
-        weights = [(*step.prediction_weights, step.prefix_weight) for step in steps]
+        # On the device before the clock starts.
+        weights = [track.at(number).loss_weights for number in range(track.steps)]
         self._loss_weights = [torch.tensor(each, dtype=torch.float32, device=self.device) for each in weights]
 
     def _set_windows(self, settings: StepSettings) -> None:
@@ -125,8 +124,7 @@ class Race:
             batch.inputs,
             batch.targets,
             document_starts=batch.document_starts,
-            prediction_weights=weights[:-1],
-            prefix_weight=weights[-1],
+            loss_weights=weights,
             longest_document=settings.document_tokens,
             reduction="sum",
         )

@@ -19,6 +19,7 @@ from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import write_atomically
 from quintic.errors import DataError
+from quintic.model.speedrun_sizes import IGNORED
 from quintic.speedrun.presets import BYTES_BOS
 
 __all__ = ["RaceData", "Tokens", "open_data", "prefixes", "read_shard", "vocabulary_of", "write_shard"]
@@ -48,10 +49,10 @@ class RaceData:
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
-    """Return for each token the longest other one that its bytes begin with, -1 for none."""
+    """Return for each token the longest other one that its bytes begin with, `IGNORED` for none."""
     ids = {token: number for number, token in enumerate(vocabulary) if token}
     return [
-        next((ids[token[:length]] for length in range(len(token) - 1, 0, -1) if token[:length] in ids), -1)
+        next((ids[token[:length]] for length in range(len(token) - 1, 0, -1) if token[:length] in ids), IGNORED)
         for token in vocabulary
     ]
 

@@ -40,8 +40,7 @@ class StepSettings:
     windows: tuple[int, int]
     rate: float
     momentum: float
-    prediction_weights: tuple[float, ...]
-    prefix_weight: float
+    loss_weights: tuple[float, ...]  # for the next token, the one after it, ..., and last for the prefix
     unties: bool  # head and embedding part after this step
 
 
@@ -94,8 +93,7 @@ class Track:
             windows=(short, long if step < self.steps else self.final_long_window),
             rate=self._rate(step, stage.rate),
             momentum=self._momentum(step),
-            prediction_weights=tuple(_between(first, last, done) for first, last in stage.weights),
-            prefix_weight=_between(*stage.prefix_weight, done),
+            loss_weights=tuple(a + (b - a) * done for a, b in (*stage.weights, stage.prefix_weight)),
             unties=step == self.untie_step,
         )
 
@@ -115,8 +113,6 @@ class Track:
         Raises:
             ConfigError: there are too few for each stage.
         """
-        if steps == self.steps:
-            return self
         fewest = _FEWEST_STEPS_OF_A_STAGE * len(self.stages)
         if steps < fewest:
             raise ConfigError(f"--steps {steps}: the track has {len(self.stages)} stages; give at least {fewest}")
@@ -145,10 +141,6 @@ class Track:
         if step > fall_start:
             return most - (most - least) * (step - fall_start) / self.momentum_fall_steps
         return most
-
-
-def _between(first: float, last: float, done: float) -> float:
-    return first + (last - first) * done
 
 
 _FIRST = Stage(

@@ -52,9 +52,7 @@ def build(seed=0, **changes):
         for param in model.parameters():
             param.add_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
     if model.config.prefix_tokens:
-        table = torch.full((VOCAB,), -1)
-        table[10:30] = torch.arange(20)
-        model.set_prefixes(table)
+        model.prefixes[10:30] = torch.arange(20)
     model.set_windows(2, 4)
     model.set_windows(SHORT, LONG)
     return model
@@ -320,15 +318,15 @@ class Reference:
         return total / len(inputs)
 
 
-WEIGHTS = (1.0, 0.5, 0.25)
+WEIGHTS = (1.0, 0.5, 0.25, 0.3)  # of the next three tokens, and of the prefix
 
 
 @pytest.mark.parametrize("off", [None, *FEATURES])
 def test_loss_and_gradients_are_those_of_the_description(off):
     model = build(**({} if off is None else {off: 0 if off == "gate_channels" else False}))
     inputs, targets = tokens()
-    loss = model(inputs, targets, prediction_weights=WEIGHTS, prefix_weight=torch.tensor(0.3, dtype=torch.float64))
-    expected = Reference(model).loss(inputs, targets, WEIGHTS, 0.3)
+    loss = model(inputs, targets, loss_weights=torch.tensor(WEIGHTS, dtype=torch.float64))
+    expected = Reference(model).loss(inputs, targets, WEIGHTS[:-1], WEIGHTS[-1])
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     params = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(params.values()))
@@ -366,7 +364,8 @@ def test_documents_do_not_see_each_other():
         changed[start + 1 : end] = inputs[start + 1 : end].roll(1)
         assert torch.equal(logits(model, inputs)[end:], logits(model, changed)[end:])
     # Nor do what they predict: the second target of a document's last token is the next document's.
-    losses = [model(inputs, targets, prediction_weights=(1.0, w), reduction="none").detach() for w in (0.0, 1.0)]
+    weights = [torch.tensor([1.0, second, 0.0]) for second in (0.0, 1.0)]
+    losses = [model(inputs, targets, loss_weights=one, reduction="none").detach() for one in weights]
     last = torch.tensor([end - 1 for end in STARTS[1:]])
     assert torch.equal(losses[0][last], losses[1][last])
     assert (losses[0] != losses[1]).sum() == len(inputs) - len(last)
@@ -576,7 +575,7 @@ def test_every_depth_has_its_layers_and_trains_every_parameter(num_layers):
     assert plans[-1].long
     assert not plans[model.config.middle].attends
     assert not any(plan.paired and (plan.long or plan.exclusive) for plan in plans)
-    model(*tokens(), prefix_weight=0.5).backward()
+    model(*tokens(), loss_weights=torch.tensor([1.0, 0.5])).backward()
     assert not [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()]
 
 
@@ -636,9 +635,8 @@ def test_mlps_in_8_bits_are_close():
 
 
 def compare(plain, compiled, inputs, targets, tolerance, *, bias_tolerance=None, **options):
-    losses = [
-        model(inputs, targets, prediction_weights=WEIGHTS, prefix_weight=0.3, **options) for model in (plain, compiled)
-    ]
+    weights = torch.tensor(WEIGHTS, device=inputs.device)
+    losses = [model(inputs, targets, loss_weights=weights, **options) for model in (plain, compiled)]
     assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=tolerance)
     for loss in losses:
         loss.backward()

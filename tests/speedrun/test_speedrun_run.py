@@ -320,8 +320,7 @@ def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypat
         race.model(
             chunk.inputs,
             chunk.targets,
-            prediction_weights=settings.prediction_weights,
-            prefix_weight=settings.prefix_weight,
+            loss_weights=torch.tensor(settings.loss_weights),
             reduction="sum",
         )
         for chunk in chunks

@@ -66,7 +66,7 @@ def test_momentum_rises_in_300_steps_and_falls_in_the_last_50(step, momentum):
     ],
 )
 def test_the_predictions_further_ahead_fade_stage_by_stage(step, weights):
-    assert SPEEDRUN.at(step).prediction_weights == pytest.approx(weights, abs=1e-12)
+    assert SPEEDRUN.at(step).loss_weights[:-1] == pytest.approx(weights, abs=1e-12)
 
 
 def test_head_and_embedding_part_once_after_the_first_odd_step_of_the_third_stage():
@@ -103,7 +103,7 @@ def test_too_few_steps_are_refused():
 
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.25), (422, 0.25), (423, 0.25), (635, 0.125), (847, 0), (1285, 0)])
 def test_prefixes_count_until_the_third_stage(step, weight):
-    assert SPEEDRUN.at(step).prefix_weight == pytest.approx(weight, abs=1e-12)
+    assert SPEEDRUN.at(step).loss_weights[-1] == pytest.approx(weight, abs=1e-12)
 
 
 @pytest.mark.parametrize(
