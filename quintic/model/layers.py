@@ -84,8 +84,8 @@ def rotary_tables(length: int, head_dim: int, *, base: float, device: torch.devi
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D/2 by the angle of the position (half-split rotary convention).
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor, *, parts: int = 1) -> Tensor:
+    """Rotate the first half of the channels against the second by the angle of the position (half-split convention).
 
     As products with all channels it is one pass of a compiled model, where halves put together are one for each.
 
@@ -93,9 +93,12 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BTHD: queries or keys.
         cos: (T, D) from `rotary_tables`, or (B, T, D) where rows have positions of their own.
         sin: the same.
+        parts: equal parts of the channels, in each of which halves rotate against each other.
     """
     cos, sin = cos.unsqueeze(-2).to(x_BTHD.dtype), sin.unsqueeze(-2).to(x_BTHD.dtype)
-    return x_BTHD * cos + x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1) * sin
+    half = x_BTHD.shape[-1] // (2 * parts)
+    others_BTHD: Tensor = x_BTHD.unflatten(-1, (parts, -1)).roll(half, dims=-1).flatten(-2)
+    return x_BTHD * cos + others_BTHD * sin
 
 
 class Attention(nn.Module):

@@ -22,17 +22,16 @@ from quintic.kernels.attention.attention import AttentionName, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
 from quintic.model.layers import rms_norm
-from quintic.model.speedrun_inputs import SpeedrunInputs, all_targets, document_begins
 from quintic.model.speedrun_layers import (
-    COEFFICIENT_SCALE,
     BlockWeights,
     FlatRow,
     Rotary,
+    SpeedrunInputs,
     TokenCoefficients,
     attend,
     joined,
 )
-from quintic.model.speedrun_sizes import IGNORED, RESIDUAL_SCALE, SpeedrunConfig
+from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
 __all__ = ["SpeedrunConfig", "SpeedrunGPT"]
 
@@ -185,7 +184,7 @@ class SpeedrunGPT(nn.Module):
             loss_weights = F.pad(torch.ones(1, device=inputs.device), (0, 1))
         ahead = loss_weights[:-1] if config.multi_token else loss_weights[:1]
         prefixes = self.prefixes if config.prefix_tokens else None
-        targets_TK = all_targets(row.starts.squeeze(1), targets, len(ahead), prefixes)
+        targets_TK = _all_targets(row.starts.squeeze(1), targets, len(ahead), prefixes)
         weights = ahead if prefixes is None else torch.cat([ahead, loss_weights[-1:]])
         fp8 = None
         if config.fp8_head and self._learns():
@@ -224,10 +223,10 @@ class SpeedrunGPT(nn.Module):
             )
             for copies in (1, 2)
         )
-        starts, (cos, sin) = document_begins(inputs, self.config.bos_id), self.rotary.tables(2 * len(inputs), dtype)
+        cos, sin = self.rotary.tables(2 * len(inputs), dtype)
         limits = torch.empty((short, long, longest or len(inputs), 0))
         torch._dynamo.maybe_mark_dynamic(limits, [0, 1, 2])
-        return FlatRow(*self.inputs.look_up(inputs), starts.unsqueeze(1), cos, sin, (mask, paired_mask), limits)
+        return FlatRow(*self.inputs.look_up(inputs), cos, sin, self.rotary.query_scale, (mask, paired_mask), limits)
 
     def _trunk(self, row: FlatRow) -> Tensor:
         """Return the head's input, (T, C)."""
@@ -256,7 +255,6 @@ class SpeedrunGPT(nn.Module):
                     plan,
                     weights,
                     row,
-                    self.rotary.query_scale,
                     read_TC=streams.get("shared", x_TC) if config.shared_attention_input else x_TC,
                     value_TC=None if plan.value_table is None else values[plan.value_table],
                     dense_value_TC=dense_value_TC,
@@ -340,3 +338,19 @@ class SpeedrunGPT(nn.Module):
         windows = self.rotary.windows or (0, 0)
         visible = sum(windows[plan.long] for plan in self.config.layers if plan.attends)
         return 6 * weights + 12 * self.config.width * visible
+
+
+def _all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
+
+    Args:
+        starts: (T,) bool, from `document_begins`.
+        targets: (T,) next tokens.
+        count: number of next tokens.
+        prefixes: (vocab_size,) target for each next token, or None.
+    """
+    columns, outside = [targets], torch.zeros_like(starts)
+    for ahead in range(1, count):
+        outside = outside | F.pad(starts[ahead:], (0, ahead), value=True)
+        columns.append(F.pad(targets[ahead:], (0, ahead)).masked_fill(outside, IGNORED))
+    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=-1)

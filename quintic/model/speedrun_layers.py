@@ -1,6 +1,6 @@
-"""The layers of the speedrun's model: rotary positions, coefficients per token, attention, and joining the stream.
+"""The layers of the speedrun's model: tables, rotary positions, coefficients per token, attention, the stream's sums.
 
-These functions own no weights: the model keeps them in banks, one tensor for all layers, and hands over slices.
+Attention owns no weights: the model keeps them in banks, one tensor for all layers, and hands over slices.
 Shape suffixes: T tokens of a row, N positions of attention (T, or 2T with paired heads), C width, H heads, D head
 dimension.
 """
@@ -14,23 +14,106 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quintic.kernels.attention.attention import DocumentMask, attention
-from quintic.model.layers import rms_norm
-from quintic.model.speedrun_sizes import LayerPlan, Starts
+from quintic.kernels.lookup.rows import embedding_into_grad
+from quintic.model.layers import rms_norm, rotate
+from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, LayerPlan, SpeedrunConfig, Starts
 
-__all__ = [
-    "COEFFICIENT_SCALE",
-    "BlockWeights",
-    "FlatRow",
-    "Rotary",
-    "TokenCoefficients",
-    "attend",
-    "joined",
-    "previous",
-    "rotate_half",
-]
+__all__ = ["BlockWeights", "FlatRow", "Rotary", "SpeedrunInputs", "TokenCoefficients", "attend", "joined"]
 
-# Factor on what `TokenCoefficients` compute, so that Adam's steps are small against them.
-COEFFICIENT_SCALE = 0.1
+_SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate reads
+
+
+def document_begins(inputs: Tensor, bos_id: int) -> Tensor:
+    """Mark the tokens that start documents: (T,) bool, True for the first token and each `bos_id`."""
+    return (inputs == bos_id) | (torch.arange(len(inputs), device=inputs.device) == 0)
+
+
+def previous(x: Tensor) -> Tensor:
+    """Return each token's predecessor along the first dimension; the first token is its own."""
+    return torch.cat([x[:1], x[:-1]])
+
+
+class FlatRow(NamedTuple):
+    """One row of tokens, as all layers share it."""
+
+    embedding: Tensor  # (T, C) rows that the tokens have in this table
+    bigram: Tensor | None  # (T, C) likewise
+    signs: Tensor | None  # (T,) int64 rows of the bigrams' signs
+    values: Tensor | None  # (tables, T, C) value embeddings
+    starts: Tensor  # (T, 1) bool: where documents start
+    cos: Tensor  # (2T, D) each: `Rotary.tables`
+    sin: Tensor
+    query_scale: Tensor  # () factor of the products of queries and keys
+    masks: tuple[DocumentMask, DocumentMask]  # of the T positions, and of the 2T that paired heads have
+    # (short, long, longest, 0): positions that a query sees, itself included, and tokens of the longest document, as
+    # sizes of an empty tensor. They change in mid-run, and compiled code can leave sizes open; numbers are constants.
+    limits: Tensor
+
+
+class SpeedrunInputs(nn.Module):
+    """The tables of the model, with smear: a gated share of the previous token's embedding.
+
+    The tables of values lie one below the other. Pairs of tokens share rows of `bigram_embedding`, by a hash, and take
+    one of a few random vectors of signs, by another, which tells them apart.
+
+    Args:
+        config: sizes and features.
+        dtype: of the tables.
+    """
+
+    bigram_signs: Tensor
+    """(bigram_sign_rows, C): 1 and -1."""
+
+    def __init__(self, config: SpeedrunConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.adds_to_gradients = False
+        """The backward pass adds to the gradients of tables by itself (`embedding_into_grad`)."""
+        vocab, width = config.vocab_size, config.width
+        self.embedding = nn.Parameter(torch.empty(vocab, width, dtype=dtype))
+        if config.value_embeddings:
+            self.value_embeddings = nn.Parameter(torch.empty(config.value_tables * vocab, width, dtype=dtype))
+        if config.bigram_hash:
+            self.bigram_embedding = nn.Parameter(torch.empty(config.bigram_rows, width, dtype=dtype))
+            self.register_buffer("bigram_signs", torch.empty(config.bigram_sign_rows, width, dtype=dtype))
+        if config.smear:
+            self.smear_gate = nn.Parameter(torch.empty(1, min(_SMEAR_CHANNELS, width), dtype=dtype))
+            self.smear_scale = nn.Parameter(torch.empty(1))
+
+    def look_up(self, inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        """Look the tokens up; return the first fields of a `FlatRow`: embedding, bigram, signs, values and starts."""
+        look_up, config = embedding_into_grad if self.adds_to_gradients else F.embedding, self.config
+        bigram_TC = signs_T = values_KTC = None
+        if config.bigram_hash:
+            rows_T, signs_T = self.bigram_hashes(inputs)
+            bigram_TC = look_up(rows_T, self.bigram_embedding)
+        if config.value_embeddings:
+            # One lookup in all tables, and one gradient.
+            first = torch.arange(0, len(self.value_embeddings), config.vocab_size, device=inputs.device)
+            values_KTC = look_up(first.unsqueeze(1) + inputs, self.value_embeddings)
+        starts_T1 = document_begins(inputs, config.bos_id).unsqueeze(1)
+        return look_up(inputs, self.embedding), bigram_TC, signs_T, values_KTC, starts_T1
+
+    def forward(self, row: FlatRow) -> tuple[Tensor, Tensor | None]:
+        """Return normalised embeddings and bigrams with their signs, (T, C), from the results of `look_up`."""
+        x_TC, bigram_TC = row.embedding, row.bigram
+        if self.config.smear:
+            gate_T1 = torch.sigmoid(F.linear(x_TC[:, : self.smear_gate.shape[1]], self.smear_gate))
+            x_TC = x_TC + self.smear_scale.to(x_TC.dtype) * gate_T1.masked_fill(row.starts, 0) * previous(x_TC)
+        if bigram_TC is not None and row.signs is not None:
+            bigram_TC = bigram_TC * F.embedding(row.signs, self.bigram_signs)
+        return rms_norm(x_TC), bigram_TC
+
+    def bigram_hashes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows that tokens take of the bigram embedding, and of the signs: (T,) int64 each, on any device.
+
+        Tokens that start a document take the embedding's last row and the first signs.
+        """
+        before, begins = previous(inputs), document_begins(inputs, self.config.bos_id)
+        last_row = self.config.bigram_rows - 1
+        rows = ((36313 * inputs) ^ (27191 * before)) % last_row
+        signs = (inputs ^ before) % self.config.bigram_sign_rows
+        return rows.masked_fill(begins, last_row), signs.masked_fill(begins, 0)
 
 
 class Rotary(nn.Module):
@@ -81,7 +164,7 @@ class Rotary(nn.Module):
         self._renew()
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return factors of the channels and of their partners, (length, head_dim) each, for `rotate_half`.
+        """Return factors of the channels and of those they rotate with, (length, head_dim) each, for `rotate`.
 
         They follow changes of the windows. They have other memory after a call with a larger length or another dtype.
         """
@@ -109,21 +192,6 @@ class Rotary(nn.Module):
         short, long = state.tolist()
         self.windows = (short, long) if long else None
         self._renew()
-
-
-def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i of (..., H, D) against its partner i + D/4 for i < D/4; the last D/2 channels stay.
-
-    `cos` and `sin`, (..., D), are those of `Rotary.tables`: compiled, this is one pass over all channels, where parts
-    put together would be one for each of them.
-    """
-    partners: Tensor = x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
-    return x * cos.unsqueeze(-2) + partners * sin.unsqueeze(-2)
-
-
-def previous(x: Tensor) -> Tensor:
-    """Return each token's predecessor along the first dimension; the first token is its own."""
-    return torch.cat([x[:1], x[:-1]])
 
 
 class TokenCoefficients(nn.Module):
@@ -160,22 +228,6 @@ class TokenCoefficients(nn.Module):
         return dict(zip(self.starts, values.split(sizes, dim=-1), strict=True))
 
 
-class FlatRow(NamedTuple):
-    """One row of tokens, as all layers share it."""
-
-    embedding: Tensor  # (T, C) rows that the tokens have in this table
-    bigram: Tensor | None  # (T, C) likewise
-    signs: Tensor | None  # (T,) int64 rows of the bigrams' signs
-    values: Tensor | None  # (tables, T, C) value embeddings
-    starts: Tensor  # (T, 1) bool: where documents start
-    cos: Tensor  # (2T, D) each: `Rotary.tables`
-    sin: Tensor
-    masks: tuple[DocumentMask, DocumentMask]  # of the T positions, and of the 2T that paired heads have
-    # (short, long, longest, 0): positions that a query sees, itself included, and tokens of the longest document, as
-    # sizes of an empty tensor. They change in mid-run, and compiled code can leave sizes open; numbers are constants.
-    limits: Tensor
-
-
 class BlockWeights(NamedTuple):
     """One layer's slices of the banks; None for missing ones."""
 
@@ -192,7 +244,6 @@ def attend(
     plan: LayerPlan,
     weights: BlockWeights,
     row: FlatRow,
-    query_scale: Tensor,
     *,
     read_TC: Tensor,
     value_TC: Tensor | None,
@@ -205,7 +256,6 @@ def attend(
         plan: of the layer.
         weights: of the layer.
         row: the tokens.
-        query_scale: () factor of the products of queries and keys.
         read_TC: the stream that attention reads.
         value_TC: value embeddings of the tokens.
         dense_value_TC: what dense connections add to the values.
@@ -236,8 +286,8 @@ def attend(
         v_THD = v_THD + value_TC.view(v_THD.shape)
     # Paired heads: heads h and h + H/2 are one, with the even and the odd positions of a row twice as long.
     q, k, v = (x.unflatten(1, (copies, -1)) for x in (rms_norm(q_THD), rms_norm(k_THD), v_THD))
-    sharpness = query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
-    q, k = rotate_half(q * sharpness.to(q.dtype), cos, sin), rotate_half(k, cos, sin)
+    sharpness = row.query_scale * q.shape[-1] ** 0.5  # `attention` divides by sqrt(D)
+    q, k = (rotate(x, cos, sin, parts=2) for x in (q * sharpness.to(q.dtype), k))
     if plan.key_offset:
         rotating, still = k.chunk(2, dim=-1)
         still = torch.where(row.starts[..., None, None], still, previous(still))

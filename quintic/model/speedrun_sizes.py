@@ -3,9 +3,10 @@
 import functools
 from dataclasses import dataclass
 
-__all__ = ["IGNORED", "RESIDUAL_SCALE", "LayerPlan", "SpeedrunConfig", "Starts"]
+__all__ = ["COEFFICIENT_SCALE", "IGNORED", "RESIDUAL_SCALE", "LayerPlan", "SpeedrunConfig", "Starts"]
 
 IGNORED = -100  # a target that does not count
+COEFFICIENT_SCALE = 0.1  # factor on what `TokenCoefficients` compute, so that Adam's steps are small against them
 RESIDUAL_SCALE = 1.1**0.5  # initial scale of the stream per sublayer, so 1.1 per layer
 
 Starts = dict[str, tuple[int, float]]
