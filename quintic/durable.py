@@ -38,6 +38,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written; it is what it was, and nothing else is left behind.
     """
+    if not path.name:  # "." and "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         unfinished.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))

@@ -303,6 +303,7 @@ def test_a_run_without_a_checkpoint_is_not_told_to_resume(
         ("--top-k 0", "--top-k 0: must be at least 1"),
         ("--seed -1", "--seed -1: must be at least 0"),
         ("--prompts a\udcff", "--prompts 'a\\udcff': not UTF-8"),
+        (f"--prompts {'ab' * 10_000}", "--prompts 'abababababababababab'...: 20,000 bytes; at most 16,384"),
     ],
 )
 def test_sample_options_out_of_range(
@@ -386,11 +387,11 @@ def test_report_compares_any_runs(
     assert capsys.readouterr().out.startswith("slow ")
     assert "slow (median and range of 2 runs)" in Path(page).read_text(encoding="utf-8")
     for arguments, message in (
-        (["--runs", "other"], "--runs other: give two different runs at least"),
+        (["--runs", "other"], "--runs other: give two groups of runs at least, no run twice"),
         (["--runs", "A=", "other"], "--runs A= other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
         (["--runs", "=one", "other"], "--runs =one other: a name or label is empty; write RUN, or LABEL=RUN,RUN,..."),
-        (["--runs", "other", "other"], "--runs other other: give two different runs at least"),
-        (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two different runs at least"),
+        (["--runs", "other", "other"], "--runs other other: give two groups of runs at least, no run twice"),
+        (["--runs", "a", "b=a,c"], "--runs a b=a,c: give two groups of runs at least, no run twice"),
         (["--run", "x", "--runs", "a", "b"], "--run x: give it as the first of --runs"),
         (["--runs", "other", "again", "--out", str(mine)], f"{mine}: cannot be written (Is a directory); free some"),
     ):
@@ -480,7 +481,10 @@ def test_ctrl_c_stops_a_comparison(
     monkeypatch.setattr("quintic.commands.compare.train", stop)
     assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c")]) == 130
     printed = capsys.readouterr()
-    assert "stopped after step 2 of 3, which is saved; a comparison cannot be continued" in printed.out
+    assert (
+        "stopped after step 2 of 3, which is saved; a comparison cannot be continued: start it again, with another"
+        in printed.out
+    )
     assert printed.err == ""
 
 

@@ -38,6 +38,12 @@ def write_folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_folder_is_no_file_to_write(path: str) -> None:
+    with pytest.raises(IsADirectoryError):
+        write_atomically(Path(path), "new")
+
+
 @pytest.mark.parametrize("content", ["ä\n", b"\xff\n", ""])
 def test_a_file_is_flushed_before_its_rename_and_its_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | bytes

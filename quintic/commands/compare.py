@@ -98,6 +98,6 @@ def run(arguments: list[str]) -> int:
     try:
         say(compare(page, configs, dataset, command=command))
     except Interrupted as stop:
-        print(f"\n{stop}; a comparison cannot be continued: start it again")
+        print(f"\n{stop}; a comparison cannot be continued: start it again, with another --run")
         return 130
     return 0

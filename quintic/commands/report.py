@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     if "" in names or any(word.startswith("=") for word in options.runs):
         raise ConfigError(f"--runs {' '.join(options.runs)}: a name or label is empty; write RUN, or LABEL=RUN,RUN,...")
     if len(options.runs) < 2 or len(arms) < len(options.runs) or len(set(names)) < len(names):
-        raise ConfigError(f"--runs {' '.join(options.runs)}: give two different runs at least")
+        raise ConfigError(f"--runs {' '.join(options.runs)}: give two groups of runs at least, no run twice")
     folders = {label: [find(name) for name in runs] for label, runs in arms.items()}
     out = options.out if options.out is not None else options.runs_dir / "comparison.html"
     figures = write_comparison(folders, out, title=f"{', '.join(arms)} compared")

@@ -152,6 +152,8 @@ def _jsonl_text(line: str, place: str) -> str:
         raise DataError(f"{place}: not a JSON object ({error}); expected one object per line") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
+        if isinstance(record, dict) and "text" in record:
+            raise DataError(f"{place}: 'text' is {json.dumps(text)[:40]}, not a string; leave such lines out")
         given = f"keys {', '.join(map(str, record)) or 'none'}" if isinstance(record, dict) else "no object"
         raise DataError(f"{place}: no string field 'text' ({given}); rename the field that holds the text")
     return _without_surrogates(text)

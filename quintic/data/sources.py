@@ -77,8 +77,18 @@ def _path_source(spec: str) -> Source:
 
 
 def _visible_files(root: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+    """Yield the files of a folder and those in it, links to folders included, each folder once; nothing hidden."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror or error})") from error
+
+    read = set[str]()
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(folder)) in read:  # a link in a circle, or a second one
+            folders.clear()
+            continue
+        read.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
         for name in files:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():

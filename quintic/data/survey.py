@@ -90,8 +90,8 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
         if smallest == largest:
             advice = f"give two different documents or one of more than {MAX_DOCUMENT_BYTES:,} bytes"
             raise DataError(
-                f"{source.spec}: one document of {seen:,} bytes cannot be split into training and validation text; "
-                f"{advice if max_bytes is None else f'raise --max-bytes ({max_bytes:,})'}"
+                f"{source.spec}: one document of {pieces[0][1]:,} bytes, or copies of it, cannot be split into "
+                f"training and validation text; {advice if max_bytes is None else f'raise --max-bytes ({max_bytes:,})'}"
             )
         threshold = min(max(threshold, smallest + 1), largest)
     texts = [text for value, _, text in pieces if value >= threshold]

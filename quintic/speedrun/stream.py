@@ -125,7 +125,7 @@ def validation_batches(data: RaceData, track: Track, *, ranks: Ranks = ALONE) ->
     if tokens % (chunk * ranks.size):
         raise DataError(
             f"{tokens:,} validation tokens are no whole number of chunks of {chunk:,} for each of {ranks.size} ranks; "
-            "give another --val-tokens"
+            f"give another --val-tokens, such as {tokens // (chunk * ranks.size) * chunk * ranks.size}"
         )
     text = read_shard(data.validation, vocab_size=data.vocab_size)
     if len(text) <= tokens:

@@ -333,8 +333,12 @@ class Config:
             )
 
 
+# Bytes of a prompt: its mask has an entry for each pair of tokens.
+_LONGEST_PROMPT = 2**14
+
+
 def check_samples(prompts: Iterable[str], **tokens: int) -> None:
-    """Refuse prompts that no tokenizer can read, and more tokens than memory can be reserved for.
+    """Refuse prompts that no tokenizer can read, and more or longer ones than memory can be reserved for.
 
     Raises:
         ConfigError: there is one, whose bytes on the command line are not UTF-8; or the option of `tokens` is too high.
@@ -342,9 +346,11 @@ def check_samples(prompts: Iterable[str], **tokens: int) -> None:
     check_at_most(2**17, **tokens)
     for prompt in prompts:
         try:
-            prompt.encode()
+            size = len(prompt.encode())
         except UnicodeEncodeError:
             raise ConfigError(f"--prompts {prompt!r}: not UTF-8; type it in a terminal that is") from None
+        if size > _LONGEST_PROMPT:
+            raise ConfigError(f"--prompts {prompt[:20]!r}...: {size:,} bytes; at most {_LONGEST_PROMPT:,}")
 
 
 def _values(section: object, *names: str) -> dict[str, Any]:

@@ -219,8 +219,11 @@ def test_unusable_settings_are_named(tmp_path: Path, options: dict[str, object],
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        (["only one"], "one document of 8 bytes cannot be split.*two different documents or one of more than 65,536"),
-        (["twice", "twice"], "one document of 10 bytes cannot be split"),
+        (
+            ["only one"],
+            "one document of 8 bytes, or copies of it, cannot be split.*two different documents or one of more",
+        ),
+        (["twice", "twice"], "one document of 5 bytes, or copies of it, cannot be split"),
         ([""], "there is no text in it"),
     ],
 )

@@ -1,5 +1,6 @@
 """Text sources: what each kind yields, in which order, and what is said about unusable text."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -227,6 +228,33 @@ def test_a_source_that_does_not_exist(tmp_path: Path, spec: str, monkeypatch: py
     assert text.startswith(f"{spec!r}: no such file or folder; a text source is a path, 'python' or 'hf:")
 
 
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for made in (folder, elsewhere):
+        made.mkdir()
+    (folder / "a.txt").write_text("own")
+    (elsewhere / "b.txt").write_text("linked")
+    (folder / "one").symlink_to(elsewhere)
+    (folder / "two").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(folder)
+    assert sorted(opened(folder).documents()) == ["linked", "own"]
+    assert [part.name for part in opened(folder).parts] == ["a.txt", "one/b.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def closed(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert message(lambda: opened(tmp_path)) == f"{tmp_path / 'closed'}: cannot be read (Permission denied)"
+
+
 def test_a_folder_without_text_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     text = message(lambda: opened(tmp_path))
@@ -250,7 +278,7 @@ def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xe9"}\n', "a.jsonl: not UTF-8 at byte offset 25 (byte 0xe9)"),
         ("a.jsonl", b'{"text": "ok"}\n\nnot json\n', "a.jsonl:3: not a JSON object"),
         ("a.jsonl", b'{"text": "ok"}\n{"body": 1, "id": 2}\n', "a.jsonl:2: no string field 'text' (keys body, id)"),
-        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: no string field 'text' (keys text)"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: 'text' is null, not a string; leave such lines out"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: no string field 'text' (no object)"),
         # No time in it: the bytes are in the test's name, which must be the same in every process.
         ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], "a.txt.gz: truncated"),

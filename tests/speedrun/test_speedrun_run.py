@@ -452,7 +452,7 @@ def test_the_command_runs_the_preset_without_features(
         (["--muon-lr=1"], "--muon-lr has no meaning with --preset speedrun-tiny"),
         (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
         (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
-        (["--val-tokens", "1001"], "1,001 validation tokens are no whole number of chunks of 500"),
+        (["--val-tokens", "1001"], "of 500 for each of 1 ranks; give another --val-tokens, such as 1000"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
         (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),
