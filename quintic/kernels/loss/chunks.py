@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.kernels.linear.fp8 import scaled_product
-from quintic.kernels.linear.fp8_quantize import next_multiple, quantized_layouts, quantized_twin
+from quintic.kernels.linear.fp8_quantize import empty_quantized, quantized_layouts, quantized_twin
 from quintic.kernels.linear.transpose import transpose_copy_
 from quintic.kernels.loss.problem import Fp8Scales, Problem, Wanted
 from quintic.kernels.loss.rows import in_ln2, launch_rows, scale_rows, takes_one_pass
@@ -329,8 +329,8 @@ def _chunk_bytes_in_8_bits(device: torch.device) -> int:
 
 def _turned(grad: Tensor) -> Tensor:
     """Return the transpose of a matrix of 8-bit floats, its rows padded with zeros to what products want."""
-    tokens, columns = grad.shape
-    turned = grad.new_empty((columns, next_multiple(tokens)))
+    tokens = grad.shape[0]
+    _, turned = empty_quantized(grad, grad.dtype, False, True)
     turned[:, tokens:].view(torch.uint8).zero_()
     transpose_copy_(turned[:, :tokens], grad, kernels="triton")
     return turned

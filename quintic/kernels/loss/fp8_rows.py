@@ -9,7 +9,6 @@ formulas, and the plain twin.
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from triton.experimental.gluon import language as gl
 
 from quintic.kernels.launch import launch
 from quintic.kernels.loss.problem import Problem
-from quintic.kernels.loss.rows import takes_one_pass
+from quintic.kernels.loss.rows import LOG2_E, in_ln2, takes_one_pass
+from quintic.kernels.products.hopper_tiles import group_barrier
 
 __all__ = ["launch_rows_fp8"]
-
-# Newer versions of Triton have another name for it.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -146,7 +143,7 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
     pull = gl.sum(gl.where(same, gl.expand_dims(other_weight, 0), 0.0), axis=1)
     grad = (gl.exp2(z) * factor - pull * scale_of_row) * derivative
     # All warps have written their blocks before these entries are written again.
-    _barrier()
+    group_barrier()
     gl.store(there + target, _e5m2(grad), mask=exists)
 
 
@@ -154,7 +151,6 @@ def _row_kernel(logits, targets, weights, scale, losses, out, vocab, columns, nu
 _VECTOR, _WARPS = 8, 16
 # Conversion to 8 bits takes four values at a time.
 _FEWEST_TARGETS = 4
-_LOG2_E = math.log2(math.e)
 
 
 def launch_rows_fp8(problem: Problem, rows: slice, logits: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
@@ -194,12 +190,11 @@ def _as_tanh(cap: tuple[float, ...] | None) -> tuple[float, float, float, float]
 
     The derivative, in nats, is slope (1 - tanh^2). Without a cap, z = steepness logit and the derivative is 1.
     """
+    _, span, steepness, offset, slope = in_ln2(cap)
     if cap is None:
-        return 0.0, _LOG2_E, 0.0, 1.0
-    if len(cap) == 1:
-        return cap[0] * _LOG2_E, 1 / cap[0], 0.0, 1.0
-    height, shift, width = cap  # height sigmoid(u) = height / 2 + height / 2 tanh(u / 2)
-    return height / 2 * _LOG2_E, 0.5 / width, 0.5 * shift / width, height / (4 * width)
+        return 0.0, steepness, offset, slope
+    # rows.py has r = 1 / (1 + exp 2u) with tanh u = 1 - 2 r, and 2u in units of ln 2.
+    return span / 2, steepness / (2 * LOG2_E), offset / (2 * LOG2_E), slope / 4
 
 
 @functools.cache

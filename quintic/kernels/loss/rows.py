@@ -13,7 +13,7 @@ from quintic.kernels.jit import jit, tl, triton
 from quintic.kernels.launch import launch
 from quintic.kernels.loss.problem import Problem, Wanted
 
-__all__ = ["in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
+__all__ = ["LOG2_E", "in_ln2", "launch_rows", "scale_rows", "takes_one_pass"]
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -185,7 +185,7 @@ def _scale_rows_kernel(
 _ROW_BLOCK, _ROW_WARPS = 4096, 8
 _SCALE_BLOCK = (16, 128)
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 # Up to this distance between the bounds of logits, exp(-span) is far from the smallest float32 and bfloat16, and a row
 # needs one pass.
@@ -200,13 +200,13 @@ def _approximate(x: Tensor) -> bool:
 def in_ln2(softcap: tuple[float, ...] | None) -> tuple[float, float, float, float, float]:
     """Return cap, span, steepness, offset and slope for `_capped` and `_derivative`, in units of ln 2 but for slope."""
     if softcap is None:
-        return 0.0, 0.0, _LOG2_E, 0.0, 1.0
+        return 0.0, 0.0, LOG2_E, 0.0, 1.0
     if len(softcap) == 1:
-        return softcap[0] * _LOG2_E, 2 * softcap[0] * _LOG2_E, 2 * _LOG2_E / softcap[0], 0.0, 4.0
+        return softcap[0] * LOG2_E, 2 * softcap[0] * LOG2_E, 2 * LOG2_E / softcap[0], 0.0, 4.0
     height, shift, width = softcap
     # Lower by the cap of zero, which no softmax sees: small differences between losses are more exact.
     top = height / (1 + math.exp(min(shift / width, 700.0)))
-    return top * _LOG2_E, height * _LOG2_E, _LOG2_E / width, shift * _LOG2_E / width, height / width
+    return top * LOG2_E, height * LOG2_E, LOG2_E / width, shift * LOG2_E / width, height / width
 
 
 def takes_one_pass(softcap: tuple[float, ...] | None, dtype: torch.dtype, *, gradient: bool) -> bool:
