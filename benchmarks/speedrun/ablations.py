@@ -37,7 +37,7 @@ from benchmarks.common.results import (
 )
 from benchmarks.training.tune import share_cores
 from quintic.report.history import METRICS_FILE, read_metrics
-from quintic.speedrun.presets import FP8_FEATURES, preset, switches, without
+from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, switches, without
 from quintic.speedrun.stages import Track
 from quintic.train.config import RunConfig
 from quintic.train.hardware import choose_hardware, multiplies_fp8
@@ -138,19 +138,14 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     model = without(chosen.model, left_out if name == WHOLE else [*left_out, name])
     with tempfile.TemporaryDirectory() as made:
         run_dir = Path(made)
-        data = open_data(
-            options.shards,
-            data_dir=run_dir,
-            num_shards=1,
-            vocab_size=model.vocab_size,
-            bos_id=model.bos_id,
-            tokenizer=str(Path(options.shards) / "tokenizer.json"),
-        )
+        tokenizer = str(Path(options.shards) / "tokenizer.json")
+        of_text = SpeedrunOptions(data=options.shards, data_dir=run_dir, shards=1, tokenizer=tokenizer)
+        data = open_data(of_text, model)
         race = Race(track, model, data, hardware, seed=seed, capture=hardware.device.type == "cuda")
         race.warm_up()
         start = time.perf_counter() - began
         with _turn:
-            result = train(race, hardware, run_dir, facts={}, warm_up=False, say=lambda line: None)
+            result = train(race, run_dir, facts={}, warm_up=False, say=lambda line: None)
         records = read_metrics(run_dir / METRICS_FILE)
     steps = [record for record in records if record["kind"] == "train"]
     by_stage = [

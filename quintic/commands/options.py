@@ -278,7 +278,7 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     preset_name, rest = taken(arguments, "--preset")
     if preset_name is None or not preset_name.startswith("speedrun"):
         return None
-    default = speedrun_preset(preset_name).options()
+    default = speedrun_preset(preset_name).options
     others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)}
     others -= {name for name, _ in options_of(SpeedrunOptions)}
     for argument in rest:

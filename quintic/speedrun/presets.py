@@ -21,29 +21,29 @@ FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedrunOptions(BaseRunConfig):
-    """Options of a speedrun."""
+    """Options of a speedrun; the defaults are the race's."""
 
-    data: str
+    data: str = "hf:kjj0/fineweb10B-gpt2"
     """Folder with *train*.bin and *val*.bin token shards, hf:owner/name with the race's, or 'python': the text of your
     Python installation as bytes (for speedrun-tiny)."""
     data_dir: Path = Path("data")
     """Folder for downloads."""
-    shards: int
+    shards: int = 9
     """Training shards to take at most."""
     tokenizer: str | None = "gpt2"
     """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
     'gpt2', which is downloaded. 'None' for neither."""
-    steps: int
+    steps: int = SPEEDRUN.steps
     """Optimizer steps; every stage shrinks or grows alike."""
     without: tuple[str, ...] = ()
     """Features of the model to leave out, such as 'smear skip'."""
     warm_up: bool = True
     """Compile the code of every stage before the clock starts."""
-    pass_tokens: int
+    pass_tokens: int = SPEEDRUN.pass_tokens
     """Tokens up to which chunks of 16,384 to 49,152 go through the model together: fewer take less memory."""
-    eval_every: int
+    eval_every: int = SPEEDRUN.eval_every
     """Steps between validations."""
-    val_tokens: int
+    val_tokens: int = SPEEDRUN.validation_tokens
     """Validation tokens."""
     capture: bool = True
     """Replay passes as CUDA graphs, on a GPU."""
@@ -62,27 +62,14 @@ class Preset:
 
     track: Track
     model: SpeedrunConfig
-    data: str
-    num_shards: int
-
-    def options(self) -> SpeedrunOptions:
-        """Return the options that change nothing."""
-        return SpeedrunOptions(
-            data=self.data,
-            shards=self.num_shards,
-            steps=self.track.steps,
-            pass_tokens=self.track.pass_tokens,
-            eval_every=self.track.eval_every,
-            val_tokens=self.track.validation_tokens,
-        )
+    options: SpeedrunOptions
 
 
 PRESETS: Mapping[str, Preset] = {
     "speedrun": Preset(
         track=SPEEDRUN,
         model=SpeedrunConfig(fp8_head=True, fp8_mlp=True, fp8_mlp_backward=True),
-        data="hf:kjj0/fineweb10B-gpt2",
-        num_shards=9,
+        options=SpeedrunOptions(),
     ),
     "speedrun-tiny": Preset(
         track=TINY,
@@ -97,8 +84,14 @@ PRESETS: Mapping[str, Preset] = {
             bigram_sign_rows=64,
             gate_channels=8,
         ),
-        data="python",
-        num_shards=1,
+        options=SpeedrunOptions(
+            data="python",
+            shards=1,
+            steps=TINY.steps,
+            pass_tokens=TINY.pass_tokens,
+            eval_every=TINY.eval_every,
+            val_tokens=TINY.validation_tokens,
+        ),
     ),
 }
 

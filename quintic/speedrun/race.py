@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quintic.errors import ConfigError, DataError
@@ -59,7 +58,8 @@ class Race:
             raise DataError(
                 f"{ranks.size} ranks cannot share the {track.chunks} chunks of a batch; start as many as divide them"
             )
-        self.track, self.data, self.ranks, self.device = track, data, ranks, hardware.device
+        self.track, self.data, self.ranks = track, data, ranks
+        self.hardware, self.device = hardware, hardware.device
         self.stream = chunk_stream(data, track, itertools.count(), ranks=ranks, device=self.device)
         self.validation = validation_batches(data, track, ranks=ranks)
         with torch.device("meta"):
@@ -71,7 +71,6 @@ class Race:
         longest = max(longest, track.validation_chunk)
         self.model.rotary.tables(2 * longest, self.model.qk_bank.dtype)  # graphs find them where they are now
         vocabulary = data.vocabulary or ()
-        unknown = config.vocab_size - len(vocabulary)
         if config.prefix_tokens:
             if not vocabulary:
                 raise ConfigError(
@@ -84,8 +83,8 @@ class Race:
         self.model.inputs.adds_to_gradients = True
         self.optimizer = build_optimizer(self.model, ranks=ranks.size)
         self.passes = CapturedPasses(self._make_pass) if capture else None
-        lengths = torch.tensor([len(token) for token in vocabulary], dtype=torch.int64)
-        self._token_bytes = F.pad(lengths, (0, unknown)).to(self.device)
+        self._token_bytes = torch.zeros(config.vocab_size, dtype=torch.int64, device=self.device)
+        self._token_bytes[: len(vocabulary)] = torch.tensor([len(token) for token in vocabulary])
         self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
         # On the device before the clock starts.
         weights = [track.at(number).loss_weights for number in range(track.steps)]

@@ -29,7 +29,6 @@ from quintic.speedrun.shards import open_data
 from quintic.train.config import BaseRunConfig, Config, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
-    Hardware,
     Stopwatch,
     choose_hardware,
     git_state,
@@ -66,16 +65,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     without_fp8 = (model.fp8_head or model.fp8_mlp) and not multiplies_fp8(hardware.device)
     if without_fp8:
         model = without(model, FP8_FEATURES)
-    data = ranks.once_per_host(
-        lambda: open_data(
-            options.data,
-            data_dir=options.data_dir,
-            num_shards=options.shards,
-            vocab_size=model.vocab_size,
-            bos_id=model.bos_id,
-            tokenizer=options.tokenizer,
-        )
-    )
+    data = ranks.once_per_host(lambda: open_data(options, model))
     capture = options.capture and hardware.device.type == "cuda"
     race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
     run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
@@ -83,7 +73,7 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     try:
-        result = train(race, hardware, run_dir, facts=facts, warm_up=options.warm_up)
+        result = train(race, run_dir, facts=facts, warm_up=options.warm_up)
     except BaseException:
         if ranks.is_first:
             discard_unstarted(run_dir)
@@ -97,7 +87,6 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
 
 def train(
     race: Race,
-    hardware: Hardware,
     run_dir: Path,
     *,
     facts: Mapping[str, Any],
@@ -108,7 +97,6 @@ def train(
 
     Args:
         race: is closed at the end.
-        hardware: where it computes, for the log.
         run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
         facts: command and configuration, for the log.
         warm_up: compile before the clock starts rather than in the steps.
@@ -129,7 +117,7 @@ def train(
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
         collected()  # once, and no more before the end
-        log.write("run", **_facts(race, hardware), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
+        log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
         scored = [*range(0, track.steps, track.eval_every), track.steps]
         for number, following in itertools.pairwise([*scored, track.steps]):
             loss, bpb = race.evaluate(number)
@@ -201,11 +189,11 @@ def _time(seconds: float, steps: int) -> str:
     return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
 
 
-def _facts(race: Race, hardware: Hardware) -> dict[str, Any]:
+def _facts(race: Race) -> dict[str, Any]:
     """Return the facts of the log's `run` record."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine_facts(hardware),
+        "machine": machine_facts(race.hardware),
         "ranks": race.ranks.size,
         "git": git_state(),
         "code": _code_hash(),

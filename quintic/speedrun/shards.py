@@ -19,8 +19,8 @@ from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import write_atomically
 from quintic.errors import DataError
-from quintic.model.speedrun_sizes import IGNORED
-from quintic.speedrun.presets import BYTES_BOS
+from quintic.model.speedrun_sizes import IGNORED, SpeedrunConfig
+from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions
 
 __all__ = ["RaceData", "Tokens", "open_data", "prefixes", "read_shard", "vocabulary_of", "write_shard"]
 
@@ -109,19 +109,15 @@ def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> 
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def open_data(
-    source: str, *, data_dir: Path, num_shards: int, vocab_size: int, bos_id: int, tokenizer: str | None
-) -> RaceData:
+def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
     """Return the shards of a run; those of the Hub are downloaded, unless they are there already.
-
-    `source`, `data_dir`, `num_shards` and `tokenizer` are the options `--data`, `--data-dir`, `--shards` and
-    `--tokenizer` of the race; `vocab_size` and `bos_id`, the token that begins a document, are the model's.
 
     Raises:
         DataError: there are no such shards, they are damaged or cannot be downloaded, or the vocabulary is too large.
     """
+    source, data_dir, tokenizer = options.data, options.data_dir, options.tokenizer
     if source.startswith("hf:"):
-        train, validation = _downloaded(source, data_dir / "hub", num_shards)
+        train, validation = _downloaded(source, data_dir / "hub", options.shards)
     else:
         folder = _bytes_of_python(data_dir) if source == "python" else Path(source).expanduser()
         train, validation = ([*sorted(folder.glob(f"*{split}*.bin"))] for split in ("train", "val"))
@@ -132,25 +128,25 @@ def open_data(
             )
         if both := set(train) & set(validation):
             raise DataError(f"{min(both)}: is named for training and for validation; rename it")
-    train = train[:num_shards]
+    train = train[: options.shards]
     for path in (*train, validation[0]):
         read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
     vocabulary = None
-    if bos_id == BYTES_BOS:
+    if model.bos_id == BYTES_BOS:
         vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
     elif tokenizer is not None:
-        vocabulary = vocabulary_of(tokenizer, bos_id=bos_id, cache_dir=data_dir / "hub")
-        if len(vocabulary) > vocab_size:
+        vocabulary = vocabulary_of(tokenizer, bos_id=model.bos_id, cache_dir=data_dir / "hub")
+        if len(vocabulary) > model.vocab_size:
             raise DataError(
-                f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {vocab_size:,}; give the one with "
-                "which the shards were made"
+                f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {model.vocab_size:,}; give the "
+                "one with which the shards were made"
             )
     return RaceData(
         source=source,
         train=tuple(train),
         validation=validation[0],
-        vocab_size=vocab_size,
-        bos_id=bos_id,
+        vocab_size=model.vocab_size,
+        bos_id=model.bos_id,
         vocabulary=vocabulary,
     )
 

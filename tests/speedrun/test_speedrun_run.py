@@ -31,7 +31,7 @@ from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError
 from quintic.kernels.attention import flash
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.speedrun import graphs
-from quintic.speedrun.presets import BYTES_BOS, PRESETS, preset, switches, without
+from quintic.speedrun.presets import BYTES_BOS, PRESETS, SpeedrunOptions, preset, switches, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.run import train
@@ -66,11 +66,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def race_of(shards: Path, ranks: Ranks = ALONE, hardware: Hardware = HARDWARE, **options: Any) -> Race:
-    sizes = TINY.model
-    data = open_data(
-        str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=sizes.bos_id, tokenizer=None
-    )
-    return Race(TRACK, sizes, data, hardware, ranks=ranks, seed=3, **options)
+    data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
+    return Race(TRACK, TINY.model, data, hardware, ranks=ranks, seed=3, **options)
 
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
@@ -85,7 +82,7 @@ def course(rank: int, world_size: int, shards: Path, run_dir: Path, warm_up: boo
         ranks = Ranks(rank=rank, size=world_size, local_rank=rank, local_size=world_size, group=dist.group.WORLD)
     hardware = choose_hardware(RunConfig(device="cuda", compile=False)) if ON_GPUS and world_size > 1 else HARDWARE
     race = race_of(shards, ranks, hardware, capture=hardware is not HARDWARE)
-    result = train(race, hardware, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
+    result = train(race, run_dir, facts={}, warm_up=warm_up, say=lambda text: None)
     return result.loss, sum_of_weights(race)
 
 
@@ -218,7 +215,7 @@ def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_pa
     hardware = choose_hardware(RunConfig(device="cuda"))
     assert hardware.compile
     race = race_of(shards, hardware=hardware, capture=captures)
-    result = train(race, hardware, tmp_path, facts={}, say=lambda text: None)
+    result = train(race, tmp_path, facts={}, say=lambda text: None)
     assert result.loss == pytest.approx(alone[1][0], abs=0.1)  # of float32 on the CPU
 
 
@@ -253,7 +250,7 @@ def test_captured_passes_have_the_weights_of_others(
     race.passes = graphs.CapturedPasses(race._make_pass)
     race.warm_up()
     assert len(captured) == 4  # one for each stage, whose windows differ
-    result = train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+    result = train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
     assert len(captured) == 4
     assert tables == {race.model.rotary.tables(1, torch.float32)[0].data_ptr()}
     assert [graph.make for graph in captured] == [None] * 4  # closed
@@ -365,7 +362,7 @@ def test_the_clock_runs_in_steps_alone(shards: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(race, "warm_up", lasting(1000.0, None))
     monkeypatch.setattr(race, "evaluate", lasting(100.0, (1.0, None)))
     monkeypatch.setattr(race, "train_step", lasting(2.0, (torch.tensor(1.0), 0)))
-    result = train(race, HARDWARE, tmp_path, facts={}, say=lambda text: None)
+    result = train(race, tmp_path, facts={}, say=lambda text: None)
     assert result.seconds == 48.0
     records = read_metrics(tmp_path / METRICS_FILE)
     assert records[0]["warmup_seconds"] == 1000.0
@@ -389,7 +386,7 @@ def test_a_run_that_is_stopped_has_logged_its_steps(
     monkeypatch.setattr(race, "evaluate", lambda *_: (1.0, None))
     monkeypatch.setattr(race, "train_step", train_step)
     with pytest.raises(KeyboardInterrupt):
-        train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+        train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
     assert [step for kind, step, _ in losses_of(tmp_path) if kind == "eval"] == [0, 8]
     trained = [(step, loss) for kind, step, loss in losses_of(tmp_path) if kind == "train"]
     assert trained == [(step + 1, float(step)) for step in range(11)]
@@ -405,7 +402,7 @@ def test_one_rank_says_that_the_run_diverged(
     object.__setattr__(race.ranks, "failed_elsewhere", lambda: OtherRankError("another"))
     monkeypatch.setattr(race, "evaluate", lambda number: (math.nan, None))
     with pytest.raises(kind):
-        train(race, HARDWARE, tmp_path, facts={}, warm_up=False, say=lambda text: None)
+        train(race, tmp_path, facts={}, warm_up=False, say=lambda text: None)
 
 
 # -------------------------------------------------------------------------------------------------- the command line
@@ -518,9 +515,7 @@ def test_every_feature_can_be_left_out() -> None:
 
 def test_a_race_without_vocabulary_says_what_to_do(shards: Path) -> None:
     sizes = replace(TINY.model, bos_id=255)
-    data = open_data(
-        str(shards), data_dir=shards, num_shards=2, vocab_size=sizes.vocab_size, bos_id=255, tokenizer=None
-    )
+    data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), sizes)
     with pytest.raises(ConfigError, match=r"--tokenizer: needed to predict .* leave that out \(--without prefix-tok"):
         Race(TINY.track, sizes, data, HARDWARE)
     with pytest.raises(DataError, match="3 ranks cannot share the 2 chunks"):

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
-from quintic.speedrun.presets import BYTES_BOS
-from quintic.speedrun.shards import open_data, prefixes, read_shard, vocabulary_of, write_shard
+from quintic.speedrun.presets import BYTES_BOS, PRESETS, SpeedrunOptions
+from quintic.speedrun.shards import RaceData, open_data, prefixes, read_shard, vocabulary_of, write_shard
 
 
 @given(tokens=st.lists(st.integers(0, 2**16 - 1), max_size=300))
@@ -67,26 +68,23 @@ def test_tokens_that_do_not_fit_are_not_written(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def options(folder: Path, **changes):
-    return {
-        "data_dir": folder / "data",
-        "num_shards": 2,
-        "vocab_size": 320,
-        "bos_id": BYTES_BOS,
-        "tokenizer": None,
-        **changes,
-    }
+def opened(
+    data: str, folder: Path, shards: int = 2, tokenizer: Path | None = None, *, bos_id=BYTES_BOS, vocab_size=320
+) -> RaceData:
+    model = replace(PRESETS["speedrun-tiny"].model, bos_id=bos_id, vocab_size=vocab_size)
+    name = None if tokenizer is None else str(tokenizer)
+    return open_data(SpeedrunOptions(data=data, data_dir=folder / "data", shards=shards, tokenizer=name), model)
 
 
 def test_a_folder_is_divided_by_the_names_of_its_files(tmp_path: Path):
     for name in ("x_train_2", "x_train_1", "x_train_3", "x_val_0"):
         write_shard(tmp_path / f"{name}.bin", [256])
-    data = open_data(str(tmp_path), **options(tmp_path))
+    data = opened(str(tmp_path), tmp_path)
     assert [path.name for path in data.train] == ["x_train_1.bin", "x_train_2.bin"]
     assert data.validation.name == "x_val_0.bin"
     (tmp_path / "x_val_0.bin").unlink()
     with pytest.raises(DataError, match=r"no \*val\*\.bin in this folder; give a folder"):
-        open_data(str(tmp_path), **options(tmp_path))
+        opened(str(tmp_path), tmp_path)
 
 
 def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path):
@@ -94,30 +92,30 @@ def test_a_damaged_shard_is_refused_before_the_run_if_it_is_used(tmp_path: Path)
         write_shard(tmp_path / f"{name}.bin", [256, 1, 2])
     (tmp_path / "x_train_2.bin").write_bytes((tmp_path / "x_train_2.bin").read_bytes()[:-2])
     with pytest.raises(DataError, match=r"x_train_2\.bin: its header says 3 tokens, the file has 2\.0"):
-        open_data(str(tmp_path), **options(tmp_path))
-    assert len(open_data(str(tmp_path), **options(tmp_path, num_shards=1)).train) == 1
+        opened(str(tmp_path), tmp_path)
+    assert len(opened(str(tmp_path), tmp_path, shards=1).train) == 1
 
 
 def test_a_shard_for_both_training_and_validation_is_refused(tmp_path: Path):
     for name in ("retrieval_train", "train", "val"):
         write_shard(tmp_path / f"{name}.bin", [256, 1])
     with pytest.raises(DataError, match=r"retrieval_train\.bin: is named for training and for validation; rename it"):
-        open_data(str(tmp_path), **options(tmp_path))
+        opened(str(tmp_path), tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "data").write_text("", encoding="utf-8")
     with pytest.raises(DataError, match=r"python-bytes: cannot be made \(Not a directory\); use another --data-dir"):
-        open_data("python", **options(tmp_path))
+        opened("python", tmp_path)
 
 
 def test_a_malformed_name_on_the_hub_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="--data hf:one: not the name of shards"):
-        open_data("hf:one", **options(tmp_path))
+        opened("hf:one", tmp_path)
 
 
 def test_the_text_that_comes_with_python_becomes_bytes(tmp_path: Path):
-    data = open_data("python", **options(tmp_path))
+    data = opened("python", tmp_path)
     train = read_shard(data.train[0], vocab_size=257)
     validation = read_shard(data.validation, vocab_size=257)
     assert train[0] == validation[0] == BYTES_BOS
@@ -126,7 +124,7 @@ def test_the_text_that_comes_with_python_becomes_bytes(tmp_path: Path):
     assert document.astype(np.uint8).tobytes().decode("utf-8").isprintable() is False  # whole text, with line ends
     assert data.vocabulary == tuple(bytes([value]) for value in range(256))
     before = data.validation.stat().st_mtime_ns
-    assert open_data("python", **options(tmp_path)).validation.stat().st_mtime_ns == before
+    assert opened("python", tmp_path).validation.stat().st_mtime_ns == before
 
 
 @given(st.lists(st.binary(max_size=4), unique=True, max_size=40))
@@ -145,7 +143,7 @@ def test_the_races_shards_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.
         return tmp_path / name
 
     monkeypatch.setattr("quintic.speedrun.shards.download", download)
-    data = open_data("hf:kjj0/fineweb10B-gpt2", **options(tmp_path))
+    data = opened("hf:kjj0/fineweb10B-gpt2", tmp_path)
     assert [path.name for path in data.train] == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
     assert data.validation.name == "fineweb_val_000000.bin"
     assert {(repo, kind) for repo, _, kind in asked} == {("kjj0/fineweb10B-gpt2", "dataset")}
@@ -169,7 +167,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path):
         write_shard(tmp_path / f"{name}.bin", [0, 1])
     Tokenizer.train(["one two three four"], 270).save(tmp_path / "tokenizer.json")
     size = Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
-    given = options(tmp_path, bos_id=0, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=size)
-    assert len(open_data(str(tmp_path), **given).vocabulary) == size
+    given = {"tokenizer": tmp_path / "tokenizer.json", "bos_id": 0}
+    assert len(opened(str(tmp_path), tmp_path, **given, vocab_size=size).vocabulary) == size
     with pytest.raises(DataError, match=rf"tokenizer\.json: has {size} tokens, the model {size - 1}; give the one"):
-        open_data(str(tmp_path), **{**given, "vocab_size": size - 1})
+        opened(str(tmp_path), tmp_path, **given, vocab_size=size - 1)
