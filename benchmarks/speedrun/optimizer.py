@@ -37,7 +37,7 @@ from benchmarks.common.results import (
 from benchmarks.common.timing import time_device, time_steps
 from quintic.model.speedrun import SpeedrunGPT
 from quintic.speedrun.presets import Preset, preset
-from quintic.speedrun.recipe import build_optimizer, names_of_role
+from quintic.speedrun.recipe import build_optimizer
 
 MODULE = "benchmarks.speedrun.optimizer"
 NAMES = ("quintic", "quintic, captured", "race")
@@ -102,7 +102,7 @@ def measured(name: str, chosen: Preset, team: Team, options: argparse.Namespace)
     gradients: dict[Tensor, Tensor] = {}
     for param_name, param in model.named_parameters():
         gradients[param] = torch.zeros_like(param)
-        here = rows if param_name in names_of_role(model, "bigram") else ...
+        here = rows if param_name in model.names_by_role()["bigram"] else ...
         gradients[param][here] = 0.01 * torch.randn_like(gradients[param][here])
     contestant = race(model, gradients, options.peer) if name == "race" else ours(model, gradients, rows, name)
     for index in range(WARM_UP_STEPS):
@@ -119,7 +119,7 @@ def measured(name: str, chosen: Preset, team: Team, options: argparse.Namespace)
 
 def ours(model: SpeedrunGPT, gradients: dict[Tensor, Tensor], rows: Tensor, name: str) -> Contestant:
     optimizer = build_optimizer(model, ranks=dist.get_world_size())
-    announced = names_of_role(model, "bigram") if dist.get_world_size() > 1 else []
+    announced = model.names_by_role()["bigram"] if dist.get_world_size() > 1 else []
 
     def before(index: int) -> None:
         for param, gradient in gradients.items():

@@ -27,7 +27,7 @@ from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
 from quintic.model.fp8 import Fp8Recipe, head_scales, pays_in_fp8, takes_fp8
-from quintic.model.layers import Block, Linear, divided_as, rms_norm, rotary_tables
+from quintic.model.layers import Block, Linear, divided_as, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
 
@@ -175,7 +175,7 @@ class GPT(nn.Module):
                 x_BTC = x_BTC.flatten(0, 1)[positions]
             logits = self.head(x_BTC).float()
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
-        in_8_bits = self.head.fp8 is not None and self.head.learns()
+        in_8_bits = self.head.fp8 is not None and learns(self.head)
         return softcap_cross_entropy(
             x_BTC,
             self.head.weight,

@@ -18,7 +18,7 @@ from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.model.cache import LayerCache
 from quintic.model.fp8 import Fp8Scaling, dynamic_fp8_linear
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "rms_norm", "rotary_tables", "rotate"]
+__all__ = ["MLP", "Attention", "Block", "Linear", "divided_as", "learns", "rms_norm", "rotary_tables", "rotate"]
 
 # Leading channels that the value-embedding gate reads: enough for a decision, too few to cost anything.
 GATE_CHANNELS = 12
@@ -42,6 +42,11 @@ def divided_as(value: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
+def learns(module: nn.Module) -> bool:
+    """Return whether a forward pass is one of training, and not of an evaluation: only then products are in 8 bits."""
+    return module.training and torch.is_grad_enabled()
+
+
 class Linear(nn.Linear):
     """A linear layer without bias whose weight is cast to the dtype of the input.
 
@@ -52,13 +57,9 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
         self.fp8: Fp8Scaling | None = None
 
-    def learns(self) -> bool:
-        """Return whether this is a forward pass of training, and not an evaluation."""
-        return self.training and torch.is_grad_enabled()
-
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T` in the dtype of `x`: (..., in_features) -> (..., out_features)."""
-        if self.fp8 is not None and self.learns():
+        if self.fp8 is not None and learns(self):
             return dynamic_fp8_linear(x, self.weight, self.fp8)
         return F.linear(x, self.weight.to(x.dtype))
 
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         """Return queries, keys and values, heads side by side."""
         linears = (self.query, self.key, self.value)
         weights = [linear.weight for linear in linears]
-        fp8 = self.query.fp8 if self.query.learns() else None
+        fp8 = self.query.fp8 if learns(self.query) else None
         if not _fuses(x_BTC, *weights) or any(linear.fp8 != self.query.fp8 for linear in linears):
             return self.query(x_BTC), self.key(x_BTC), self.value(x_BTC)
         # One product of three times the width runs faster than three, forward and backward.
@@ -181,9 +182,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., C) for (..., C)."""
-        in_8_bits = self.up.fp8 is not None and self.up.learns()
+        in_8_bits = self.up.fp8 is not None and learns(self.up)
         if not in_8_bits and _fuses(x, self.up.weight, self.down.weight):
-            fp8 = self.fp8_forward and self.up.learns()
+            fp8 = self.fp8_forward and learns(self.up)
             return mlp_relu2(x, self.up.weight.to(x.dtype), self.down.weight.to(x.dtype), fp8=fp8)
         out: Tensor = self.down(F.relu(self.up(x)).square())
         return out

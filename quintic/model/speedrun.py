@@ -11,7 +11,8 @@ dimension. Where this model departs from the race's:
 - banks have no padding, coefficients no unused entries.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -21,16 +22,8 @@ from torch import Tensor, nn
 from quintic.kernels.attention.attention import AttentionName, document_mask
 from quintic.kernels.linear.mlp import mlp_relu2
 from quintic.kernels.loss.loss import Fp8Scales, SigmoidCap, softcap_cross_entropy
-from quintic.model.layers import rms_norm
-from quintic.model.speedrun_layers import (
-    BlockWeights,
-    FlatRow,
-    Rotary,
-    SpeedrunInputs,
-    TokenCoefficients,
-    attend,
-    joined,
-)
+from quintic.model.layers import learns, rms_norm
+from quintic.model.speedrun_layers import BlockWeights, FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
 __all__ = ["SpeedrunConfig", "SpeedrunGPT"]
@@ -68,7 +61,7 @@ class SpeedrunGPT(nn.Module):
         def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype))
 
-        self.inputs = SpeedrunInputs(config, dtype)
+        self.inputs = InputTables(config, dtype)
         self.head = parameter(width, config.vocab_size)
         self.qk_bank = parameter(attending * 2 * width, width)
         self.vo_bank = parameter(attending * 2 * width, width)
@@ -187,7 +180,7 @@ class SpeedrunGPT(nn.Module):
         targets_TK = _all_targets(row.starts.squeeze(1), targets, len(ahead), prefixes)
         weights = ahead if prefixes is None else torch.cat([ahead, loss_weights[-1:]])
         fp8 = None
-        if config.fp8_head and self._learns():
+        if config.fp8_head and learns(self):
             fp8 = Fp8Scales(*(x_TC.new_full((), scale, dtype=torch.float32) for scale in _FP8_SCALES))
         return softcap_cross_entropy(
             x_TC,
@@ -200,10 +193,6 @@ class SpeedrunGPT(nn.Module):
             fp8=fp8,
             reduction=reduction,
         )
-
-    def _learns(self) -> bool:
-        """Return whether a backward pass may follow: only then products are in 8 bits."""
-        return self.training and torch.is_grad_enabled()
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return the row of these tokens: embeddings, documents, rotary angles and masks for all layers."""
@@ -264,7 +253,7 @@ class SpeedrunGPT(nn.Module):
                 for name in (name for name in injected if name in own):
                     x_TC = x_TC + own[name] * injected[name]
             # Squared ReLU: Primer, arXiv 2109.08668.
-            up, down, fp8 = weights.up, weights.down.mT, config.fp8_mlp and self._learns()
+            up, down, fp8 = weights.up, weights.down.mT, config.fp8_mlp and learns(self)
             out_TC = mlp_relu2(rms_norm(x_TC), up, down, fp8=fp8, fp8_backward=fp8 and config.fp8_mlp_backward)
             x_TC = joined("mlp", x_TC, out_TC, weights.mlp_mix, own)
             streams |= {name: x_TC for name, source in sources.items() if source == index}
@@ -313,18 +302,22 @@ class SpeedrunGPT(nn.Module):
         """Compile what lies between lookups and loss, for each number of tokens in training and in validation."""
         self._trunk = torch.compile(self._trunk, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Return each parameter's role by its name, by which the optimizer groups them (quintic/speedrun/recipe.py)."""
+    def names_by_role(self) -> Mapping[str, Sequence[str]]:
+        """Return the names of parameters by their role, each a group of the optimizer (quintic/speedrun/recipe.py).
+
+        There are none of a role that the model is without.
+        """
         renamed = dict.fromkeys(("projection_scales", "smear_scale", "skip_scale"), "scalars")
         renamed |= {"value_embeddings": "value_embedding", "bigram_embedding": "bigram", "gate_scale": "gate_bias"}
-        roles = {}
+        names = defaultdict[str, list[str]](list)
         for name, _ in self.named_parameters():
             owner, _, part = name.rpartition(".")
-            roles[name] = renamed.get(part, part)
+            role = renamed.get(part, part)
             if owner.endswith(("_gates", "_connections")):
                 kind = "gate" if owner.endswith("_gates") else "connection"
-                roles[name] = f"{kind}_bias" if part == "bias" else f"{kind}_weights"
-        return roles
+                role = f"{kind}_bias" if part == "bias" else f"{kind}_weights"
+            names[role].append(name)
+        return names
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward per token, with the windows of the moment.
@@ -333,8 +326,8 @@ class SpeedrunGPT(nn.Module):
         appendix B), as for `GPT`.
         """
         products = ("head", "qk_bank", "vo_bank", "mlp_bank", "gate_weights", "connection_weights")
-        roles = self.parameter_roles()
-        weights = sum(param.numel() for name, param in self.named_parameters() if roles[name] in products)
+        names = self.names_by_role()
+        weights = sum(self.get_parameter(name).numel() for role in products for name in names[role])
         windows = self.rotary.windows or (0, 0)
         visible = sum(windows[plan.long] for plan in self.config.layers if plan.attends)
         return 6 * weights + 12 * self.config.width * visible

@@ -18,7 +18,7 @@ from quintic.kernels.lookup.rows import embedding_into_grad
 from quintic.model.layers import rms_norm, rotate
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, LayerPlan, SpeedrunConfig, Starts
 
-__all__ = ["BlockWeights", "FlatRow", "Rotary", "SpeedrunInputs", "TokenCoefficients", "attend", "joined"]
+__all__ = ["BlockWeights", "FlatRow", "InputTables", "Rotary", "TokenCoefficients", "attend", "joined"]
 
 _SMEAR_CHANNELS = 12  # leading channels of an embedding that the smear gate reads
 
@@ -50,7 +50,7 @@ class FlatRow(NamedTuple):
     limits: Tensor
 
 
-class SpeedrunInputs(nn.Module):
+class InputTables(nn.Module):
     """The tables of the model, with smear: a gated share of the previous token's embedding.
 
     The tables of values lie one below the other. Pairs of tokens share rows of `bigram_embedding`, by a hash, and take

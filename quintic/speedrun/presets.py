@@ -12,11 +12,8 @@ from quintic.train.config import BaseRunConfig, check_at_least, check_at_most
 
 __all__ = ["BYTES_BOS", "FP8_FEATURES", "PRESETS", "Preset", "SpeedrunOptions", "preset", "switches", "without"]
 
-BYTES_BOS = 256
-"""The token that begins a document where every other token is a byte."""
-
-FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")
-"""Features that take a device which multiplies in 8 bits."""
+BYTES_BOS = 256  # the token that begins a document where every other token is a byte
+FP8_FEATURES = ("fp8-head", "fp8-mlp", "fp8-mlp-backward")  # which take a device that multiplies in 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)

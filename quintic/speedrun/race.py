@@ -1,8 +1,4 @@
-"""A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace.
-
-Everything is compiled in the warm-up. It goes through the beginning of every stage, with a stream of its own, and then
-restores weights, optimizer and random state.
-"""
+"""A speedrun's moving parts: a step, a validation, and the warm-up that leaves no trace."""
 
 import copy
 import itertools
@@ -16,7 +12,7 @@ from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.graphs import CapturedPasses
-from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, names_of_role, set_rates
+from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
 from quintic.speedrun.stages import StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
@@ -85,7 +81,7 @@ class Race:
         self.passes = CapturedPasses(self._make_pass) if capture else None
         self._token_bytes = torch.zeros(config.vocab_size, dtype=torch.int64, device=self.device)
         self._token_bytes[: len(vocabulary)] = torch.tensor([len(token) for token in vocabulary])
-        self._announced = names_of_role(self.model, "bigram") if ranks.size > 1 else []
+        self._announced = self.model.names_by_role()["bigram"] if ranks.size > 1 else []
         # On the device before the clock starts.
         weights = [track.at(number).loss_weights for number in range(track.steps)]
         self._loss_weights = [torch.tensor(each, dtype=torch.float32, device=self.device) for each in weights]
@@ -114,7 +110,7 @@ class Race:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.passes is None)
         if settings.unties and self.model.config.tied:
-            self.optimizer.untie(*names_of_role(self.model, "embedding"))
+            self.optimizer.untie(*self.model.names_by_role()["embedding"])
         return loss / settings.batch_tokens, batch.epoch
 
     def _make_pass(self, batch: FlatBatch, weights: Tensor, settings: StepSettings) -> Tensor:
@@ -156,7 +152,10 @@ class Race:
         return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
 
     def warm_up(self) -> None:
-        """Compile the code of every stage, and restore the state from before."""
+        """Compile all code: go through the beginning of every stage, with a stream of its own.
+
+        Weights, optimizer and random state are then restored, in the same memory.
+        """
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []

@@ -12,7 +12,7 @@ import quintic
 from quintic.model.speedrun import SpeedrunGPT
 from quintic.speedrun.stages import StepSettings
 
-__all__ = ["ADAMW_EVERY", "build_optimizer", "names_of_role", "set_rates"]
+__all__ = ["ADAMW_EVERY", "build_optimizer", "set_rates"]
 
 ADAMW_EVERY = 2
 
@@ -63,11 +63,6 @@ _WORK_ORDER = (
 )
 
 
-def names_of_role(model: SpeedrunGPT, role: str) -> list[str]:
-    """Return the names of the parameters that have a role."""
-    return [name for name, its_role in model.parameter_roles().items() if its_role == role]
-
-
 def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
     """Return the optimizer; each group's `name` is its role, `initial_lr` its rate before the schedule's factor.
 
@@ -84,7 +79,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         "mlp_bank": _MUON | {"view": quintic.Rows(4 * sizes.width), "lr_multipliers": (1.0, 2.0) * sizes.num_layers},
         **_ADAMW,
     }
-    names = {role: names_of_role(model, role) for role in options}
+    names = model.names_by_role()
     groups: list[dict[str, Any]] = []
     for role, own in options.items():
         if names[role]:  # else the model is without it
@@ -98,7 +93,7 @@ def build_optimizer(model: SpeedrunGPT, *, ranks: int = 1) -> quintic.Muon:
         normalize="neuron",
         normalize_beta=0.9,
         eps=1e-10,
-        launch_order=[name for role in names for name in names[role]],
+        launch_order=[name for role in options for name in names[role]],
         work_order=[name for role in _WORK_ORDER for name in names[role]],
     )
     if sizes.tied:

@@ -30,6 +30,9 @@ _MAGIC, _VERSION = 20240520, 1
 _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
+_ADVICE = (
+    "give shards as written by `quintic.speedrun.shards.write_shard` or downloaded for the modded-nanogpt speedrun"
+)
 
 # Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
 _BYTES_OF_TEXT = 2_000_000
@@ -85,11 +88,6 @@ def read_shard(path: Path, *, vocab_size: int = 2**16, count: int = -1) -> Token
             "tokenizer: give shards of this preset's vocabulary"
         )
     return tokens
-
-
-_ADVICE = (
-    "give shards as written by `quintic.speedrun.shards.write_shard` or downloaded for the modded-nanogpt speedrun"
-)
 
 
 def write_shard(path: Path, tokens: Iterable[int] | npt.NDArray[np.integer]) -> None:

@@ -403,9 +403,8 @@ def test_parameters_are_as_many_as_the_races():
     unread = 2 * 3072 * 768 + 72 + 2 * (2 + 1) + 2 + 9 * 65 + 15 * 65
     left_out = 12 * 65  # the gates with which its last layer mixes the attention of heads
     assert sum(param.numel() for param in model.parameters()) == sum(race.values()) - unread - left_out
-    by_role = {}
-    for name, role in model.parameter_roles().items():
-        by_role[role] = by_role.get(role, 0) + model.get_parameter(name).numel()
+    names_by_role = model.names_by_role()
+    by_role = {role: sum(model.get_parameter(name).numel() for name in names) for role, names in names_by_role.items()}
     assert {role: by_role[role] for role in ("qk_bank", "vo_bank", "mlp_bank", "head", "embedding")} == {
         "qk_bank": 11_796_480,
         "vo_bank": 11_796_480,
