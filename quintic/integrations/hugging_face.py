@@ -37,5 +37,16 @@ class MuonFactory:
             )
 
     def __call__(self, model: nn.Module, **options: Any) -> Muon:
-        """Return the optimizer of a model; options as in `muon_for`."""
-        return muon_for(model, **options)
+        """Return the optimizer of a model; options as in `muon_for`.
+
+        Raises:
+            ValueError: a group has `step_every`: `Trainer` resets gradients of the model that wait for their turn.
+        """
+        optimizer = muon_for(model, **options)
+        for number, group in enumerate(optimizer.param_groups):
+            if group["step_every"] > 1:
+                raise ValueError(
+                    f"param group {number} has step_every={group['step_every']}: Trainer resets the gradients of the "
+                    f"model after every step, so that those of a group that waits would be lost; leave it at 1"
+                )
+        return optimizer

@@ -198,15 +198,17 @@ class StepsMade:
         self.num_steps = 0
         self.first_gradients: FirstGradients | None = FirstGradients()
         """None when there is nothing to find out any more."""
+        self.refused: Sequence[int] | None = None
+        """Pending steps of a step that gradients that are not finite made raise, until they are mended or reset."""
         self._last = Done([], None, False)
-        self._waiting = self._clipped_layers = 0
+        self._waiting = self._qk_layers = 0
         self._skipped: Tensor | None = None
         """() int64 on a device: steps stopped."""
 
-    def count(self, done: Done, *, waiting: int, clipped_layers: int, is_replayed: bool = False) -> None:
+    def count(self, done: Done, *, waiting: int, qk_layers: int, is_replayed: bool = False) -> None:
         """Note a step; the host waits for nothing. A CUDA graph that is replayed has captured `count_skips`."""
         self.num_steps += 1
-        self._last, self._waiting, self._clipped_layers = done, waiting, clipped_layers
+        self._last, self._waiting, self._qk_layers = done, waiting, qk_layers
         if done.asks and not is_replayed:
             self.count_skips(done)
 
@@ -224,7 +226,7 @@ class StepsMade:
         return replace(
             report_of(counts),
             waiting=self._waiting,
-            clipped_layers=self._clipped_layers,
+            qk_layers=self._qk_layers,
             skipped=asks and go is not None and not bool(go),
             skipped_steps=0 if self._skipped is None else int(self._skipped),
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.comms.collectives import ProcessGroup
+from quintic.optim.grad_scaler import unscale_
 from quintic.optim.groups.options import Orthogonalizer
 from quintic.optim.layout.views import Matrix
 from quintic.optim.optimizer_base import OptimizerBase
@@ -235,7 +236,8 @@ class Muon(OptimizerBase):
 
         Raises:
             ValueError: a gradient is sparse, or `qk_logits` is no mapping to tensors or fits no attention layer.
-            FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed.
+            FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed. Mend the
+                gradients and step again, or drop them with `zero_grad`.
             RuntimeError: this rank has a gradient as a sum still to be made (`Partial`) that no rank had as one before
                 the first step; nothing was changed or sent. Only ranks that have such a gradient raise.
         """
@@ -244,6 +246,9 @@ class Muon(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         runner, first = self.connected(), self._steps_made.first_gradients
+        is_scaled = "found_inf" in self.__dict__  # given by GradScaler, see `_step_supports_amp_scaling`
+        if is_scaled:
+            unscale_(self._current.groups, self.__dict__["grad_scale"])
         for group in self._current.groups:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError(
@@ -257,13 +262,17 @@ class Muon(OptimizerBase):
             first.look(self._current.groups, may_lack=closure is not None and loss is None)
         logits = {} if qk_logits is None else qk_logits
         qk_step = self._current.start_qk_step(runner, self.__dict__["state"], logits)
-        done = runner.step(pending_steps, self._steps_made.num_steps)
+        try:
+            done = runner.step(pending_steps, self._steps_made.num_steps, skips_nonfinite=is_scaled)
+        except FloatingPointError:
+            self._steps_made.refused = pending_steps
+            raise
         if first is not None and first.ask_others(runner.agreements.any_present()):
             self._steps_made.first_gradients = None
         if qk_step is not None:
             with runner.reachable_state():
                 qk_step.finish(done.go)
-        self.note_step(done, pending_steps, clipped_layers=len(logits))
+        self.note_step(done, pending_steps, qk_layers=len(logits))
         if self._current.rows.tables:
             self._current.rows.check(wait=False)
         return loss
@@ -316,6 +325,8 @@ class Muon(OptimizerBase):
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, except of groups that are between two of their steps (`step_every`)."""
+        if self._steps_made.refused is not None:
+            self._advance(self._steps_made.refused)  # what could not be stepped with does not wait
         waiting = [(p, p.grad) for group in self.param_groups if group["pending_steps"] for p in group["params"]]
         for param, _ in waiting:
             param.grad = None
@@ -350,21 +361,25 @@ class Muon(OptimizerBase):
             self.runner.upload_hyperparameters()
 
     def note_step(
-        self, done: Done, pending_steps: Sequence[int], *, clipped_layers: int = 0, is_replayed: bool = False
+        self, done: Done, pending_steps: Sequence[int], *, qk_layers: int = 0, is_replayed: bool = False
     ) -> None:
         """Note for each group how many steps it waits for, and for `last_step` what became of this one (`done`).
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
+        self._advance(pending_steps)
+        rows = zip(self.__dict__["param_groups"], pending_steps, strict=True)
+        waiting = sum(len(dictionary["params"]) for dictionary, pending in rows if pending)
+        self._steps_made.count(done, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
+
+    def _advance(self, pending_steps: Sequence[int]) -> None:
+        """Let the next step come, for each group, after the steps that it still waits for."""
         runner = self._current.runner
         if runner is not None and (runner.ties or self._current.early.groups):
             runner.end_step(pending_steps)
-        waiting = 0
         for dictionary, pending in zip(self.__dict__["param_groups"], pending_steps, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
-            if pending:
-                waiting += len(dictionary["params"])
-        self._steps_made.count(done, waiting=waiting, clipped_layers=clipped_layers, is_replayed=is_replayed)
+        self._steps_made.refused = None
 
 
 def muon_in(optimizer: Any, caller: str) -> Muon:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States, StepsMade
+from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import is_dtensor
@@ -153,6 +154,11 @@ class OptimizerBase(Optimizer):
         All ranks that share parameters must call it.
         """
         return self._current.connected(self.param_groups, self.__dict__["state"])
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`."""
+        return leaves_overflow_to_step(self.__dict__["param_groups"])
 
     @property
     def steps_made(self) -> StepsMade:

@@ -52,6 +52,12 @@ def test_an_older_trainer_is_told_another_way():
         MuonFactory(groups, lr=0.01)
 
 
+def test_groups_that_wait_are_refused():
+    # Trainer calls model.zero_grad(), which takes what a waiting group has added up.
+    with pytest.raises(ValueError, match="param group 1 has step_every=2: Trainer resets"):
+        MuonFactory()(model(), adamw={"step_every": 2})
+
+
 @pytest.mark.slow
 def test_transformers_takes_it_for_a_factory():
     module = pytest.importorskip(

@@ -39,7 +39,8 @@ def test_heads_above_the_threshold_are_scaled_after_the_update():
         torch.testing.assert_close(after.bias, before.bias * factors)
         assert torch.equal(after.weight[4:12], before.weight[4:12])
     assert torch.equal(clipped["attn"].o_proj.weight, plain["attn"].o_proj.weight)
-    assert optimizer.last_step().clipped_layers == 1
+    assert optimizer.last_step().qk_layers == 1
+    assert "1 attention layer watched by QK-clip" in str(optimizer.last_step())
 
 
 @pytest.mark.parametrize("master", ["fp32", "mantissa"])

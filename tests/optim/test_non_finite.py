@@ -140,3 +140,58 @@ def test_under_grad_scaler_an_overflow_leaves_everything():
     scaler.step(optimizer)
     scaler.update()
     assert not torch.equal(params[0], before[0])
+
+
+def test_a_raised_step_every_recovers():
+    """The gradients that raised are reset by `zero_grad`, which leaves those alone that wait for their turn."""
+    param = nn.Parameter(torch.randn(4, 3))
+    optimizer = Muon([param], lr=0.1, step_every=2, on_nonfinite="raise")
+    before = param.detach().clone()
+    for step in range(2):
+        param.grad = torch.full_like(param, float("inf")) if param.grad is None else param.grad + 1
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(FloatingPointError, match=r"group0\.param0"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert param.grad is None
+    assert torch.equal(param, before)
+    for _ in range(2):
+        param.grad = torch.ones_like(param) if param.grad is None else param.grad + 1
+        optimizer.step()
+        optimizer.zero_grad()
+    assert param.grad is None
+    assert not torch.equal(param, before)
+
+
+def test_a_raised_step_can_be_made_with_mended_gradients():
+    params, optimizer = optimizer_of(on_nonfinite="raise")
+    give_gradients(params)
+    params[0].grad[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    before = params[0].detach().clone()
+    params[0].grad.nan_to_num_()
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+
+
+def test_grad_scaler_with_step_every_is_refused():
+    params, optimizer = optimizer_of(step_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(sum(p.square().sum() for p in params)).backward()
+    with pytest.raises(ValueError, match="param group 0 has step_every=2, and GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_grad_scaler_that_is_switched_off_is_not_there():
+    params, optimizer = optimizer_of(step_every=2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        scaler.scale(sum(p.square().sum() for p in params)).backward()
+        before = params[0].detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert not torch.equal(params[0], before)

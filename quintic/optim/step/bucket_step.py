@@ -55,6 +55,8 @@ class PlanWide:
     """Whether a step needs no other rank's agreement or gradients; not before ranks have agreed."""
     num_steps: int = 0
     """Made before this one."""
+    skips_nonfinite: bool = False
+    """Whether gradients that are not finite stop this step of all groups, whatever their options."""
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
     """Telemetry of the last sampled step of each bucket, by kind of matrix."""
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
@@ -85,6 +87,8 @@ class BucketStep:
         """The numbers of matrices and parameters that the step steps."""
         self.written: list[Tie] = []
         """Copies of its parameters, which are written when they have been stepped."""
+        self.is_guarded = False
+        """Whether gradients that are not finite stop this step of the bucket."""
         self._is_sampled = False
         """Whether updates of this step are measured."""
 
@@ -105,6 +109,7 @@ class BucketStep:
         self.group = self._common.groups[self.bucket.group]
         self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
         self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
+        self.is_guarded = self._common.skips_nonfinite or self.group.on_nonfinite != "propagate"
         every = self.group.telemetry_every
         is_due = every is not None and self._common.num_steps % every == 0
         self._is_sampled = is_due and not is_capturing(self.bucket.device)
@@ -117,14 +122,14 @@ class BucketStep:
 
         `host_go` is False if the host knows that a gradient is not finite.
         """
-        return not self.bucket.travels and (host_go or self.group.on_nonfinite == "propagate")
+        return not self.bucket.travels and (host_go or not self.is_guarded)
 
     def stepped(self, go: Tensor | None, parts: Sequence[Member | Part | ParameterUnit]) -> Tensor | None:
         """Return () or (parts,) int32 on the device, 0 for what must stay as it is; None if nothing must.
 
         `go` is of the whole step; the parts, which are stepped together, are the bucket's.
         """
-        if self.group.on_nonfinite == "propagate":
+        if not self.is_guarded:
             go = None
         elif go is not None:
             go = go.to(self.bucket.device, non_blocking=True)
@@ -206,7 +211,7 @@ class LocalStep(BucketStep):
         """See `BucketStep`; without gradients there is nothing to do."""
         # AdamW counts steps also of parameters of which this rank holds no entry.
         has_work = bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
-        return has_work and (host_go or self.group.on_nonfinite == "propagate")
+        return has_work and (host_go or not self.is_guarded)
 
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; nothing travels."""

@@ -118,19 +118,21 @@ class Runner:
         """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
         return nullcontext() if self.common.offload is None else self.common.offload.reachable()
 
-    def step(self, pending_steps: Sequence[int], num_steps: int) -> Done:
+    def step(self, pending_steps: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> Done:
         """Step every bucket whose group does not wait. All ranks that share parameters must call it.
 
         Args:
             pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
             num_steps: steps made before, by which telemetry is sampled.
+            skips_nonfinite: whether gradients that are not finite stop the step of all groups, whatever their options;
+                the same on all ranks.
 
         Raises:
             ValueError: a gradient is sparse.
             FloatingPointError: a gradient is not finite and a group has `on_nonfinite="raise"`; nothing was changed.
             RuntimeError: the step before found rows that had not been announced; nothing was changed.
         """
-        self.common.num_steps = num_steps
+        self.common.num_steps, self.common.skips_nonfinite = num_steps, skips_nonfinite
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.add_gradient()
@@ -209,6 +211,8 @@ class Runner:
 
     def _asking(self, pending_steps: Sequence[int]) -> list[str]:
         """Return `on_nonfinite` of the groups that are stepped now and act on gradients that are not finite."""
+        if self.common.skips_nonfinite:
+            return ["skip"]
         # Of the groups, which all ranks have in one order: a rank may have nothing of their buckets.
         return [
             group.on_nonfinite
@@ -224,16 +228,16 @@ class Runner:
                 on another rank: all connected ranks raise.
         """
         connected = self.agreements.connected
-        if not (asking if connected.is_alone else connected.asks):
+        if not (asking if connected.is_alone else connected.asks or asking):
             return None
-        watched = [step.active for step in steps if step.group.on_nonfinite != "propagate"]
+        watched = [step.active for step in steps if step.is_guarded]
         gradients = [gradient for active in watched for gradient in active.gradients]
         if connected.is_alone and not gradients:
             return None
         # One rank's bad gradient is that of all; a shard may be all that a rank sees.
         device = gradients[0].device if connected.is_alone else connected.device
         go = all_finite(gradients, device)
-        if not connected.may_raise:
+        if self.common.skips_nonfinite or not connected.may_raise:
             connected.all_agree_(go)
             return go
         if is_capturing(device):

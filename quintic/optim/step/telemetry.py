@@ -34,7 +34,7 @@ class StepReport:
     """Parameters whose gradient was None: left as they were."""
     waiting: int = 0
     """Parameters whose group steps every k-th time, and not this time."""
-    clipped_layers: int = 0
+    qk_layers: int = 0
     """Attention layers whose logits were given to QK-clip."""
     skipped: bool = False
     """Whether non-finite gradients made the step leave everything as it was."""
@@ -55,7 +55,7 @@ class StepReport:
         for number, what in (
             (self.without_gradient, "without gradient"),
             (self.waiting, "waiting for their turn"),
-            (self.clipped_layers, "layer clipped" if self.clipped_layers == 1 else "layers clipped"),
+            (self.qk_layers, f"attention {'layer' if self.qk_layers == 1 else 'layers'} watched by QK-clip"),
         ):
             if number:
                 parts.append(f"{number} {what}")
