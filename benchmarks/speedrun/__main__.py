@@ -198,7 +198,8 @@ def measured(name: str, more: list[str] | None, seed: int, track: Track, options
         records = work / "runs" / "run" / "metrics.jsonl"
         found = summary(lines, track)
         if records.exists():
-            lines_of_log = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
+            text = records.read_text("utf-8").replace(str(options.shards.resolve()), "SHARDS")
+            lines_of_log = [json.loads(line) for line in text.splitlines()]
             # Rates of all groups would be most of the file, and follow from the preset.
             found["records"] = [{key: one[key] for key in one if key != "lr"} for one in lines_of_log]
             found.setdefault("peak_mib", (found["records"][-1].get("peak_memory_bytes") or 0) / 2**20)
