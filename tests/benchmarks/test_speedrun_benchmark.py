@@ -95,6 +95,15 @@ def test_the_first_steps_of_a_stage_do_not_count() -> None:
     assert summary(lines, track)["stage_ms"][:3] == [10.0] * 3
 
 
+def test_hosts_that_wait_in_every_second_step_do_not_change_the_times_of_stages() -> None:
+    """By the host's clock steps take 19 and 1 ms in turns, on a device 10 each."""
+    track = SPEEDRUN.scaled(120)
+    for late in (0, 9):
+        times = {step: 10 * step + (late if step % 2 else 9 - late) for step in range(1, 121)}
+        lines = [(0.0, f"step {step}/120  train time {ms} ms  mean") for step, ms in times.items()]
+        assert summary(lines, track)["stage_ms"] == [10.0] * 4
+
+
 @pytest.mark.slow
 def test_a_contestant_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time\nprint('one', flush=True)\ntime.sleep(60)"]
