@@ -237,7 +237,7 @@ class Runner:
         # One rank's bad gradient is that of all; a shard may be all that a rank sees.
         device = gradients[0].device if connected.is_alone else connected.device
         go = all_finite(gradients, device)
-        if self.common.skips_nonfinite or not connected.may_raise:
+        if not connected.may_raise:
             connected.all_agree_(go)
             return go
         if is_capturing(device):
