@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from collectives import logged
 from harness import DEVICE, run
 from torch import nn
 
@@ -191,3 +192,40 @@ def step_wide_gradients(rank, world_size, comms, clips):
 def test_gradients_wider_than_their_parameters_may_be_missing(comms, clips):
     """Zeros of the parameter's dtype stood for a missing gradient: ranks sent messages of different lengths."""
     run(step_wide_gradients, 2, comms, clips, timeout=30)
+
+
+def count_messages(rank, world_size, clips):
+    """Four groups, one of them with less memory and one that waits; return the kinds of messages of each step."""
+    params = {name: nn.Parameter(torch.ones(6, 4, device=DEVICE)) for name in "abcd"}
+    more = {"c": {"max_workspace_bytes": 600}, "d": {"step_every": 2}}
+    groups = [{"params": [(name, param)], **more.get(name, {})} for name, param in params.items()]
+    optimizer = quintic.Muon(groups, lr=0.1, comms="replicated")
+    found = []
+    for step in range(3):
+        for number, (name, param) in enumerate(params.items()):
+            if not (name == "b" and rank == step == 1):
+                param.grad = torch.full_like(param, 1.0 + rank + number)
+        calls = []
+        with logged(calls.append):
+            if clips:
+                quintic.clip_grad_norm_(optimizer, 1e9, scope="all")
+            optimizer.step()
+        for number, (name, param) in enumerate(params.items()):
+            if name == "d" and step != 1:
+                continue
+            sums = world_size * (world_size + 1) / 2 + world_size * number
+            missing = 2.0 + number if name == "b" and step == 1 else 0.0
+            if param.grad is not None:
+                torch.testing.assert_close(param.grad, torch.full_like(param, (sums - missing) / world_size))
+            assert (param.grad is None) == (name == "b" and rank == step == 1)
+        kinds = [call.kind for call in calls]
+        found.append((kinds.count("all_to_all_single"), kinds.count("all_gather")))
+        optimizer.zero_grad()
+    return found[1:]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_groups_of_the_same_ranks_travel_together(clips):
+    for found in run(count_messages, 3, clips):
+        # What may not be joined: the group whose memory is bounded.
+        assert found == [(2, 2), (2, 2)]

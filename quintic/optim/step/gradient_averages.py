@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from quintic.kernels.dispatch import choose_kernels
+from quintic.kernels.dispatch import Kernels, choose_kernels
 from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
@@ -53,28 +53,25 @@ class GradientAverages:
         """The ranks of each group whose gradients differ among ranks; empty where there is nothing to average."""
         self._lent: list[Tensor] = []
         """Parameters that have a gradient only until the step is over, because other ranks have one."""
-        self._averagings: dict[object, list[tuple[Averaging, list[int]]]] = {}
+        self._averagings: dict[object, list[list[tuple[Averaging, list[int]]]]] = {}
         self.workspace_bytes = 0
         """Upper bound of the temporary bytes of averaging whole gradients."""
-        for number in self.ranks:
-            if groups[number].comms == "replicated":
-                # Most gradients have the dtype of their parameter.
-                self._averagings_of(number, groups[number].params)
+        self._whole = [number for number in self.ranks if groups[number].comms == "replicated"]
+        """Groups whose averages stand in `p.grad`."""
+        for together in self._of_same_ranks(self._whole):
+            # Most gradients have the dtype of their parameter.
+            self._averagings_of(together, [param for number in together for param in groups[number].params])
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
         """Let gradients be averages where a step needs whole ones. All ranks that share parameters must call it."""
         self._early.of_step = of_step = self._early.fresh()
         try:
-            for number in self.ranks:
-                if self._groups[number].comms != "replicated" or pending_steps[number]:
-                    continue
-                if number not in of_step:
-                    self._average(number)
-                    continue
-                for param, average in of_step[number].lent.items():
-                    param.grad = average
-                    self._lent.append(param)
+            due = [number for number in self._whole if pending_steps[number] == 0]
+            self._average([number for number in due if number not in of_step])
+            for param, average in chain.from_iterable(of_step[n].lent.items() for n in due if n in of_step):
+                param.grad = average
+                self._lent.append(param)
             yield
         finally:
             self._take_back()
@@ -84,18 +81,18 @@ class GradientAverages:
         """Average gradients before the next step, see `Runner.average_early`."""
         averages = self._early.fresh()
         due = [number for number in numbers if number in self.ranks]
-        for number in due:
-            if number in averages:
-                continue
+        missing = [number for number in due if number not in averages]
+        whole = [number for number in missing if number in self._whole]
+        try:
+            self._average(whole)
+            lent = {param: param.grad for param in self._lent if param.grad is not None}
+        finally:
+            self._take_back()
+        for number in whole:
             params = self._groups[number].params
-            if self._groups[number].comms == "replicated":
-                try:
-                    self._average(number)
-                    lent = {param: param.grad for param in self._lent if param.grad is not None}
-                finally:
-                    self._take_back()
-                averages[number] = OfGroup(params, lent)
-                continue
+            averages[number] = OfGroup(params, {param: lent[param] for param in params if param in lent})
+        for number in [number for number in missing if number not in whole]:
+            params = self._groups[number].params
             memories = [memory for memory in self._divided if memory.bucket.group == number]
             numels = [0] * len(params)
             for part in chain.from_iterable(memory.bucket.own for memory in memories):
@@ -114,48 +111,71 @@ class GradientAverages:
         averages.keep_bucket(memory.bucket, mean)
         yield
 
-    def _average(self, number: int) -> None:
-        """Average the whole gradients of one group, in place."""
-        group, gradients = self._groups[number], []
-        for param, name in zip(group.params, group.param_names, strict=True):
-            gradient = param.grad
-            if gradient is None:
-                # Of the dtype that other ranks' gradients have: messages must be equally long.
-                param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
-                self._lent.append(param)
-            dense = dense_gradient(param, gradient, name)
-            if dense is not gradient:
-                param.grad = dense
-            gradients.append(dense)
-        process_group = self._communicators[self.ranks[number]]
-        for of_dtype in self._averagings_of(number, gradients):
-            run_overlapping(
-                [averaging.average([gradients[n] for n in indices], process_group) for averaging, indices in of_dtype]
-            )
+    def _average(self, numbers: Sequence[int]) -> None:
+        """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
+        for together in self._of_same_ranks(numbers):
+            groups = [self._groups[number] for number in together]
+            gradients = [
+                self._dense(param, name)
+                for group in groups
+                for param, name in zip(group.params, group.param_names, strict=True)
+            ]
+            process_group = self._communicators[self.ranks[together[0]]]
+            for averagings in self._averagings_of(together, gradients):
+                run_overlapping([one.average([gradients[n] for n in each], process_group) for one, each in averagings])
 
-    def _averagings_of(self, number: int, tensors: Sequence[Tensor]) -> list[list[tuple[Averaging, list[int]]]]:
-        """Return for each dtype the averagings of a group's gradients, and their indices; `tensors` are like these."""
-        together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            together.setdefault((tensor.dtype, tensor.device), []).append(index)
-        averagings = []
-        for (dtype, device), indices in together.items():
-            key = number, dtype, tuple(indices)
-            if key not in self._averagings:
-                self._averagings[key] = self._new_averagings(number, indices, dtype, device)
-            averagings.append(self._averagings[key])
-        return averagings
+    def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the groups apart by their ranks, in the order of the first of each."""
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        for number in numbers:
+            by_ranks.setdefault(self.ranks[number], []).append(number)
+        return list(by_ranks.values())
+
+    def _dense(self, param: Tensor, name: str) -> Tensor:
+        """Return the gradient that `p.grad` has from now on: dense, or lent zeros where this rank has none."""
+        gradient = param.grad
+        if gradient is None:
+            # Of the dtype that other ranks' gradients have: messages must be equally long.
+            param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
+            self._lent.append(param)
+        dense = dense_gradient(param, gradient, name)
+        if dense is not gradient:
+            param.grad = dense
+        return dense
+
+    def _averagings_of(
+        self, numbers: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[list[tuple[Averaging, list[int]]]]:
+        """Return the averagings of groups of the same ranks, each with the numbers of the gradients that it takes.
+
+        They are apart by dtype, device and options; gradients are like the tensors, in the order of the groups.
+        """
+        key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
+        if key not in self._averagings:
+            members = [(self._groups[number], param) for number in numbers for param in self._groups[number].params]
+            together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
+            for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
+                kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
+                together.setdefault((tensor.dtype, tensor.device, kernels, limit), []).append(n)
+            self._averagings[key] = [
+                self._new_averagings(self.ranks[numbers[0]], *alike, {n: members[n][1].numel() for n in chosen})
+                for alike, chosen in together.items()
+            ]
+        return self._averagings[key]
 
     def _new_averagings(
-        self, number: int, indices: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        ranks: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        limit: int | None,
+        numels: Mapping[int, int],
     ) -> list[tuple[Averaging, list[int]]]:
-        group, ranks = self._groups[number], self.ranks[number]
-        kernels, position = choose_kernels(group.kernels, group.params[indices[0]]), ranks.index(this_rank())
-        numels = [group.params[index].numel() for index in indices]
-        averagings, stages = [], []
-        for places, owned, is_direct in messages_of(numels, len(ranks), averaged_entries(group, dtype)):
-            averaging = Averaging(owned, position, dtype, device, kernels, is_direct=is_direct)
-            averagings.append((averaging, [indices[place] for place in places]))
+        chosen, averagings, stages = list(numels), [], []
+        for places, owned, is_direct in messages_of(list(numels.values()), len(ranks), limit):
+            averaging = Averaging(owned, ranks.index(this_rank()), dtype, device, kernels, is_direct=is_direct)
+            averagings.append((averaging, [chosen[place] for place in places]))
             counts, most = averaging.counts, averaging.most
             stages.append(averaging_stages(counts, most, dtype, kernels, is_direct=is_direct, is_in_place=is_direct))
         self.workspace_bytes = max(self.workspace_bytes, overlapping_bytes(stages, one_ahead(len(stages)), 0))
