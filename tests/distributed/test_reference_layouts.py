@@ -196,8 +196,8 @@ def spoil(change):
     """Return `Runner.step` that changes something behind the step's back."""
     original = Runner.step
 
-    def spoilt(self, *args):
-        done = original(self, *args)
+    def spoilt(self, *args, **options):
+        done = original(self, *args, **options)
         with torch.no_grad():
             change()
         return done
