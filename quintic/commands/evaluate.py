@@ -1,16 +1,21 @@
-"""`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE."""
+"""`quintic eval`: score a trained model in bits per byte, and on the tasks of CORE.
 
+When the run's prepared text is gone, other text (`--data`) and tasks (`--core`) can still be scored.
+"""
+
+import sys
 from collections.abc import Iterator
 from itertools import islice
 
-from quintic.commands.inputs import trained_model
+from quintic.commands.inputs import TrainedModel, trained_model
 from quintic.commands.options import eval_options
 from quintic.commands.text import verify
+from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch, validation_rows
 from quintic.data.sources import open_source
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
-from quintic.eval.baselines import reference_scores
+from quintic.eval.baselines import reference_scores, target_text, xz_bpb
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.score import document_sums, score_from_sums
@@ -27,36 +32,53 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = eval_options(arguments)
     suite = None if options.core is None else load_core(options.core)
-    model, trained_on, config = trained_model(options.runs_dir, options.run, options.device)
-    verify(trained_on, again=options.verify)  # its training text makes the bigram model
-    device, rows, seq_len = model.head.weight.device, config.schedule.rows, config.model.seq_len
-    if options.data is None:
-        batches = validation_rows(trained_on, rows=rows, seq_len=seq_len, max_tokens=options.tokens)
+    trained = trained_model(options.runs_dir, options.run, options.device)
+    if isinstance(trained.dataset, Dataset):
+        verify(trained.dataset, again=options.verify)  # its training text makes the bigram model
+    elif options.data is None and suite is None:
+        raise DataError(f"{trained.dataset}; --data scores other text, --core answers tasks")
+    if isinstance(trained.dataset, Dataset) or options.data is not None:
+        _score_text(trained, options.data, options.tokens)
     else:
-        batches = _batches_of(options.data, trained_on.tokenizer, config, options.tokens)
-    say_waiting(f"Scoring {'validation text' if options.data is None else options.data}")
-    sums = document_sums(model, batches, trained_on.tokenizer.token_bytes(), device)
-    result = score_from_sums(sums)
-    reference = reference_scores(trained_on, batches)
+        print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
+    if suite is not None:
+        say_waiting("Answering the tasks of CORE")
+        config = trained.config
+        sums = core_sums(
+            trained.model,
+            trained.tokenizer,
+            suite,
+            trained.model.head.weight.device,
+            max_tokens=config.model.seq_len,
+            max_items=options.core_items,
+            rows=config.schedule.rows,
+        )
+        print("\n".join(["", *core_lines(core_score(suite, sums))]))
+    return 0
+
+
+def _score_text(trained: TrainedModel, data: str | None, max_tokens: int | None) -> None:
+    """Print the bits per byte of `data`, or of the validation text, which must be there then."""
+    rows, seq_len = trained.config.schedule.rows, trained.config.model.seq_len
+    if data is not None:
+        batches = _batches_of(data, trained.tokenizer, trained.config, max_tokens)
+    else:
+        assert isinstance(trained.dataset, Dataset)
+        batches = validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+    say_waiting(f"Scoring {'validation text' if data is None else data}")
+    device = trained.model.head.weight.device
+    result = score_from_sums(document_sums(trained.model, batches, trained.tokenizer.token_bytes(), device))
     error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
     print(
         f"{result.bpb:.4f} bits per byte ({error}{result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of "
         "text"
     )
-    print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
-    if suite is not None:
-        say_waiting("Answering the tasks of CORE")
-        sums = core_sums(
-            model,
-            trained_on.tokenizer,
-            suite,
-            device,
-            max_tokens=seq_len,
-            max_items=options.core_items,
-            rows=rows,
-        )
-        print("\n".join(["", *core_lines(core_score(suite, sums))]))
-    return 0
+    if isinstance(trained.dataset, Dataset):
+        reference = reference_scores(trained.dataset, batches)
+        print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
+    else:
+        compressed = xz_bpb(target_text(trained.tokenizer, batches))
+        print(f"for comparison: xz -9 {compressed:.4f} (no byte-bigram model: the run's training text is gone)")
 
 
 def _batches_of(data: str, tokenizer: Tokenizer, config: Config, max_tokens: int | None) -> list[Batch]:

@@ -11,7 +11,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = export_options(arguments)
-    model, dataset, _ = trained_model(options.runs_dir, options.run, "cpu")
+    trained = trained_model(options.runs_dir, options.run, "cpu")
     out = options.out or find_run(options.runs_dir, options.run) / options.to
-    print(export_hf(model, dataset.tokenizer, out))
+    print(export_hf(trained.model, trained.tokenizer, out))
     return 0

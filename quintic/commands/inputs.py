@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from quintic.commands.text import prepared, verify
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.data.shards import prepare_command
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
@@ -20,10 +22,21 @@ from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
 from quintic.train.loop import check_trackers
 from quintic.train.recipe import build_model, empty_model, model_config, scale_of
-from quintic.train.runs import CONFIG_FILE, find_run
+from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
 
-__all__ = ["check_options", "check_text", "text_to_resume", "trained_model"]
+__all__ = ["TrainedModel", "check_options", "check_text", "text_to_resume", "trained_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a run, and what it was trained with."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    config: Config
+    dataset: Dataset | DataError
+    """The text as it was prepared; if it is gone or damaged, the error that says so."""
 
 
 def check_options(config: Config) -> None:
@@ -83,13 +96,23 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
             return Dataset.open(manifest.parent)
     settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes)
     command = prepare_command(data.data, data.data_dir, *settings)
-    raise DataError(f"{path}: the text of {run_dir.name} does not exist any more; run again: {command}")
+    raise DataError(
+        f"{path}: the text of {run_dir.name} does not exist any more; unless its source has changed since, run again: "
+        f"{command}"
+    )
 
 
-def trained_model(
-    runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto"
-) -> tuple[GPT, Dataset, Config]:
-    """Return the model of a run with the weights of its newest good checkpoint, its data and its configuration."""
+def trained_model(runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto") -> TrainedModel:
+    """Load the model of a run, with the weights of its newest good checkpoint.
+
+    Args:
+        runs_dir: the folder of all runs.
+        run: name of the run; None for the one started last.
+        device: to compute on.
+
+    Raises:
+        QuinticError: there is no such model, or its text is gone and the run has kept no tokenizer.
+    """
     run_dir = find_run(runs_dir, run)
     config = load_config(run_dir / CONFIG_FILE)
     if not checkpoints(run_dir):
@@ -97,10 +120,18 @@ def trained_model(
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
-    dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
+    dataset: Dataset | DataError
+    try:
+        dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
+        tokenizer = dataset.tokenizer
+    except DataError as error:
+        dataset = error
+        if not (run_dir / TOKENIZER_FILE).exists():
+            raise
+        tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
     # The precision of the training run, so that scores agree; not its attention, which may need another device.
     hardware = choose_hardware(dataclasses.replace(config.run, device=device, attention="auto"))
-    sizes = model_config(config, vocab_size=dataset.vocab_size, bos_id=dataset.bos_id)
+    sizes = model_config(config, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     model = build_model(
         sizes,
         device=hardware.device,
@@ -110,4 +141,4 @@ def trained_model(
         weights=config.optim.weights,
     )
     load_model_weights(checkpoint, model)
-    return model.eval(), dataset, config
+    return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset)

@@ -13,13 +13,13 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = sample_options(arguments)
-    model, dataset, _ = trained_model(options.runs_dir, options.run)
+    trained = trained_model(options.runs_dir, options.run)
     count = len(options.prompts)
     say_waiting("Writing a sample" if count == 1 else f"Writing {count} samples")
     try:
         samples = sample_text(
-            model,
-            dataset.tokenizer,
+            trained.model,
+            trained.tokenizer,
             options.prompts,
             max_tokens=options.tokens,
             temperature=options.temperature,

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from quintic.data.dataset import Dataset
 from quintic.data.loader import Batch
+from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
-__all__ = ["BIGRAM_PRIOR_BYTES", "compression_baselines", "reference_scores"]
+__all__ = ["BIGRAM_PRIOR_BYTES", "compression_baselines", "reference_scores", "target_text", "xz_bpb"]
 
 BIGRAM_PRIOR_BYTES = 64.0
 """Weight of the unigram in each context of the bigram model, in bytes of evidence (see below)."""
@@ -38,9 +39,17 @@ def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, fl
     Returns:
         `xz_bpb`, `bigram_bpb` and `bytes` of `compression_baselines`.
     """
-    tokenizer = dataset.tokenizer
-    val_text = b"".join(tokenizer.decode_bytes(row) for batch in batches for row in batch.targets.tolist())
-    return compression_baselines(val_text, _train_text(dataset))
+    return compression_baselines(target_text(dataset.tokenizer, batches), _train_text(dataset))
+
+
+def target_text(tokenizer: Tokenizer, batches: Iterable[Batch]) -> bytes:
+    """Return the text of the targets in `batches`."""
+    return b"".join(tokenizer.decode_bytes(row) for batch in batches for row in batch.targets.tolist())
+
+
+def xz_bpb(text: bytes) -> float:
+    """Return the bits per byte of `xz -9` on a text of at least one byte, the container included."""
+    return 8 * len(lzma.compress(text, preset=9)) / len(text)
 
 
 def _train_text(dataset: Dataset) -> Iterator[bytes]:
@@ -84,7 +93,7 @@ def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> dict[
     if not unigrams.any():
         raise DataError("the training text is empty: the byte-bigram baseline needs at least one byte of it")
     return {
-        "xz_bpb": 8 * len(lzma.compress(val_text, preset=9)) / len(val_text),
+        "xz_bpb": xz_bpb(val_text),
         "bigram_bpb": _bigram_bits(val_text, unigrams, bigrams) / len(val_text),
         "bytes": len(val_text),
     }

@@ -34,7 +34,7 @@ from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
-from quintic.train.runs import hold_run
+from quintic.train.runs import TOKENIZER_FILE, hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
@@ -115,6 +115,7 @@ def train(
             say(f"Continuing {run_dir.name} after step {run.step}")
         else:
             allocate_lookups(run.model, dataset, seed=config.run.seed)
+        ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in run.describe():
             say(line)
         if resume_step is not None:

@@ -1,6 +1,7 @@
 """Run folders: making, naming, finding and locking them.
 
-<runs-dir>/<run>/config.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at a time holds
+<runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at
+a time holds
 """
 
 import contextlib
@@ -20,9 +21,20 @@ from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import load_config, to_dict
 
-__all__ = ["CONFIG_FILE", "check_new_run", "create_run", "discard_unstarted", "find_run", "hold_run", "run_folder"]
+__all__ = [
+    "CONFIG_FILE",
+    "TOKENIZER_FILE",
+    "check_new_run",
+    "create_run",
+    "discard_unstarted",
+    "find_run",
+    "hold_run",
+    "run_folder",
+]
 
 CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+"""Kept so that the model can be used when its prepared text is gone; runs made by older versions do not have it."""
 _LOCK_FILE = ".lock"
 
 # Errors of file systems without locks.

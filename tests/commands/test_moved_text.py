@@ -1,5 +1,6 @@
 """Runs whose text was moved, changed or lost since they began."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -66,3 +67,47 @@ def test_prepared_text_is_known_by_its_whole_path(tiny_text: Path, elsewhere: Pa
     made = prepared(prepare_options(options))
     config = training_options(["--preset", "cpu", *options], "plan").config
     assert planned_vocabulary(config.data) == (made.vocab_size, f"read from {made.path}")
+
+
+def test_a_model_whose_text_is_gone_and_has_changed_is_still_used(
+    tiny_dataset: Dataset, tiny_text: Path, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    shutil.copytree(tiny_text, elsewhere / "text")
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="run", steps=1, eval_every=0)
+    assert main(["train", *options, "--data", "text", "--data-dir", "data"]) == 0
+    sample = ["sample", "--tokens", "8", "--prompts", "def"]
+    capsys.readouterr()
+    assert main(sample) == 0
+    written = capsys.readouterr().out
+    assert main(["export", "--out", "before"]) == 0
+    (elsewhere / "text" / "more.txt").write_text("new words\n" * 50)
+    shutil.rmtree(elsewhere / "data")
+    capsys.readouterr()
+    assert main(sample) == 0
+    assert capsys.readouterr().out == written
+    assert main(["export", "--out", "after"]) == 0
+    assert {path.name: path.read_bytes() for path in (elsewhere / "after").iterdir()} == {
+        path.name: path.read_bytes() for path in (elsewhere / "before").iterdir()
+    }
+    capsys.readouterr()
+    assert main(["eval", "--data", str(elsewhere / "text" / "more.txt")]) == 0
+    assert "(no byte-bigram model: the run's training text is gone)" in capsys.readouterr().out
+    (elsewhere / "core").mkdir()
+    item = {"query": "def model", "choices": ["step", "loss"], "gold": 0}
+    (elsewhere / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 12)
+    assert main(["eval", "--core", "core", "--core-items", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "The validation text is not scored: " in printed.err
+    assert "mean over 1 of the 22 tasks of CORE" in printed.out
+    assert error_of(capsys, "eval").endswith("; --data scores other text, --core answers tasks")
+
+
+def test_a_resumed_run_of_before_keeps_its_tokenizer_from_then_on(tiny_dataset: Dataset, elsewhere: Path) -> None:
+    options = tiny_options(tiny_dataset, elsewhere / "runs", run="run", steps=1, eval_every=0)
+    assert main(["train", *options]) == 0
+    kept = elsewhere / "runs" / "run" / "tokenizer.json"
+    content = kept.read_bytes()
+    assert content == (tiny_dataset.path / "tokenizer.json").read_bytes()
+    kept.unlink()
+    assert main(["train", "--resume"]) == 0
+    assert kept.read_bytes() == content
