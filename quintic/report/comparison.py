@@ -37,6 +37,12 @@ _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 # These differ between any two runs.
 _NOT_SETTINGS = frozenset({"config.run.run", "machine.matrix_flops_per_second"})
+# Options that may differ besides the seed where medians are taken: where a run is kept, how it is watched, the device.
+_FREE_AMONG_SEEDS = frozenset(
+    {"run", "runs_dir", "seed", "data", "data_dir", "verify", "device", "threads", "eval_every", "core",
+     "core_every", "core_items", "sample_every", "sample_tokens", "prompts", "save_every", "keep", "rms_every",
+     "tensorboard", "wandb"}
+)  # fmt: skip
 
 
 # An evaluation with a finite loss; other fields of `_FIELDS` are None where the log has no finite number.
@@ -71,7 +77,7 @@ def write_comparison(
     The figure per candidate is the step at which its validation loss first is at or below the baseline's last one. It
     lies on the straight line between the evaluations before and after; a candidate that is there at its first
     evaluation gets that evaluation's step, since nothing is known before it. Evaluations whose loss was not finite are
-    left out. Of several runs under one name, which should differ in their seeds only, medians count.
+    left out. Of several runs under one name, which may differ in their seeds only, medians count.
 
     Args:
         runs: name -> run folder, or several; two names at least. The first is the baseline, the others are candidates.
@@ -87,7 +93,7 @@ def write_comparison(
 
     Raises:
         ConfigError: if there are fewer than two names, a run has no log or no finite validation loss, or the runs of
-            one name were never evaluated at the same step.
+            one name were never evaluated at the same step, differ in more than their seeds, or have one seed.
         DataError: if a log is damaged.
     """
     if len(runs) < 2:
@@ -141,10 +147,47 @@ def _load(name: str, folders: Sequence[str | Path]) -> _Arm:
             raise ConfigError(
                 f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
             )
+    _check_seeds(name, [Path(folder).name for folder in folders], histories)
     arm = _Arm(name, histories, curves)
     if not arm.shared():
         raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
     return arm
+
+
+def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
+    """Check that the runs of one name differ in their seeds, and in nothing else that changes what they learn."""
+
+    def settings(history: RunHistory) -> dict[str, str]:
+        options = flatten(history.run.get("config") or {})
+        kept = {key: str(value) for key, value in options if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
+        machine = history.run.get("machine") or {}
+        kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
+        text = _text_of(history)
+        return kept if text is None else kept | {"text and tokenizer": text}
+
+    of_runs = [settings(history) for history in histories]
+    differences = []
+    for key in dict.fromkeys(key for entries in of_runs for key in entries):
+        values = dict.fromkeys(entries[key] for entries in of_runs if key in entries)
+        if len(values) > 1:
+            differences.append(f"{key} ({', '.join(values)})")
+    advice = "give each a name of its own (--runs A B), or leave some out"
+    if differences:
+        raise ConfigError(
+            f"{name}={','.join(runs)}: a median is that of runs which differ in their seeds only, and these differ in "
+            f"{'; '.join(differences)}: {advice}"
+        )
+    of_seeds: dict[Any, list[str]] = {}
+    for run, history in zip(runs, histories, strict=True):
+        options = flatten(history.run.get("config") or {})
+        seed = next((value for key, value in options if key.split(".")[-1] == "seed"), None)
+        of_seeds.setdefault(seed, []).append(run)
+    for seed, same in of_seeds.items():
+        if seed is not None and len(same) > 1:
+            raise ConfigError(
+                f"{name}={','.join(runs)}: a median is that of runs with different seeds, and {' and '.join(same)} "
+                f"have the same (seed {seed}): {advice}"
+            )
 
 
 def _median(values: Iterable[float | None], missing: float | None = None) -> float | None:

@@ -216,3 +216,40 @@ def test_one_run_each_shows_the_error_over_documents(tmp_path: Path) -> None:
     runs["b"] = [runs["b"], runs["b"]]
     write_comparison(runs, tmp_path / "page.html", title="Two")
     assert "±" not in read(tmp_path / "page.html").text  # it would be taken for a range of seeds
+
+
+def test_medians_are_those_of_runs_that_differ_in_their_seeds_only(tmp_path: Path) -> None:
+    def group(*configs: dict[str, Any]) -> dict[str, Any]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return {
+            "a": write_curve(folder / "a", {10: 2.0}),
+            "b": [write_curve(folder / f"b{number}", {10: 1.0}, **config) for number, config in enumerate(configs)],
+        }
+
+    out = tmp_path / "page.html"
+    stored = {"runs_dir": "runs", "threads": 1, "keep": 2, "run": "x"}  # where and how a run is kept
+    write_comparison(group({"seed": 1, "lr": 2.0}, {"seed": 2, "lr": 2.0, **stored}), out, title="")
+    write_comparison(group({}, {}), out, title="")  # old logs without seeds
+    with pytest.raises(ConfigError) as caught:
+        write_comparison(group({"seed": 1, "lr": 2.0, "fp8": False}, {"seed": 2, "lr": 3.0}), out, title="")
+    assert str(caught.value) == (
+        "b=b0,b1: a median is that of runs which differ in their seeds only, and these differ in run.lr (2.0, 3.0): "
+        "give each a name of its own (--runs A B), or leave some out"
+    )
+    with pytest.raises(ConfigError) as caught:
+        write_comparison(group({"seed": 1}, {"seed": 2}, {"seed": 1}), out, title="")
+    assert str(caught.value) == (
+        "b=b0,b1,b2: a median is that of runs with different seeds, and b0 and b2 have the same (seed 1): "
+        "give each a name of its own (--runs A B), or leave some out"
+    )
+
+
+def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
+    runs = {}
+    for name, seed, key in (("a", 0, "x"), ("b", 1, "x"), ("c", 2, "y")):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", name=name, config={"seed": seed}, data={"key": key}, machine={"dtype": "float32"})
+            log.write("eval", step=5, loss=2.0, bpb=1.0)
+        runs[name] = log.path.parent
+    with pytest.raises(ConfigError, match=r"b=b,c: .* differ in text and tokenizer \(x, y\)"):
+        write_comparison({"a": runs["a"], "b": [runs["b"], runs["c"]]}, tmp_path / "page.html", title="")
