@@ -121,7 +121,12 @@ def test_the_run_goes_through_every_stage_and_learns(alone) -> None:
     run_record = records[0]
     assert len(run_record["code"]) == 64
     assert run_record["versions"]["torch"] == torch.__version__
-    assert (folder / "report.html").exists()
+    assert run_record["model"]["prefix_tokens"] is False  # no byte begins with another
+    page = " ".join((folder / "report.html").read_text(encoding="utf-8").split())
+    assert (
+        "a speedrun's training loss also counts, with weights of their own, the tokens after the next one: it" in page
+    )
+    assert TINY.options.tokenizer is None
 
 
 @pytest.mark.slow
@@ -450,6 +455,7 @@ def test_the_command_runs_the_preset_without_features(
         (["--without", "smears"], "--without smears: no feature of the model; choose among attention-free-layer,"),
         (["--steps", "3"], "--steps 3: the track has 4 stages; give at least 8"),
         (["--val-tokens", "1001"], "of 500 for each of 1 ranks; give another --val-tokens, such as 1000"),
+        (["--tokenizer", "nope"], "--tokenizer has no meaning with --preset speedrun-tiny, whose tokens are bytes"),
         (["--stepz", "3"], "unknown option --stepz: did you mean --steps?"),
         (["--shards", "0"], "--shards 0: must be at least 1"),
         (["--pass-tokens", "0"], "--pass-tokens 0: must be at least 1"),
@@ -514,7 +520,7 @@ def test_every_feature_can_be_left_out() -> None:
 
 
 def test_a_race_without_vocabulary_says_what_to_do(shards: Path) -> None:
-    sizes = replace(TINY.model, bos_id=255)
+    sizes = replace(TINY.model, bos_id=255, prefix_tokens=True)
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), sizes)
     with pytest.raises(ConfigError, match=r"--tokenizer: needed to predict .* leave that out \(--without prefix-tok"):
         Race(TINY.track, sizes, data, HARDWARE)

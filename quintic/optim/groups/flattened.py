@@ -37,12 +37,20 @@ def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: 
     `was_checked` says that the group was right before something else became of its parameters.
     """
     names, params = group["param_names"], group["params"]
+    if names is None or isinstance(names, str):
+        raise TypeError(
+            f"parameter group {number}: param_names={names!r} must be a list with a name for each of the "
+            f"{len(params)} params"
+        )
     if len(names) != len(params):
         first = f" ({names[0]}, ...)" if names else ""
-        raise ValueError(
-            f"parameter group {number}{first} has {len(params)} params but {len(names)} param_names; if "
-            f"ZeroRedundancyOptimizer or DeepSpeed ZeRO put them there: {_WAY_OUT}"
+        message = (
+            f"parameter group {number}{first} has {len(params)} params but {len(names)} param_names; give one name for "
+            f"each, in the same order, or params as (name, parameter) pairs"
         )
+        if len(params) < len(names):  # as these libraries leave it: all names, and some of the params or one of all
+            message += f". If ZeroRedundancyOptimizer or DeepSpeed ZeRO put them there: {_WAY_OUT}"
+        raise ValueError(message)
     for name, param in zip(names, params, strict=True):
         _check_parameter(name, param)
         if was_checked and group["algorithm"] == "muon" and param.ndim < 2:
