@@ -21,7 +21,6 @@ __all__ = ["write_comparison"]
 
 
 _ENDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("steps", "step", "{:,.0f}".format),
     ("tokens read", "tokens", large_number),
     ("training time", "seconds", duration),
     ("loss (nats per token)", "loss", "{:.4f}".format),
@@ -36,7 +35,7 @@ _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("least smoothed training loss (nats per token)", "least_loss", "{:.4f}".format),
 )
 # These differ between any two runs.
-_NOT_SETTINGS = frozenset({"config.run.run", "machine.matrix_flops_per_second"})
+_NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
 # Options that may differ besides the seed where medians are taken: where a run is kept, how it is watched, the device.
 _FREE_AMONG_SEEDS = frozenset(
     {"run", "runs_dir", "seed", "data", "data_dir", "verify", "device", "threads", "eval_every", "core",
@@ -62,6 +61,10 @@ class _Arm:
         """A field of the last finite evaluation of each run."""
         return [points[-1][field] for points in self.curves]
 
+    def steps(self) -> list[float | None]:
+        """The number of steps that each run has made, also those since its last evaluation."""
+        return [history.steps for history in self.histories]
+
     def shared(self) -> list[list[_Point]]:
         """The points of all runs, for each step at which all were evaluated."""
         by_step = [{point["step"]: point for point in points} for points in self.curves]
@@ -85,11 +88,11 @@ def write_comparison(
         title: the heading of the page.
 
     Returns:
-        ``baseline``: its name. ``runs``: name -> ``steps``, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the last
-        evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
+        ``baseline``: its name. ``runs``: name -> ``steps`` made, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the
+        last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
         ``percent_of_steps``, the same for ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None
         if that loss was never reached (or not timed), ``steps_by_run``, and ``sentence``, which says it in words.
-        ``percent_*`` is relative to the baseline's whole run.
+        ``percent_*`` is relative to the baseline's run up to its last evaluation.
 
     Raises:
         ConfigError: if there are fewer than two names, a run has no log or no finite validation loss, or the runs of
@@ -126,7 +129,7 @@ def write_comparison(
         "baseline": baseline.name,
         "runs": {
             arm.name: {
-                "steps": int(_median(arm.ends("step")) or 0),
+                "steps": int(_median(arm.steps()) or 0),
                 **{field: _median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
                 "losses": arm.ends("loss"),
             }
@@ -228,7 +231,7 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
     whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
     percent = 100 * step / last if step is not None and last > 0 else None
     if step is None:
-        sentence = f"{arm.name} never reached {whose} in its {_median(arm.ends('step')):,.0f} steps"
+        sentence = f"{arm.name} never reached {whose} in its {_median(arm.steps()):,.0f} steps"
         if num_reached:
             sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
     else:
@@ -241,6 +244,8 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
             spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
             never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
             sentence += f"; median of {num_runs} runs, which took {spread}{never}"
+        if (made := _median(baseline.steps())) is not None and made > last:
+            sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
     texts = {_text_of(history) for one in (baseline, arm) for history in one.histories} - {None}
     if len(texts) > 1:
         sentence += "; but their texts or tokenizers differ, and so their losses cannot be compared"
@@ -289,7 +294,11 @@ def _results(arms: Sequence[_Arm]) -> list[list[str]]:
         median, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
         return median if low == high else f"{median} ({low} to {high})"
 
-    rows = [(label, [arm.ends(field) for arm in arms], form) for label, field, form in _ENDS]
+    rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
+    rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
+    if any(arm.steps() != arm.ends("step") for arm in arms):
+        rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
+    rows += [(label, [arm.ends(field) for arm in arms], form) for label, field, form in _ENDS]
     rows += [
         (label, [[h.newest(field) for h in arm.histories] for arm in arms], form) for label, field, form in _MEASURED
     ]

@@ -150,6 +150,11 @@ class RunHistory:
             return command
         return f"torchrun --standalone --nproc-per-node={self.ranks} -m {command}"
 
+    @property
+    def steps(self) -> int:
+        """Number of steps that the run has made, also those since its last evaluation."""
+        return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
+
     def newest(self, field: str) -> float | None:
         """Return a number of the final record, else of the last training step; None where there is none."""
         for record in (self.final, *self.train[-1:]):

@@ -253,3 +253,29 @@ def test_medians_are_those_of_runs_on_one_text(tmp_path: Path) -> None:
         runs[name] = log.path.parent
     with pytest.raises(ConfigError, match=r"b=b,c: .* differ in text and tokenizer \(x, y\)"):
         write_comparison({"a": runs["a"], "b": [runs["b"], runs["c"]]}, tmp_path / "page.html", title="")
+
+
+def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
+    runs = {}
+    for name, losses in (("stopped", {0: 5.0, 8: 3.0}), ("other", {0: 5.0, 8: 4.0, 11: 2.0})):
+        with MetricsLog(tmp_path / name / "metrics.jsonl") as log:
+            log.write("run", name=name, config={"run": name, "preset": "speedrun-tiny", "seed": len(name)})
+            for step in range(12):
+                if step:
+                    log.write("train", step=step, loss=3.0)
+                if step in losses:
+                    log.write("eval", step=step, loss=losses[step])
+        runs[name] = log.path.parent
+    figures = write_comparison(runs, tmp_path / "page.html", title="Two")
+    assert {name: run["steps"] for name, run in figures["runs"].items()} == {"stopped": 11, "other": 11}
+    assert figures["candidates"]["other"]["sentence"] == (
+        "other reached stopped's final validation loss after 9.5 of 8 steps (118.8 %); stopped made 11 steps, and was "
+        "last validated after 8"
+    )
+    text = read(tmp_path / "page.html").text
+    assert "steps 11 11 step of this evaluation 8 11" in text
+    figures = write_comparison(dict(reversed(runs.items())), tmp_path / "page.html", title="Two")
+    found = figures["candidates"]["stopped"]["sentence"]
+    assert found == "stopped never reached other's final validation loss in its 11 steps"
+    # A speedrun's name is an option of its own, and no setting.
+    assert "setting other stopped seed 5 7" in read(tmp_path / "page.html").text
