@@ -235,7 +235,9 @@ class Muon(OptimizerBase):
             The closure's loss, or None.
 
         Raises:
-            ValueError: a gradient is sparse, or `qk_logits` is no mapping to tensors or fits no attention layer.
+            ValueError: a gradient is sparse, or `qk_logits` is no mapping to tensors or fits no attention layer; an
+                option of a group was set to what the constructor refuses: nothing was changed or sent, and only ranks
+                that have such a value raise.
             FloatingPointError: a gradient is not finite and `on_nonfinite="raise"`; nothing was changed. Mend the
                 gradients and step again, or drop them with `zero_grad`.
             RuntimeError: this rank has a gradient as a sum still to be made (`Partial`) that no rank had as one before

@@ -54,10 +54,8 @@ _SYNONYMS = {
 # What updates can be added to: narrower floating-point numbers have no arithmetic.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# PyTorch's schedules that end at 0 may end a rounding below it.
-_LEAST_LR = -1e-12
-
-_BETAS = "two numbers in [0, 1), such as (0.9, 0.95)"
+# Schedules of rates and decays that end at 0 may end a rounding below it.
+_LEAST_RATE = -1e-12
 
 # Options with a fixed set of values.
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -202,15 +200,18 @@ def _shares_entries(tensor: Tensor) -> bool:
 
 
 def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
-    """Reject what schedules may set wrong at any step: no numbers, and averages that bfloat16 state cannot follow.
+    """Reject what schedules may set wrong at any step: no numbers, numbers out of range, and too slow averages.
 
-    Ranges are not checked here. Tensors on a device are not read.
+    Too slow are those that bfloat16 state cannot follow. Tensors on a device are not read.
     """
+    for key, least in (("lr", _LEAST_RATE), ("weight_decay", _LEAST_RATE), ("eps", 0)):
+        _check_option(number, group, key, is_number(group[key], least), "a number of at least 0")
+    for key in ("momentum", "normalize_beta"):
+        _check_option(number, group, key, is_number(group[key], 0, 1), "a number in [0, 1)")
     betas = group["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
-    _check_option(number, group, "betas", is_pair, _BETAS)
-    for key in ("lr", "weight_decay", "eps", "momentum", "normalize_beta"):
-        _check_option(number, group, key, is_number(group[key]), "a finite number")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    are_betas = is_pair and all(is_number(beta, 0, 1) for beta in betas)
+    _check_option(number, group, "betas", are_betas, "two numbers in [0, 1), such as (0.9, 0.95)")
     if group["state_dtype"] is None:
         return
     key = "betas" if group["algorithm"] == "adamw" else "momentum"
@@ -258,14 +259,9 @@ def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, nee
 
 def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check = functools.partial(_check_option, number, group)
-    for key, least in (("lr", _LEAST_LR), ("weight_decay", 0), ("eps", 0)):
-        check(key, is_number(group[key], least), "a number of at least 0")
+    check_scheduled(number, group)
     ratio = group["adamw_lr_ratio"]
     check("adamw_lr_ratio", ratio is None or is_number(ratio, 0), "a number of at least 0, or None")
-    for key in ("momentum", "normalize_beta"):
-        check(key, is_number(group[key], 0, 1), "a number in [0, 1)")
-    check_scheduled(number, group)
-    check("betas", all(is_number(beta, 0, 1) for beta in group["betas"]), _BETAS)
     for key, choices in _CHOICES.items():
         check(key, group[key] in choices, " or ".join(map(repr, choices)))
     for key in ("step_every", "orthogonalizer_steps"):

@@ -64,6 +64,28 @@ def step_with_a_function(rank, world_size):
     optimizer_of(rank, orthogonalizer=lambda x: x).step()
 
 
+def set_values_out_of_range(rank, world_size):
+    """Ranks refuse before they send anything, and so have nothing under way when the values are mended."""
+    for comms in ("averaged", "replicated", "sharded"):
+        optimizer = optimizer_of(rank, normalize="neuron")
+        (group,) = optimizer.param_groups
+        group["comms"] = comms
+        optimizer.step()
+        before = [param.detach().clone() for param in group["params"]]
+        for key, value in (("momentum", 1.5), ("lr", -1.0), ("normalize_beta", 1.0), ("betas", (0.9, 2.0))):
+            good, group[key] = group[key], value
+            with pytest.raises(ValueError, match=rf"^parameter group 0 \(first\): {key}=.* must be "):
+                optimizer.step()
+            group[key] = good
+        assert all(map(torch.equal, group["params"], before))
+        optimizer.step()
+        assert not any(map(torch.equal, group["params"], before))
+
+
+def test_values_out_of_range_are_refused_on_every_rank_that_sets_them():
+    run(set_values_out_of_range, 2, timeout=30)
+
+
 def die_in_a_step(rank, world_size):
     optimizer = optimizer_of(rank)
     optimizer.step()

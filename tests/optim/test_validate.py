@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import quintic
+from quintic.optim import current
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 
@@ -62,26 +63,53 @@ def test_changed_options_are_checked_before_the_next_step(key, value, message, s
 @pytest.mark.parametrize(
     ("key", "value", "need"),
     [
-        ("lr", None, "a finite number"),
-        ("lr", "0.1", "a finite number"),
-        ("lr", float("nan"), "a finite number"),
-        ("lr", torch.ones(2), "a finite number"),
-        ("weight_decay", float("inf"), "a finite number"),
-        ("momentum", torch.tensor(float("nan")), "a finite number"),
-        ("eps", None, "a finite number"),
-        ("betas", 0.9, "two numbers"),
-        ("betas", (0.9, None), "two numbers"),
+        ("lr", None, "a number of at least 0"),
+        ("lr", "0.1", "a number of at least 0"),
+        ("lr", float("nan"), "a number of at least 0"),
+        ("lr", torch.ones(2), "a number of at least 0"),
+        ("lr", -1, "a number of at least 0"),
+        ("lr", torch.tensor(-1.0), "a number of at least 0"),
+        ("weight_decay", float("inf"), "a number of at least 0"),
+        ("weight_decay", -0.1, "a number of at least 0"),
+        ("momentum", torch.tensor(float("nan")), r"a number in \[0, 1\)"),
+        ("momentum", 1.5, r"a number in \[0, 1\)"),
+        ("momentum", -0.1, r"a number in \[0, 1\)"),
+        ("normalize_beta", 1, r"a number in \[0, 1\)"),
+        ("eps", None, "a number of at least 0"),
+        ("eps", -1e-8, "a number of at least 0"),
+        ("betas", 0.9, r"two numbers in \[0, 1\)"),
+        ("betas", (0.9, None), r"two numbers in \[0, 1\)"),
+        ("betas", (0.9, 1.0), r"two numbers in \[0, 1\)"),
     ],
 )
-def test_what_a_schedule_sets_must_be_numbers(key, value, need):
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_a_schedule_sets_must_be_numbers_in_range(key, value, need, number):
     """Some of these ended a step in the middle, after the matrices had been stepped, others made weights undefined."""
-    optimizer, weight = optimizer_of()
+    optimizer, weight = optimizer_of(normalize="neuron")
     optimizer.step()
-    before = weight.detach().clone()
-    optimizer.param_groups[1][key] = value
-    with pytest.raises(ValueError, match=rf"parameter group 1 \(bias\): {key}=.* must be {need}"):
+    bias = optimizer.param_groups[1]["params"][0]
+    kept = [tensor.detach().clone() for tensor in (weight, bias, optimizer.state[weight]["momentum_buffer"])]
+    group = optimizer.param_groups[number]
+    good, group[key] = group[key], value
+    which = ("weight", "bias")[number]
+    for use in (optimizer.step, optimizer.plan, optimizer.upload_hyperparameters, optimizer.step):
+        with pytest.raises(ValueError, match=rf"parameter group {number} \({which}\): {key}=.* must be {need}"):
+            use()
+    group[key] = good
+    assert all(map(torch.equal, (weight, bias, optimizer.state[weight]["momentum_buffer"]), kept))
+    optimizer.step()
+    assert not torch.equal(weight, kept[0])
+
+
+def test_a_schedule_is_checked_when_it_changes_something_and_not_at_every_step(monkeypatch):
+    optimizer, _ = optimizer_of()
+    checked = []
+    monkeypatch.setattr(current, "check_scheduled", lambda number, group: checked.append(number))
+    optimizer.step()
+    for lr in (0.1, 0.1, 0.1, 0.2):
+        optimizer.param_groups[1]["lr"] = lr
         optimizer.step()
-    assert torch.equal(weight, before)
+    assert checked == [0, 1, 0, 1]
 
 
 def test_a_schedule_may_end_a_rounding_below_zero():
