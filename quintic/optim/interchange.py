@@ -98,7 +98,7 @@ def import_state(
 
     Raises:
         ValueError: a saved parameter is not in the optimizer, has another algorithm, shape or state than Quintic's, or
-            names are missing; the message names the parameter.
+            names are missing; the message names the parameter. Or the state is that of a `quintic.Muon`.
     """
     if source not in READERS:
         raise ValueError(f"source={source!r}: choose one of {', '.join(map(repr, READERS))}")
@@ -189,6 +189,11 @@ def _read(
     for rank in ranks:
         if not {"state", "param_groups"} <= rank.keys():
             raise ValueError(f"a state dict has 'state' and 'param_groups', the saved one has {sorted(rank)}")
+        if any("view" in group for group in rank["param_groups"]):
+            raise ValueError(
+                f"the saved state is quintic.Muon's own, not of source={source!r}: load it with "
+                f"optimizer.load_state_dict(state_dict), which brings masters and second moments back, too"
+            )
     groups = ranks[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     for number, rank in enumerate(ranks):

@@ -216,6 +216,22 @@ def test_what_cannot_be_asked_for_is_an_error(options, message):
     assert not any(value.any() for value in values(optimizer))
 
 
+@pytest.mark.parametrize("source", ["torch", "keller_jordan", "keller_jordan_2024", "dion", "nanochat"])
+def test_state_of_quintic_is_no_other_library_s(source):
+    """Its names are those of other libraries: as a sum the momentum was taken for a twentieth of what it was."""
+    model = model_of()
+    optimizer = ours(model)
+    step(model, optimizer, seed=0)
+    before, pieces = values(optimizer), get_optimizer_state_dict(model, optimizer)
+    for saved in (optimizer.state_dict(), pieces):
+        with pytest.raises(ValueError, match=rf"is quintic\.Muon's own, not of source='{source}'.*load_state_dict"):
+            import_state(optimizer, saved, source=source)
+        with pytest.raises(ValueError, match=r"is quintic\.Muon's own"):
+            import_torch_state(optimizer, saved)
+    assert all(map(torch.equal, values(optimizer), before))
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_state_dicts_of_several_ranks_belong_to_one_optimizer():
     model = model_of()
     muon, adamw = theirs(model, named=False)
