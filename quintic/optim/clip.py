@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
-from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut
+from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut, writable_gradient
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.numbers import is_number
@@ -167,7 +167,7 @@ def _gradients_in(optimizer: Muon, scope: str) -> tuple[list[_Gradient], dict[tu
 
 def _own_gradient(name: str, param: Any) -> Tensor | None:
     """Return this rank's piece of a gradient that is not sparse, cut as the parameter is; None where there is none."""
-    gradient = param.grad
+    gradient: Any = writable_gradient(param)
     if gradient is None:
         return None
     reject_sparse(name, gradient)

@@ -310,6 +310,34 @@ def test_only_what_is_stepped_next_is_averaged():
     run(check_several_groups, 2)
 
 
+def check_inference_mode(rank, world_size, comms):
+    """Gradients that were computed by hand, in inference mode on rank 0: PyTorch lets no one change them."""
+    shapes = {"weight": (6, 4), "bias": (5,), "head": (6, 4)}
+    stepped = []
+    for of_rank in (None, 0):
+        torch.manual_seed(0)
+        params = {name: torch.nn.Parameter(torch.randn(shape).to(DEVICE)) for name, shape in shapes.items()}
+        groups = [{"params": [(name, param)], "algorithm": "adamw"} for name, param in params.items()]
+        groups[0]["algorithm"] = "muon"
+        optimizer = quintic.Muon(groups, lr=0.1, comms=comms)
+        optimizer.tie("weight", "head")
+        for clips in (True, False):
+            with torch.inference_mode(rank == of_rank):
+                for name, param in params.items():
+                    param.grad = gradient(name, param.shape, param.dtype, 0, 0 if comms == "averaged" else rank)
+            if clips:
+                quintic.clip_grad_norm_(optimizer, 1e-3, scope="all")
+            optimizer.step()
+        stepped.append([param.detach() for param in params.values()])
+    assert all(map(torch.equal, *stepped))
+
+
+@pytest.mark.parametrize("comms", ["averaged", "replicated", "sharded"])
+def test_gradients_made_in_inference_mode_are_averaged_clipped_and_stepped(comms):
+    """Clipping ended by errors of PyTorch's that named nothing, and averages with one rank waiting for another."""
+    run(check_inference_mode, 2, comms, timeout=30)
+
+
 def check_one_rank_has_gradients(rank, world_size, comms, between):
     """Clip, but step nothing of it; then only rank 0 has a gradient, and the other one averages all the same."""
     size = 5

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.options import Group, found_parameter
-from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, is_dtensor, reject_sparse, writable_gradient
 from quintic.optim.rules.device_memory import is_capturing
 
 __all__ = ["Tie", "check_shapes", "ties_of"]
@@ -33,7 +33,7 @@ class Tie:
 
         None may be sparse.
         """
-        gradient, total = self.copy.grad, self.head.grad
+        gradient, total = writable_gradient(self.copy), writable_gradient(self.head)
         if gradient is None:
             return
         if self._moved is not None and not is_capturing(gradient.device):

@@ -36,6 +36,7 @@ __all__ = [
     "relative",
     "replicated_layout",
     "size_of",
+    "writable_gradient",
 ]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -206,6 +207,15 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradients, also where it has none now: its own, or what `grad_dtype` says."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
     return param.dtype if dtype is None else dtype
+
+
+def writable_gradient(param: Tensor) -> Tensor | None:
+    """Return a parameter's gradient; one that was made in inference mode is replaced by a copy that can be changed."""
+    gradient = param.grad
+    if gradient is not None and gradient.is_inference():
+        with torch.inference_mode(False):
+            param.grad = gradient = gradient.clone()
+    return gradient
 
 
 def reject_sparse(name: str, gradient: Tensor) -> None:

@@ -18,7 +18,7 @@ from quintic.optim.comms.collectives import this_rank
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, ranks_of
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import Layout, gradient_dtype
+from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
 from quintic.optim.step.averaging import Averaging, DividedMemory, EarlyAverages, OfGroup, messages_of
@@ -93,6 +93,8 @@ class GradientAverages:
             averages[number] = OfGroup(params, {param: lent[param] for param in params if param in lent})
         for number in [number for number in missing if number not in whole]:
             params = self._groups[number].params
+            for param in params:
+                writable_gradient(param)  # of others PyTorch does not count the changes
             memories = [memory for memory in self._divided if memory.bucket.group == number]
             numels = [0] * len(params)
             for part in chain.from_iterable(memory.bucket.own for memory in memories):
@@ -133,7 +135,7 @@ class GradientAverages:
 
     def _dense(self, param: Tensor, name: str) -> Tensor:
         """Return the gradient that `p.grad` has from now on: dense, or lent zeros where this rank has none."""
-        gradient = param.grad
+        gradient = writable_gradient(param)
         if gradient is None:
             # Of the dtype that other ranks' gradients have: messages must be equally long.
             param.grad = gradient = torch.zeros_like(param, dtype=gradient_dtype(param))
