@@ -224,6 +224,33 @@ def test_every_matrix_is_orthogonalised_every_step():
     assert sorted(calls) == [1, 2]
 
 
+def as_array(x):
+    return x.numpy()
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "what"),
+    [
+        (lambda x: None, TypeError, r"\S*<lambda> returned None"),
+        (as_array, TypeError, r"as_array returned a ndarray"),
+        (lambda x: x > 0, TypeError, r"\S*<lambda> returned a tensor of torch\.bool"),
+        (lambda x: x.mT, ValueError, r"\S*<lambda> returned a tensor of shape \(2, 3, 4\) on cpu"),
+        (lambda x: x.to("meta"), ValueError, r"\S*<lambda> returned a tensor of shape \(2, 4, 3\) on meta"),
+        (nn.Flatten(), ValueError, r"Flatten returned a tensor of shape \(2, 12\) on cpu"),
+    ],
+)
+def test_a_function_that_returns_no_updates_is_named(function, error, what):
+    params = [parameter(4, 3), parameter(4, 3)]
+    optimizer = Muon([("first", params[0]), ("second", params[1])], orthogonalizer=function)
+    give_gradients(params)
+    before = [param.detach().clone() for param in params]
+    for step, numbers in ((optimizer.step, "2"), (lambda: quintic.reference_step(optimizer), "1")):
+        of_step = what.replace("(2,", f"({numbers},")
+        with pytest.raises(error, match=rf"first\b.*: the orthogonalizer {of_step}; it must return a floating-point"):
+            step()
+    assert all(map(torch.equal, params, before))
+
+
 @pytest.mark.parametrize(
     ("group", "shape", "gradient"),
     [

@@ -20,7 +20,7 @@ https://dao-ailab.github.io/blog/2026/gram-newton-schulz/.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from quintic.optim.polar.program import multiplier, products_of, run_products, r
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.sums import norms
 
-__all__ = ["apply_form", "nothing_ambient", "orthogonalize"]
+__all__ = ["apply_form", "apply_function", "nothing_ambient", "orthogonalize"]
 
 # Frobenius norm that matrices enter the products with, instead of one. In float16 the entries of a large matrix of norm
 # one, and those of its smaller rows, would be subnormal numbers with few digits; the square of this is the largest
@@ -134,6 +134,29 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
         if x.device.type == "cpu" and not on_device and not has_graph and iterates_on_cpu(form, *x.shape[-2:]):
             return iterate_on_cpu(matrices, form, form.entry_norm, dtype).reshape(x.shape)
         return _iterate_padded(matrices, form, on_device, dtype).reshape(x.shape)
+
+
+def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> Tensor:
+    """Return what a user's function makes of directions (b, m, n) of a parameter of this name, in their dtype.
+
+    Raises:
+        TypeError: it returns no tensor of real numbers; this error and the next name it.
+        ValueError: the tensor has another shape, or is on another device.
+    """
+    result = function(x)
+    if isinstance(result, Tensor) and result.is_floating_point():
+        if (result.shape, result.device) == (x.shape, x.device):
+            return result.to(x.dtype)
+        error: type[Exception] = ValueError
+        what = f"a tensor of shape {tuple(result.shape)} on {result.device}"
+    else:
+        error = TypeError
+        what = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    which = getattr(function, "__qualname__", type(function).__qualname__)
+    raise error(
+        f"{name}: the orthogonalizer {which} returned {'None' if result is None else what}; it must return a "
+        f"floating-point tensor of the shape and on the device of its argument, here {tuple(x.shape)} on {x.device}"
+    )
 
 
 def _normalized(

@@ -21,7 +21,7 @@ from quintic.optim.plan.bucket import Bucket, Local, ParameterUnit
 from quintic.optim.plan.members import Member
 from quintic.optim.plan.schedule import Schedule, one_ahead
 from quintic.optim.polar.forms import Form
-from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.device_memory import DeviceHyperparameters, is_capturing
 from quintic.optim.rules.update import neuron_factors_
 from quintic.optim.state.parts import Part
@@ -248,13 +248,7 @@ def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group:
     if form is not None:
         return apply_form(directions, form, bucket.kernels)
     assert callable(group.orthogonalizer)
-    update = group.orthogonalizer(directions)
-    if update.shape != directions.shape:
-        raise ValueError(
-            f"{bucket.name}: the orthogonalizer returned shape {tuple(update.shape)} "
-            f"for matrices of shape {tuple(directions.shape)}"
-        )
-    return update.to(directions.dtype)
+    return apply_function(directions, group.orthogonalizer, bucket.name)
 
 
 def _neuron_factors(

@@ -27,7 +27,7 @@ from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
-from quintic.optim.polar.orthogonalize import apply_form
+from quintic.optim.polar.orthogonalize import apply_form, apply_function
 from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
@@ -261,7 +261,7 @@ def _step_matrices(
             if moments is not None:
                 matrix["second_moment"] = moments[block][index : index + 1]
             if matrix["weight"].numel():
-                rounding = _step_matrix(matrix, number, parameter.group, measure=roundings is not None)
+                rounding = _step_matrix(matrix, number, parameter, measure=roundings is not None)
                 if roundings is not None and rounding is not None:
                     roundings[parameter.param, number] = rounding
             number += 1
@@ -269,8 +269,9 @@ def _step_matrices(
         view.write_(whole[key], batch)
 
 
-def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, measure: bool) -> Rounding | None:
+def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter, *, measure: bool) -> Rounding | None:
     """Step one matrix (1, m, n) of a parameter; return what rounding did to it, if that is asked for."""
+    group = parameter.group
     weight, momentum = matrix["weight"], matrix["momentum_buffer"]
     m, n = weight.shape[1:]
     form = form_of(group, m, n, weight.dtype, weight.device)
@@ -278,7 +279,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, group: Group, *, mea
     direction = direction.to(direction_dtype(form, weight.dtype)).contiguous()
     if form is None:
         assert callable(group.orthogonalizer)
-        update = group.orthogonalizer(direction).to(direction.dtype)
+        update = apply_function(direction, group.orthogonalizer, parameter.name)
     else:
         update = apply_form(direction, form, "torch")
     # In the dtype of the step, so that on CPUs not even the last bit differs.
