@@ -21,6 +21,7 @@ from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
+from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.state.parameters import carry, whole_states
@@ -87,6 +88,8 @@ class OptimizerBase(Optimizer):
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
         added = self.param_groups[-1]
+        # Of an array that several options or groups have, a schedule in place would change all of them.
+        added.update({key: plain(value) for key, value in added.items()})
         try:
             self._current.add(number, added)
         except (TypeError, ValueError):

@@ -102,9 +102,25 @@ def test_groups_that_are_filled_and_emptied_around_each_step():
         optimizer.step()
 
 
+@pytest.mark.parametrize("names", [["weight"], []])
+def test_too_few_names_are_no_other_library_s_doing(names):
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    message = rf"has 2 params but {len(names)} param_names; give one name for each, in the same order, or params as .*$"
+    with pytest.raises(ValueError, match=message) as caught:
+        Muon([{"params": params, "param_names": names}])
+    assert "ZeRO" not in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [None, "weight"])
+def test_names_are_a_list(names):
+    with pytest.raises(TypeError, match=rf"parameter group 0: param_names={names!r} must be a list .* each of the 1"):
+        Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "param_names": names}])
+
+
 def test_groups_with_some_of_their_parameters():
     """ZeroRedundancyOptimizer gives each rank some parameters of a group, and all of its names."""
     groups = quintic.param_groups(model_of())
     groups[0]["params"] = groups[0]["params"][:1]
-    with pytest.raises(ValueError, match=rf"^parameter group 0 \(0\.weight, \.\.\.\) has 1 params but 2.*{WAY_OUT}"):
+    message = rf"^parameter group 0 \(0\.weight, \.\.\.\) has 1 params but 2.*give one name.*{WAY_OUT}"
+    with pytest.raises(ValueError, match=message):
         Muon(groups)

@@ -266,4 +266,4 @@ def test_numbers_of_numpy_are_saved_as_python_s(tmp_path):
     (group,) = torch.load(tmp_path / "state", weights_only=True)["param_groups"]
     options = {key: group[key] for key in ("lr", "initial_lr", "weight_decay", "betas")}
     assert options == {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.25, "betas": (0.75, 0.875)}
-    assert type(optimizer.param_groups[0]["weight_decay"]) is np.float32  # what is there stays
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64  # what is there stays

@@ -3,6 +3,7 @@
 import inspect
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,49 @@ def test_a_schedule_is_checked_when_it_changes_something_and_not_at_every_step(m
         optimizer.param_groups[1]["lr"] = lr
         optimizer.step()
     assert checked == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(0.1), np.float16(0.125), np.int64(1), np.array(0.1), np.array(1)], ids=repr
+)
+def test_numbers_of_numpy_are_numbers(value, tmp_path):
+    gradients, stepped = [torch.randn(6, 4), torch.randn(6)], []
+    for number in (value, value.item()):
+        optimizer, weight = optimizer_of(lr=number, weight_decay=number, adamw_lr=number)
+        bias = optimizer.param_groups[1]["params"][0]
+        for _ in range(2):
+            weight.grad, bias.grad = (gradient.clone() for gradient in gradients)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5 if value.dtype.kind == "f" else 2
+        stepped.append((weight, bias))
+        torch.save(optimizer.state_dict(), tmp_path / "state")
+        optimizer.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert all(map(torch.equal, *stepped))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([0.1]), np.array("0.1"), np.array(0.1j), np.array(np.nan), 10**400], ids=repr
+)
+def test_arrays_that_are_no_numbers_are_refused(value):
+    with pytest.raises(ValueError, match=r"parameter group 0 \(weight\): lr=.* must be a number of at least 0"):
+        optimizer_of(lr=value)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.1), np.array(0.1)], ids=["tensor", "array"])
+def test_values_on_the_host_that_are_changed_in_place_are_seen(number):
+    """As schedulers change a learning rate that is a tensor. The kernels went on with the old one."""
+    optimizer, weight = optimizer_of()
+    optimizer.param_groups[0]["lr"] = number
+    optimizer.step()
+    before, group = weight.detach().clone(), optimizer.typed_groups[0]
+    assert optimizer.typed_groups[0] is group
+    number *= 2
+    assert optimizer.typed_groups[0] is not group  # of the other one the values in a device's memory are
+    optimizer.plan()
+    number -= 1
+    with pytest.raises(ValueError, match=r"lr=.* must be a number of at least 0"):
+        optimizer.step()
+    assert torch.equal(weight, before)
 
 
 def test_a_schedule_may_end_a_rounding_below_zero():

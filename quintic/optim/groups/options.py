@@ -7,6 +7,7 @@ dictionaries.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
+from quintic.optim.rules.numbers import host_value
 from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
 
 __all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer", "found_parameter"]
@@ -76,6 +78,8 @@ class Group:
 
     values: tuple[Any, ...]
     """All options, as the dictionary had them."""
+    host_values: tuple[tuple[Any, float], ...]
+    """Hyperparameters that can be changed in place without waiting for a device to see it, with the numbers in them."""
 
     @classmethod
     def of(cls, number: int, group: Mapping[str, Any]) -> "Group":
@@ -83,11 +87,19 @@ class Group:
         values = _values_of(group)
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(_OPTIONS, values, strict=True))
-        return cls(number=number, params=params, param_names=names, values=values, **options)
+        scheduled = chain.from_iterable(v if isinstance(v, tuple | list) else (v,) for v in map(group.get, _SCHEDULED))
+        numbers = [(value, host_value(value)) for value in scheduled]
+        host_values = tuple((value, number) for value, number in numbers if number is not None)
+        return cls(number=number, params=params, param_names=names, values=values, host_values=host_values, **options)
 
     def is_as_in(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a dictionary has the very same options still; parameters are not compared."""
-        return all(map(is_, _values_of(group), self.values))
+        """Return whether a dictionary has the very same options still, and these their values.
+
+        Parameters, and tensors on a device, are not compared.
+        """
+        if not all(map(is_, _values_of(group), self.values)):
+            return False
+        return not self.host_values or all(float(value) == number for value, number in self.host_values)
 
     def agrees(self, other: "Group", options: Iterable[str]) -> bool:
         """Return whether another group has the same values of some options."""
@@ -124,7 +136,9 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
 
 
 _OPTIONS = tuple(
-    field.name for field in fields(Group) if field.name not in ("number", "params", "param_names", "values")
+    field.name
+    for field in fields(Group)
+    if field.name not in ("number", "params", "param_names", "values", "host_values")
 )
 
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})

@@ -17,7 +17,6 @@ How saved state comes back: `loading.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from numbers import Number
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import has_process_group, this_rank
 from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
+from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
     """Return an option with Python's numbers in place of NumPy's."""
     if type(value) is tuple:
         return tuple(map(_plain, value))
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+    return plain(value)
 
 
 def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:
