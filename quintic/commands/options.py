@@ -16,7 +16,7 @@ from quintic.commands.parsing import check_words, options_of, parse, taken
 from quintic.commands.presets import preset, preset_of_machine, unused_options, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
-from quintic.speedrun.presets import SpeedrunOptions, switches
+from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
 from quintic.train.runs import CONFIG_FILE, find_run
@@ -278,7 +278,7 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
     preset_name, rest = taken(arguments, "--preset")
     if preset_name is None or not preset_name.startswith("speedrun"):
         return None
-    default = speedrun_preset(preset_name).options
+    chosen = speedrun_preset(preset_name)
     others = {name for kind in (Config, StartOptions) for name, _ in options_of(kind)}
     others -= {name for name, _ in options_of(SpeedrunOptions)}
     for argument in rest:
@@ -288,7 +288,12 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
                 f"out (quintic train --preset {preset_name} --help lists its options)"
             )
     description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
-    return preset_name, parse(SpeedrunOptions, rest, "train", description, default=default)
+    options = parse(SpeedrunOptions, rest, "train", description, default=chosen.options)
+    if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
+        raise ConfigError(
+            f"--tokenizer has no meaning with --preset {preset_name}, whose tokens are bytes; leave it out"
+        )
+    return preset_name, options
 
 
 def training_options(arguments: list[str], command: str) -> Start:

@@ -161,12 +161,23 @@ def _learning(history: RunHistory) -> dict[str, Any]:
         "is_thinned": len(history.train) > MAX_POINTS,
         "is_both": bool(_points(history.train, "loss") and _points(history.evals, "loss")),
         "has_errors": bool(_points(history.evals, "bpb_stderr")),
+        "further_targets": _further_targets(history),
         "least": history.newest("least_loss"),
         "lost": [record["step"] for record in records if "loss" in record and finite(record["loss"]) is None],
         "spikes": ", ".join(steps[:_MAX_SPIKES]) + (" and others" if len(steps) > _MAX_SPIKES else ""),
         "on_spike": _ON_SPIKE.get(history.spikes[-1].get("on_spike") or "", "") if history.spikes else "",
         "rows": [_row(record) for record in _thinned(history.evals)],
     }
+
+
+def _further_targets(history: RunHistory) -> str:
+    """The targets besides the next token that the training loss of a speedrun counts; empty for none."""
+    model = history.run.get("model") or {}
+    words = {
+        "multi_token": "the tokens after the next one",
+        "prefix_tokens": "the longest token that the next begins with",
+    }
+    return " and ".join(text for feature, text in words.items() if model.get(feature))
 
 
 def _row(record: Mapping[str, Any]) -> list[str]:

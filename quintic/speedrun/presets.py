@@ -29,7 +29,7 @@ class SpeedrunOptions(BaseRunConfig):
     """Training shards to take at most."""
     tokenizer: str | None = "gpt2"
     """Vocabulary of the shards, for prefixes and bits per byte: a tokenizer.json, a folder with GPT-2's two files, or
-    'gpt2', which is downloaded. 'None' for neither."""
+    'gpt2', which is downloaded. 'None' for neither, and for speedrun-tiny, whose tokens are bytes."""
     steps: int = SPEEDRUN.steps
     """Optimizer steps; every stage shrinks or grows alike."""
     without: tuple[str, ...] = ()
@@ -80,10 +80,12 @@ PRESETS: Mapping[str, Preset] = {
             bigram_rows=1024,
             bigram_sign_rows=64,
             gate_channels=8,
+            prefix_tokens=False,  # no byte begins with another
         ),
         options=SpeedrunOptions(
             data="python",
             shards=1,
+            tokenizer=None,
             steps=TINY.steps,
             pass_tokens=TINY.pass_tokens,
             eval_every=TINY.eval_every,
