@@ -130,17 +130,6 @@ class SpeedrunGPT(nn.Module):
         self.prefixes.fill_(IGNORED)
         self.rotary.reset()
 
-    def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
-        """Set how many tokens before its own a query sees, in layers with short and with long windows.
-
-        From the second call on, rotary frequencies follow a changed long window by YaRN, and the products of queries
-        and keys grow by 1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
-
-        Raises:
-            ValueError: a window below 1.
-        """
-        self.rotary.set_windows(short, long, stretch=stretch)
-
     def forward(
         self,
         inputs: Tensor,
@@ -197,7 +186,7 @@ class SpeedrunGPT(nn.Module):
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return the row of these tokens: embeddings, documents, rotary angles and masks for all layers."""
         if self.rotary.windows is None:
-            raise ValueError("the model has no windows yet; call set_windows(short, long)")
+            raise ValueError("the model has no windows yet; call rotary.set_windows(short, long)")
         short, long = (window + 1 for window in self.rotary.windows)
         dtype = self.qk_bank.dtype
         mask, paired_mask = (
@@ -320,11 +309,7 @@ class SpeedrunGPT(nn.Module):
         return names
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of forward and backward per token, with the windows of the moment.
-
-        6 for each weight of a matrix product and 12 x width x window for each attention layer (PaLM, arXiv 2204.02311,
-        appendix B), as for `GPT`.
-        """
+        """Return the floating-point operations of a pass per token, as `GPT` counts them, with the windows of now."""
         products = ("head", "qk_bank", "vo_bank", "mlp_bank", "gate_weights", "connection_weights")
         names = self.names_by_role()
         weights = sum(self.get_parameter(name).numel() for role in products for name in names[role])
@@ -336,11 +321,7 @@ class SpeedrunGPT(nn.Module):
 def _all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.
 
-    Args:
-        starts: (T,) bool, from `document_begins`.
-        targets: (T,) next tokens.
-        count: number of next tokens.
-        prefixes: (vocab_size,) target for each next token, or None.
+    `starts` and `targets` are (T,), `prefixes` (vocab_size,) or None.
     """
     columns, outside = [targets], torch.zeros_like(starts)
     for ahead in range(1, count):

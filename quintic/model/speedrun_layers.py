@@ -149,8 +149,12 @@ class Rotary(nn.Module):
         self._renew()
 
     @torch.no_grad()
-    def set_windows(self, short: int, long: int, *, stretch: bool) -> None:
-        """See `SpeedrunGPT.set_windows`."""
+    def set_windows(self, short: int, long: int, *, stretch: bool = True) -> None:
+        """Set how many tokens before its own a query sees, at least 1, in layers with short and with long windows.
+
+        From the second call on, frequencies follow a changed long window by YaRN, and the products of queries and keys
+        grow by 1 + 0.2 ln(new / old); not with `stretch=False`, as in the race's last validation.
+        """
         if min(short, long) < 1:
             raise ValueError(f"set_windows({short}, {long}): a query sees at least 1 token before its own")
         if self.windows is not None and self.windows[1] != long and stretch and self.yarn:
@@ -252,14 +256,8 @@ def attend(
 ) -> Tensor:
     """Compute what a layer's attention adds to the stream, (T, C).
 
-    Args:
-        plan: of the layer.
-        weights: of the layer.
-        row: the tokens.
-        read_TC: the stream that attention reads.
-        value_TC: value embeddings of the tokens.
-        dense_value_TC: what dense connections add to the values.
-        gates: (T, H) each, by kind; that of the value embeddings, "value", unless `weights` compute it.
+    It reads the stream `read_TC`. To its values are added gated value embeddings, `value_TC`, and what dense
+    connections add. `gates` are (T, H) each, by kind; that of the value embeddings unless `weights` compute it.
     """
     assert weights.attention is not None
     query_key, value_weight, out_weight = weights.attention

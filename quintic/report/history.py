@@ -2,10 +2,12 @@
 
 Every record has a ``kind``; the other fields depend on it:
 
-    run      time, name, config, machine, versions, git, model, data, total_steps, command, repeat, ranks
+    run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; of a
+             speedrun track and warmup_seconds
     train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, smoothed_loss, least_loss, epoch, flops,
              tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and grad_norm, the
-             last of them on all where gradients are clipped, before that; where the loss jumped spike, on_spike
+             last of them on all where gradients are clipped, before that; where the loss jumped spike, on_spike; of a
+             speedrun stage
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
@@ -22,6 +24,8 @@ training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`
 ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss`` its least so far; ``epoch``
 counts from 0; ``flops`` are those so far. ``mfu`` is the share of ``machine.matrix_flops_per_second``, measured at the
 start. ``spike`` counts standard deviations above the smoothed loss; ``rollback`` goes from ``spike_step`` to ``step``.
+``code`` is the SHA-256 of this package's source files. A speedrun's ``track`` is its schedule, ``stage`` counts from 0,
+and its ``seconds`` leave out validations and the warm-up.
 ``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
 The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """

@@ -89,7 +89,7 @@ class Race:
     def _set_windows(self, settings: StepSettings) -> None:
         if self.model.rotary.windows != settings.windows:  # a call costs the tables of rotary positions
             is_last = settings.windows[1] == self.track.final_long_window
-            self.model.set_windows(*settings.windows, stretch=not is_last)
+            self.model.rotary.set_windows(*settings.windows, stretch=not is_last)
 
     def train_step(self, number: int, stream: Iterator[FlatBatch]) -> tuple[Tensor, int]:
         """Make one optimizer step; waits for nothing on a GPU.

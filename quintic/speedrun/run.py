@@ -6,7 +6,6 @@ times and losses of steps are measured on the device and read when the clock sta
 Source: the rules of the clock follow the modded-nanogpt speedrun.
 """
 
-import hashlib
 import itertools
 import math
 import time
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import quintic
 from quintic.errors import DivergedError
 from quintic.report.history import METRICS_FILE
 from quintic.report.report import write_report
@@ -31,10 +29,9 @@ from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
     Stopwatch,
     choose_hardware,
-    git_state,
+    code_facts,
     machine_facts,
     multiplies_fp8,
-    package_versions,
     peak_memory_bytes,
 )
 from quintic.train.loop import rare_collections, stop_requests
@@ -143,7 +140,6 @@ def _train(
 
     One rank that is asked to stop logs the steps that it has made, and raises KeyboardInterrupt.
     """
-    _synchronize(race.device)
     watch, made = Stopwatch(race.device), []
     watch.mark()
     began = time.perf_counter() - seconds
@@ -156,10 +152,10 @@ def _train(
             say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
             if is_stopped():
                 break
-    _synchronize(race.device)
+    times = watch.seconds()  # waits for the last step
     ended = time.perf_counter() - began
     losses = race.ranks.total(torch.stack([loss for loss, _ in made]).double().cpu()).tolist()
-    for number, loss, (_, epoch), took in zip(steps[: len(made)], losses, made, watch.seconds(), strict=True):
+    for number, loss, (_, epoch), took in zip(steps[: len(made)], losses, made, times, strict=True):
         settings = race.track.at(number)
         tokens, seconds = tokens + settings.batch_tokens, seconds + took
         log.write(
@@ -180,11 +176,6 @@ def _train(
     return tokens, ended
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _time(seconds: float, steps: int) -> str:
     return f"train time {1000 * seconds:.0f} ms  mean {1000 * seconds / max(1, steps):.2f} ms"
 
@@ -195,9 +186,7 @@ def _facts(race: Race) -> dict[str, Any]:
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine_facts(race.hardware),
         "ranks": race.ranks.size,
-        "git": git_state(),
-        "code": _code_hash(),
-        "versions": package_versions(),
+        **code_facts(),
         "model": {
             "parameters": sum(param.numel() for param in race.model.parameters()),
             "flops_per_token": race.model.flops_per_token(),
@@ -207,12 +196,3 @@ def _facts(race: Race) -> dict[str, Any]:
         "track": asdict(race.track),
         "total_steps": race.track.steps,
     }
-
-
-def _code_hash() -> str:
-    """Return the SHA-256 of all source files of this package, in the order of their names."""
-    root = Path(quintic.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

@@ -8,8 +8,8 @@ Source: the format is that of llm.c and the modded-nanogpt speedrun.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,14 @@ _MAGIC, _VERSION = 20240520, 1
 _HEADER = np.dtype("<i4")
 _HEADER_BYTES = 256 * _HEADER.itemsize
 _TOKEN = np.dtype("<u2")
-_ADVICE = (
-    "give shards as written by `quintic.speedrun.shards.write_shard` or downloaded for the modded-nanogpt speedrun"
-)
+_ADVICE = "give shards of the modded-nanogpt speedrun, or written by `quintic.speedrun.shards.write_shard`"
 
 # Bytes of the text that comes with Python, on which the smallest preset trains, and its part for validation.
 _BYTES_OF_TEXT = 2_000_000
 _VALIDATION_SHARE = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaceData:
+class RaceData(NamedTuple):
     """The shards of a run."""
 
     source: str  # the name that the run was given
@@ -139,14 +136,7 @@ def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
                 f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {model.vocab_size:,}; give the "
                 "one with which the shards were made"
             )
-    return RaceData(
-        source=source,
-        train=tuple(train),
-        validation=validation[0],
-        vocab_size=model.vocab_size,
-        bos_id=model.bos_id,
-        vocabulary=vocabulary,
-    )
+    return RaceData(source, tuple(train), validation[0], model.vocab_size, model.bos_id, vocabulary)
 
 
 def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:

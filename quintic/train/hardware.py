@@ -1,6 +1,7 @@
 """The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
 
 import ctypes
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import quintic
 from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
@@ -25,6 +27,7 @@ __all__ = [
     "Stopwatch",
     "check_memory",
     "choose_hardware",
+    "code_facts",
     "compile_seconds",
     "git_state",
     "machine_facts",
@@ -254,6 +257,14 @@ def _host_memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
         return None
+
+
+def code_facts() -> dict[str, Any]:
+    """Return what code runs, for the log: git's state, a hash of this package's source files, and versions."""
+    root, digest = Path(quintic.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return {"git": git_state(), "code": digest.hexdigest(), "versions": package_versions()}
 
 
 def git_state() -> dict[str, Any]:

@@ -30,11 +30,10 @@ from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import (
     Hardware,
     Stopwatch,
+    code_facts,
     compile_seconds,
-    git_state,
     machine_facts,
     matrix_rate,
-    package_versions,
     peak_memory_bytes,
 )
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
@@ -363,9 +362,8 @@ class Trainer:
         return {
             "config": to_dict(self.config),
             "machine": {**machine_facts(self.hardware), "matrix_flops_per_second": self.matrix_rate},
-            "git": git_state(),
+            **code_facts(),
             "repeat": repeat_command(self.config, steps=self.total, **self.hardware.options()),
-            "versions": package_versions(),
             "model": {
                 "parameters": sum(parameters.values()),
                 "matrix_parameters": parameters["blocks"],

@@ -53,8 +53,8 @@ def build(seed=0, **changes):
             param.add_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
     if model.config.prefix_tokens:
         model.prefixes[10:30] = torch.arange(20)
-    model.set_windows(2, 4)
-    model.set_windows(SHORT, LONG)
+    model.rotary.set_windows(2, 4)
+    model.rotary.set_windows(SHORT, LONG)
     return model
 
 
@@ -468,7 +468,7 @@ def test_initial_values():
 def test_the_first_loss_is_that_of_a_guess():
     model = SpeedrunGPT(sizes())
     model.init_weights()
-    model.set_windows(SHORT, LONG)
+    model.rotary.set_windows(SHORT, LONG)
     inputs, targets = tokens()
     assert float(model(inputs, targets).detach()) == pytest.approx(math.log(VOCAB), abs=0.01)
 
@@ -482,9 +482,9 @@ def test_windows_stretch_the_slow_channels_alone():
     start = model.rotary.frequencies.clone()
     assert start[0] == 1
     assert float(start[-1]) == pytest.approx(1 / 1024)
-    model.set_windows(128, 384)
+    model.rotary.set_windows(128, 384)
     assert torch.equal(model.rotary.frequencies, start)
-    model.set_windows(384, 896)
+    model.rotary.set_windows(384, 896)
     assert model.rotary.frequencies[0] == 1  # 61 turns in 384 tokens
     assert float(model.rotary.frequencies[-1]) == pytest.approx(384 / 896 / 1024)
     turns = 384 * start / (2 * math.pi)
@@ -496,23 +496,23 @@ def test_windows_stretch_the_slow_channels_alone():
     assert model.rotary.frequencies.tolist() == pytest.approx(expected, rel=1e-12)
     assert float(model.rotary.query_scale) == pytest.approx(0.1 * (1 + 0.2 * math.log(896 / 384)))
     stretched = model.rotary.frequencies.clone()
-    model.set_windows(384, 2560, stretch=False)
+    model.rotary.set_windows(384, 2560, stretch=False)
     assert torch.equal(model.rotary.frequencies, stretched)
     model.rotary.reset()
-    model.set_windows(384, 896)
+    model.rotary.set_windows(384, 896)
     assert torch.equal(model.rotary.frequencies, start)
 
 
 def test_a_state_dict_restores_windows():
     model, other = build(), SpeedrunGPT(sizes()).double()
     other.init_weights(5)
-    other.set_windows(1, 2)
+    other.rotary.set_windows(1, 2)
     inputs, targets = tokens()
     other(inputs, targets)
     other.load_state_dict(model.state_dict())
     assert other.rotary.windows == (SHORT, LONG)
     assert torch.equal(logits(other, inputs), logits(model, inputs))
-    other.set_windows(SHORT, LONG)
+    other.rotary.set_windows(SHORT, LONG)
     assert torch.equal(other.rotary.frequencies, model.rotary.frequencies)
 
 
@@ -546,10 +546,10 @@ def test_offsets_of_documents_do_what_the_mask_does(monkeypatch):
 def test_windows_are_asked_for():
     model = SpeedrunGPT(sizes())
     model.init_weights()
-    with pytest.raises(ValueError, match="no windows yet; call set_windows"):
+    with pytest.raises(ValueError, match=r"no windows yet; call rotary\.set_windows"):
         model(*tokens())
     with pytest.raises(ValueError, match=r"set_windows\(0, 4\): a query sees at least 1 token"):
-        model.set_windows(0, 4)
+        model.rotary.set_windows(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_the_head_in_8_bits_is_close():
     exact, rough = (SpeedrunGPT(sizes(vocab_size=48, fp8_head=fp8), attention="sdpa") for fp8 in (False, True))
     for model in (exact, rough):
         model.init_weights(0)
-        model.set_windows(SHORT, LONG)
+        model.rotary.set_windows(SHORT, LONG)
         with torch.no_grad():
             model.head.mul_(40)
     losses = [model(inputs, targets) for model in (exact, rough)]
@@ -608,7 +608,7 @@ def test_mlps_in_8_bits_are_close():
     models = [SpeedrunGPT(sizes(**one), attention="sdpa") for one in switches]
     for model in models:
         model.init_weights(0)
-        model.set_windows(SHORT, LONG)
+        model.rotary.set_windows(SHORT, LONG)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             model.mlp_bank.add_(0.05 * torch.randn(model.mlp_bank.shape, generator=generator))
@@ -693,7 +693,7 @@ def test_bfloat16_on_a_gpu_is_close_to_float32():
             param.copy_(other)  # what bfloat16 can hold
     plain, compiled = (model.cuda() for model in models)
     for model in models:
-        model.set_windows(128, 384)
+        model.rotary.set_windows(128, 384)
     compiled.compile_trunk()
     inputs = torch.randint(4, 1024, (2048,), generator=generator)
     starts = torch.tensor([0, 300, 301, 1100, 2048])

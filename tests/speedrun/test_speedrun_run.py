@@ -317,7 +317,7 @@ def test_the_gradient_is_that_of_the_sum_over_the_chunks(shards: Path, monkeypat
     settings, count = TINY.track.at(0), TINY.track.chunks
     with closing(chunk_stream(race.data, replace(TINY.track, pass_tokens=1), itertools.count())) as stream:
         chunks = [next(stream) for _ in range(count)]
-    race.model.set_windows(*settings.windows)
+    race.model.rotary.set_windows(*settings.windows)
     total = sum(
         race.model(
             chunk.inputs,
