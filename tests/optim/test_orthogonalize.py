@@ -185,6 +185,33 @@ def test_singular_values_end_in_the_documented_band(method, low, high):
     assert low < float(values.min()) <= float(values.max()) < high
 
 
+@pytest.mark.parametrize(
+    ("method", "dtype", "steps", "most"),
+    [
+        ("polar_express", torch.bfloat16, 5, 1.15),
+        ("polar_express", torch.float16, 5, 1.15),
+        ("polar_express", torch.float32, 6, 1.005),
+        ("polar_express", torch.float32, 4, 1.10),
+        ("polar_express", torch.float32, 3, 1.105),
+        ("polar_express", torch.float32, 2, 1.525),
+        ("gram", torch.float16, 5, 1.20),
+        ("auto", None, 5, 1.15),
+        ("newton_schulz", torch.bfloat16, 5, 1.21),
+        ("newton_schulz", torch.float32, 8, 1.205),
+    ],
+)
+def test_no_singular_value_ends_above_the_documented_one(method, dtype, steps, most):
+    """Awkward shapes and spectra: docs/explanation/orthogonalization.md has the numbers."""
+    largest = 0.0
+    for m, n in ((1, 1), (3, 5), (7, 7), (16, 64), (33, 65), (64, 64), (128, 512)):
+        spectra = [torch.ones(m), torch.arange(1, m + 1) ** -0.5, torch.logspace(0, -4, m), torch.rand(m) ** 4]
+        for values in (*spectra, (torch.arange(m) < max(1, m // 8)).double()):
+            x = with_singular_values(values, n).float()
+            result = quintic.orthogonalize(x, method, steps, compute_dtype=dtype)
+            largest = max(largest, float(torch.linalg.matrix_norm(result.double(), 2)))
+    assert most - 0.07 < largest <= most
+
+
 def test_more_steps_come_nearer_to_the_polar_factor():
     x = torch.randn(32, 48, dtype=torch.float64)
     exact = quintic.orthogonalize(x, "svd")

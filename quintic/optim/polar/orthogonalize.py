@@ -67,9 +67,10 @@ def orthogonalize(
     Args:
         x: (..., m, n) floating point, any strides; not modified. The result does not depend on its scale; a zero
             matrix gives zeros; a matrix with a NaN or an infinity gives NaN, and the others of the batch do not notice.
-        method: `"polar_express"` (singular values end within about [0.85, 1.15]), `"newton_schulz"` (the Muon post's
-            triple; within about [0.68, 1.15]), `"gram"` (Polar Express in Gram form), `"auto"` (Polar Express in the
-            cheaper form for the shape and device) or `"svd"` (exact, slow).
+        method: `"polar_express"` (singular values that are not too small end within about [0.85, 1.15]),
+            `"newton_schulz"` (the Muon post's triple; [0.68, 1.2]), `"gram"` (Polar Express in Gram form; up to 1.2 in
+            float16), `"auto"` (Polar Express in the cheaper form for the shape and device) or `"svd"` (exact, slow).
+            See `docs/explanation/orthogonalization.md`.
         steps: polynomial steps, >= 1; `"svd"` takes none and ignores it.
         coefficients: other polynomials, in the method's form: one triple (a, b, c), which is taken `steps` times, or
             one per step, and then `steps` is ignored. `"newton_schulz"` starts them from a Frobenius norm of 1, the
