@@ -335,6 +335,14 @@ def test_several_matrices_in_one_are_warned_of_once():
     assert "6 parameters may be several matrices" in str(quintic.explain(model))
 
 
+@pytest.mark.parametrize("name", ["kv_proj", "to_kv", "Wkv", "gate_up_proj", "w12", "w13"])
+def test_two_matrices_of_a_square_each_are_recognised_by_their_name_only(name):
+    """Twice as many outputs as inputs, of which the next layer takes half: an MLP may look like that, too."""
+    known = nn.ModuleDict({name: nn.Linear(8, 16), "back": nn.Linear(8, 8)})
+    assert whys(known)[f"{name}.weight"] == f"linear layer; by its name {PERHAPS_FUSED}"
+    assert whys(tree(wide=nn.Linear(8, 16), back=nn.Linear(8, 8)))["wide.weight"] == "linear layer"
+
+
 def test_attention_is_recognised_by_its_shape_whatever_its_layers_are_called():
     perhaps = f"linear layer; by its shape {PERHAPS_FUSED}"
     with pytest.warns(UserWarning, match=r"perhaps several matrices each.*: mix\.fused\.weight; "):

@@ -26,7 +26,8 @@ PERHAPS_FUSED = "perhaps several matrices, taken as one"
 """Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
 
 _FUSED_NAME = re.compile(
-    r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?(kv|qk)(_proj)?|w12)$|(^|_)mod(ulation)?$",
+    r"qkv|query_key_value|gate_up|up_gate|^(c_attn|att_proj|in_proj|(to_)?(kv|qk)(_proj)?|w_?(kv|12|13))$|"
+    r"(^|_)mod(ulation)?$",
     re.IGNORECASE,
 )
 
