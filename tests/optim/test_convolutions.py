@@ -20,6 +20,17 @@ class Block(nn.Module):
         return x + self.conv2(self.bn1(self.conv1(x)).relu())
 
 
+class Patches(nn.Module):
+    """What a vision transformer begins with, as a convolution and as a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 8, 4, 4)
+        self.patch_embedding = nn.Linear(48, 8)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 5, 8))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+
 class Residual(nn.Module):
     """A small ResNet, named as torchvision's and timm's are."""
 
@@ -189,3 +200,14 @@ def test_a_network_in_channels_last_trains_as_the_contiguous_one():
     assert not weights[1].is_contiguous()
     # The products of the convolutions themselves are rounded in another order.
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("convolutions", ["adamw", "muon"])
+def test_patch_embeddings_are_the_layers_that_they_are(convolutions):
+    """As docs/how-to/vision.md says."""
+    found = treatments(Patches(), convolutions)
+    assert found["patch_embed.weight"] == (convolutions, Flatten() if convolutions == "muon" else Matrix())
+    assert found["patch_embedding.weight"] == ("muon", Matrix())
+    assert found["pos_embed"][0] == found["cls_token"][0] == "adamw"
+    ruled = treatments(Patches(), convolutions, rules=[Rule("*patch_embed*.weight", "adamw")])
+    assert {algorithm for algorithm, _ in ruled.values()} == {"adamw"}
