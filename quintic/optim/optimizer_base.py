@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import load_state
 from quintic.optim.current import Current, States, StepsMade
+from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.groups.options import Group, found_parameter
@@ -289,7 +290,19 @@ class OptimizerBase(Optimizer):
             memo[id(group["process_group"])] = group["process_group"]
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(deepcopy(self.__getstate__(), memo))
+        twin._steps_made = self._steps_made.copy()
+        if twin._steps_made.first_gradients is not None:
+            twin._steps_made.first_gradients = FirstGradients()  # its own step is still to come
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle keeps; a TypeError if a process group is in the way, which is of this process alone."""
+        if any(group.get("process_group") is not None for group in (self.defaults, *self.param_groups)):
+            raise TypeError(
+                f"a {type(self).__name__} with a process_group cannot be pickled: save optimizer.state_dict(), or set "
+                f"process_group to None in optimizer.defaults and all optimizer.param_groups before"
+            )
+        return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""

@@ -1,7 +1,9 @@
 """Copies of optimizers whose ranks share work or state: they go on as the original does, with its process groups."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import DEVICE, run
@@ -42,6 +44,23 @@ def copies(rank, world_size):
         groups = [each.param_groups[0]["process_group"] for each in (optimizer, twin)]
         found[comms] = all(map(torch.equal, *locals_of)), groups[0] is groups[1], twin is not optimizer
     return found
+
+
+def pickled(rank, world_size):
+    """A process group is of its process: without a word of whose it was torch refused it."""
+    param = nn.Parameter(torch.ones(4, 3, device=DEVICE))
+    optimizer = quintic.Muon([param], comms="averaged", process_group=dist.new_group())
+    take_steps([param], optimizer, 0, 1)
+    with pytest.raises(TypeError, match=r"Muon with a process_group cannot be pickled: save optimizer\.state_dict"):
+        pickle.dumps(optimizer)
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options["process_group"] = None
+    (group,) = pickle.loads(pickle.dumps(optimizer)).param_groups
+    assert torch.equal(group["params"][0], param)
+
+
+def test_optimizers_with_a_process_group_are_not_pickled():
+    run(pickled, 2, timeout=30)
 
 
 def test_copies_of_optimizers_have_the_same_process_groups():

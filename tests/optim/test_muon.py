@@ -439,6 +439,22 @@ def test_copies_continue_alike(duplicate):
     assert torch.equal(param, other)
 
 
+def test_copies_have_the_counts_of_steps():
+    param = parameter(4, 4)
+    optimizer = Muon([("weight", param)], on_nonfinite="skip")
+    for bad in (False, True):
+        param.grad = torch.full((4, 4), float("nan")) if bad else torch.randn(4, 4)
+        optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    assert twin.last_step() == optimizer.last_step()
+    assert twin.last_step().skipped_steps == 1
+    other = twin.param_groups[0]["params"][0]
+    other.grad = torch.full((4, 4), float("nan"))
+    twin.step()
+    assert twin.last_step().skipped_steps == 2
+    assert optimizer.last_step().skipped_steps == 1
+
+
 def test_a_wrapper_that_borrows_the_class_gives_what_it_wraps():
     # Lightning wraps optimizers so: an instance of a class derived from theirs, without their attributes.
     class Wrapper:
