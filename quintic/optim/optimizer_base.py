@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintic.optim.checkpoint.loading import load_state
+from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
@@ -194,7 +194,9 @@ class OptimizerBase(Optimizer):
 
         Raises:
             ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.
+            TypeError: it is no state dict at all.
         """
+        check_is_state_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)

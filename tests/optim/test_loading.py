@@ -368,3 +368,23 @@ def test_saved_state_without_groups_is_refused(groups):
     optimizer = quintic.Muon(quintic.param_groups(nn.LayerNorm(4)))
     with pytest.raises(ValueError, match="the saved optimizer state has no parameter groups, or one of them"):
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: None, "the state dict is a NoneType: give what optimizer.state_dict"),
+        (lambda saved: [saved], "the state dict is a list"),
+        (lambda saved: "checkpoint.pt", "the state dict is a str"),
+        (lambda saved: {**saved, "state": None}, "'state' is a NoneType, and must be a mapping"),
+        (lambda saved: {**saved, "state": []}, "'state' is a list, and must be a mapping"),
+        (lambda saved: {**saved, "param_groups": None}, "'param_groups' is a NoneType, and must be a list of"),
+        (lambda saved: {**saved, "param_groups": [None]}, "parameter group 0 is a NoneType, not a mapping"),
+    ],
+)
+def test_what_is_no_state_dict_is_named(damage, message):
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    with pytest.raises(TypeError, match=message):
+        optimizer.load_state_dict(damage(saved))
+    optimizer.load_state_dict(saved)

@@ -242,6 +242,14 @@ def test_options_that_schedules_do_not_change_are_all_checked():
     assert {*PLANNED_OPTIONS} <= {*CHECKED_OPTIONS}
 
 
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "eps", "normalize_beta", "adamw_lr_ratio"])
+def test_integers_beyond_all_floats_are_refused(key):
+    with pytest.raises(ValueError, match=rf"parameter group 0 \(weight\): {key}=1000.* must be a number"):
+        optimizer_of(**{key: 10**400})
+    with pytest.raises(ValueError, match=r"parameter group 0 \(weight\): betas=.* must be two numbers"):
+        optimizer_of(betas=(0.9, 10**400))
+
+
 def test_checking_costs_a_steady_step_nothing():
     """About what comparing the options of the plan alone takes, one by one."""
     optimizer, _ = optimizer_of()

@@ -26,7 +26,7 @@ from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
 from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
 
-__all__ = ["load_state"]
+__all__ = ["check_is_state_dict", "load_state"]
 
 _Groups = Sequence[Mapping[str, Any]]
 
@@ -111,6 +111,19 @@ def load_state(
         state[param].update({key: _copy_of(value, local_tensor(param).device) for key, value in others.items()})
     for group, options in zip(groups, restored, strict=True):
         group.update(options)
+
+
+def check_is_state_dict(state_dict: object) -> None:
+    """Raise a TypeError if a value, or a part of it, is nothing that a state dict could be; keys are not looked at."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"the state dict is a {type(state_dict).__name__}: give what optimizer.state_dict() returned")
+    for key, kind in (("state", Mapping), ("param_groups", Sequence)):
+        if key in state_dict and (not isinstance(state_dict[key], kind) or isinstance(state_dict[key], str)):
+            what = "a mapping" if kind is Mapping else "a list of parameter groups"
+            raise TypeError(f"the state dict's {key!r} is a {type(state_dict[key]).__name__}, and must be {what}")
+    for number, group in enumerate(state_dict.get("param_groups", ())):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"the state dict's parameter group {number} is a {type(group).__name__}, not a mapping")
 
 
 def _check_is_ours(saved_groups: _Groups) -> None:
