@@ -192,6 +192,29 @@ def test_an_optimizer_made_before_the_model_was_sharded_is_found():
     run(check_stale, 2, timeout=60)
 
 
+def check_replicas(rank, world_size, comms):
+    """The step of each rank was right for its own weights, and nobody noticed that these were not the same."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)).to(DEVICE)
+    optimizer = quintic.Muon(quintic.param_groups(model), comms=comms)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert quintic.verify(model, optimizer).ok
+    with torch.no_grad():
+        if rank == 1:
+            model[0].weight[0, [0, 1]] = model[0].weight[0, [1, 0]].clone()
+    report = quintic.verify(model, optimizer)
+    assert any("0.weight: the copies of its weights on ranks 0, 2 and rank 1 differ" in p for p in report.problems)
+    assert len(report.problems) == 1
+    assert not report.ok
+    said_by_all(report)
+
+
+@pytest.mark.parametrize("comms", ["averaged", "replicated", "sharded"])
+def test_replicas_that_are_not_equal_are_found(comms):
+    run(check_replicas, 3, comms, timeout=40)
+
+
 def spoil(change):
     """Return `Runner.step` that changes something behind the step's back."""
     original = Runner.step

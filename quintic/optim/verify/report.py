@@ -97,6 +97,8 @@ class Answer:
     problems: list[str]
     options: dict[tuple[str, tuple[int, ...]], dict[str, str]]
     """The options of each parameter that several ranks share, by its name and the ranks."""
+    copies: dict[tuple[str, str], tuple[int, int]]
+    """Name and place of what this rank holds of each of these -> its rank, and a checksum of the weights there."""
 
 
 def badness(difference: Difference) -> tuple[float, str, str, int]:
@@ -114,7 +116,8 @@ def merged(answers: Sequence[Answer]) -> Verification:
             key = (difference.name, difference.tensor, difference.matrix)
             differences[key] = _together(differences[key], difference) if key in differences else difference
     ordered = sorted(differences.values(), key=badness)
-    problems = [*(text for answer in answers for text in answer.problems), *_disagreements(answers)]
+    problems = [text for answer in answers for text in answer.problems]
+    problems += [*_disagreements(answers), *_unequal_copies(answers)]
     return Verification(
         num_ranks=len(answers),
         num_parameters=len(num_matrices),
@@ -135,6 +138,23 @@ def _disagreements(answers: Sequence[Answer]) -> Iterator[str]:
                 one, other = expected.get(option), options.get(option)
                 if one != other:
                     yield f"{key[0]}: the ranks {key[1]} that share it have {option}={one} and {option}={other}"
+
+
+def _unequal_copies(answers: Sequence[Answer]) -> Iterator[str]:
+    """Yield a line for each parameter of which ranks hold copies that are not equal."""
+    by_place: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for answer in answers:
+        for place, (rank, checksum) in answer.copies.items():
+            by_place.setdefault(place, {}).setdefault(checksum, []).append(rank)
+    seen: set[str] = set()
+    for (name, _), ranks in by_place.items():
+        if len(ranks) > 1 and name not in seen:
+            seen.add(name)
+            sides = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in ranks.values())
+            yield (
+                f"{name}: the copies of its weights on {sides} differ; begin with equal weights (the same seed, or a "
+                f"broadcast, as DDP makes it), and change them on all ranks alike"
+            )
 
 
 def _together(a: Difference, b: Difference) -> Difference:

@@ -48,6 +48,9 @@ _ADAMW = 1e-4
 # Differences that a rank reports to the others.
 _MOST_REPORTED = 1000
 
+# Integers of the size of each kind of weights.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # Keys of a group that are no options, or may differ from rank to rank.
 _NO_OPTIONS = ("params", "param_names", "process_group")
 
@@ -64,6 +67,9 @@ def verify(
 
     A difference counts as wrong where rounding does not explain it. How much that is, is measured for each matrix: what
     changes when the reference multiplies in a wider dtype. Weights and all state are compared.
+
+    Weights of which several ranks hold copies, by `comms` or as `DTensor`s, must be equal before the step. With
+    `comms="none"` a plain tensor is this rank's own: whether others have equal ones is not known, and not looked at.
 
     Every rank orthogonalises every matrix it holds a part of twice, without kernels, once in the wider dtype. Host
     memory: twice the weights and state that this rank holds. Device memory: one whole Muon parameter at a time with its
@@ -108,7 +114,7 @@ def verify(
     renamed = {name: names.get(param, name) for name, param in named_parameters(optimizer)}
     differences = [replace(difference, name=renamed[difference.name]) for difference in differences]
     stepped = {renamed[name]: count for name, count in stepped.items()}
-    answer = Answer(differences, stepped, problems, _options(optimizer, names))
+    answer = Answer(differences, stepped, problems, _options(optimizer, names), _copies(optimizer, names))
     return merged(all_gather_values(answer, process_group))
 
 
@@ -134,6 +140,26 @@ def _options(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, tu
         for parameter in optimizer.current.parameters()
         if parameter.layout is not None
     }
+
+
+@torch.no_grad()
+def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return checksums of the weights that this rank holds of parameters that several ranks share, see `Answer`."""
+    copies = {}
+    for parameter in optimizer.current.parameters():
+        layout = parameter.layout
+        if layout is not None and this_rank() in layout.ranks:
+            name = names.get(parameter.param, parameter.name)
+            place = f"{layout.box_of(this_rank())} of ranks {sorted(layout.ranks)}"
+            copies[name, place] = this_rank(), _checksum(local_tensor(parameter.param.detach()))
+    return copies
+
+
+def _checksum(values: Tensor) -> int:
+    """Return a number that is hardly ever the same for other bits, in whatever order they lie in memory."""
+    bits = values.reshape(-1).view(_INTEGERS[values.itemsize]).long()
+    # Modulo 2^64; each entry times an odd number of its own.
+    return int(((bits + 1) * (torch.arange(len(bits), device=bits.device) * 2654435761 * 2 + 1)).sum())
 
 
 def _text(value: Any) -> str:
