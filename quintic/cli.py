@@ -118,6 +118,10 @@ def _run(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder has been deleted: change to another one") from None
     options = [_unaliased(text) for text in arguments[1:]]
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)

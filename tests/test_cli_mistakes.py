@@ -23,6 +23,16 @@ from quintic.train.metrics import MetricsLog
 pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
 
 
+def test_a_current_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["plan"]) == 2
+    assert "the current folder has been deleted: change to another one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -31,6 +41,9 @@ pytestmark = pytest.mark.usefixtures("same_threads", "elsewhere")
         ("train --depht 3", "unknown option --depht: did you mean --depth?"),
         ("train --depht=3", "unknown option --depht: did you mean --depth?"),
         ("train --zzz", "unknown option --zzz: quintic train --help lists the options"),
+        ("train --preset speedrun-tiny --dept 3", "unknown option --dept: quintic train --preset speedrun-tiny --help"),
+        ("train --muon-lr 1e308", "--muon-lr 1e+308: must be at most 1,000,000"),
+        ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; a plan is made for at most 65,536"),
         ("train --nonsense", "unknown option --nonsense: quintic train --help lists the options"),
         ("train --depth", "--depth needs a value: a whole number"),
         ("train --depth --steps 3", "--depth needs a value: a whole number"),

@@ -288,7 +288,7 @@ def speedrun_options(arguments: list[str]) -> tuple[str, SpeedrunOptions] | None
                 f"out (quintic train --preset {preset_name} --help lists its options)"
             )
     description = f"Run the speedrun. Features that can be left out (--without): {', '.join(switches())}."
-    options = parse(SpeedrunOptions, rest, "train", description, default=chosen.options)
+    options = parse(SpeedrunOptions, rest, f"train --preset {preset_name}", description, default=chosen.options)
     if options.tokenizer is not None and chosen.model.bos_id == BYTES_BOS:
         raise ConfigError(
             f"--tokenizer has no meaning with --preset {preset_name}, whose tokens are bytes; leave it out"

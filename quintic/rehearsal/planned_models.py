@@ -110,14 +110,20 @@ def _from_configuration(name: str) -> nn.Module:
             f"pip install transformers"
         ) from None
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        # Otherwise it would ask at the terminal whether to run code that comes with the model.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"model={name}: is described by code of its own, which is not run; plan for a model that transformers "
+                f"has, or for a run of Quintic's with --run"
+            ) from error
         raise ConfigError(f"model={name}: no configuration that transformers can read: {_first_line(error)}") from error
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError:
         try:
-            model = transformers.AutoModel.from_config(config)
+            model = transformers.AutoModel.from_config(config, trust_remote_code=False)
         except ValueError as error:
             raise ConfigError(f"model={name}: transformers cannot build it: {_first_line(error)}") from error
     return model

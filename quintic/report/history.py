@@ -119,7 +119,10 @@ class RunHistory:
         """
         path = Path(folder) / METRICS_FILE
         if not path.is_file():
-            raise ConfigError(f"{folder} holds no {METRICS_FILE}: give the folder that a training run wrote to")
+            raise ConfigError(
+                f"{folder} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
+                f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work"
+            )
         kinds: dict[str, list[dict[str, Any]]] = {}
         for record in read_metrics(path):
             kinds.setdefault(str(record.get("kind")), []).append(record)

@@ -24,6 +24,7 @@ from quintic.report.report import write_report
 from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, without
 from quintic.speedrun.race import Race
 from quintic.speedrun.shards import open_data
+from quintic.stopping import StopRequests
 from quintic.train.config import BaseRunConfig, Config, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
@@ -34,7 +35,7 @@ from quintic.train.hardware import (
     multiplies_fp8,
     peak_memory_bytes,
 )
-from quintic.train.loop import rare_collections, stop_requests
+from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
 from quintic.train.runs import check_new_run, discard_unstarted, run_folder
 
@@ -144,13 +145,14 @@ def _train(
     watch.mark()
     began = time.perf_counter() - seconds
     # Several ranks would have to agree on the step to stop at, and wait for each other in every step.
-    with stop_requests() if race.ranks.size == 1 else nullcontext(lambda: False) as is_stopped:
+    requests = StopRequests()
+    with requests if race.ranks.size == 1 else nullcontext():
         for number in steps:
             made.append(race.train_step(number, race.stream))
             watch.mark()
             # By the host, which does not wait.
             say(f"step {number + 1}/{race.track.steps}  {_time(time.perf_counter() - began, number + 1)}")
-            if is_stopped():
+            if requests.is_stopped():
                 break
     times = watch.seconds()  # waits for the last step
     ended = time.perf_counter() - began
@@ -171,7 +173,7 @@ def _train(
             tokens_per_second=settings.batch_tokens / took,
             times_ms={"step": 1000 * took},
         )
-    if is_stopped():
+    if requests.is_stopped():
         raise KeyboardInterrupt
     return tokens, ended
 

@@ -172,6 +172,7 @@ class OptimConfig:
         rates = ("muon_lr", "adamw_lr", "embedding_lr", "head_lr", "adamw_head_lr", "scalar_lr")
         others = ("momentum_warmup_steps", "spike_sigmas", "weight_decay", "adamw_weight_decay")
         check_at_least(0, **_values(self, *rates, *others))
+        check_at_most(10**6, **_values(self, *rates, "weight_decay", "adamw_weight_decay"))
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"--clip-norm {self.clip_norm}: must be above 0 and finite; 'None' clips nothing")
         averages = _values(self, "momentum", "momentum_start", "momentum_end", "beta1", "beta2")

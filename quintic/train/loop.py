@@ -9,14 +9,10 @@ import contextlib
 import gc
 import importlib.util
 import math
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from quintic.data.dataset import Dataset
@@ -26,6 +22,7 @@ from quintic.eval.score import Score
 from quintic.report.history import METRICS_FILE
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
+from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
 from quintic.train.config import Config, RunConfig
@@ -38,14 +35,11 @@ from quintic.train.runs import TOKENIZER_FILE, hold_run
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
-__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "stop_requests", "train"]
+__all__ = ["Interrupted", "Result", "check_trackers", "rare_collections", "train"]
 
 
 # Seldom enough to cost nothing, often enough that garbage of evaluations and checkpoints does not pile up.
 _STEPS_PER_COLLECTION = 100
-
-# Until then a SIGTERM belongs to the signal before it.
-_SAME_REQUEST_SECONDS = 1.0
 
 # Rollbacks of one run: a loss that goes on spiking is no accident of the text.
 _MOST_ROLLBACKS = 10
@@ -124,15 +118,15 @@ def train(
         held.enter_context(run.loader)
         log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
-        stop_requested = held.enter_context(stop_requests())
+        stop_requests = held.enter_context(StopRequests())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
         else:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         try:
-            _make_steps(run, log, progress, stop_requested)
-            return _finish(run, log, progress)
+            _make_steps(run, log, progress, stop_requests)
+            return _finish(run, log, progress, stop_requests)
         except Exception:
             with contextlib.suppress(QuinticError, OSError):  # the first error is the one to report
                 if ranks.is_first:
@@ -140,7 +134,7 @@ def train(
             raise
 
 
-def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requested: Callable[[], bool]) -> None:
+def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> None:
     """Make all steps that are left, and what is due between them."""
     if run.hardware.compile:
         progress.message("Compiling, until the first step is made")
@@ -167,7 +161,7 @@ def _make_steps(run: Trainer, log: MetricsLog, progress: Progress, stop_requeste
                 log.write("sample", step=run.step, samples=_sample(run, progress))
             # Asked once: a request that comes during the save is honoured after the next step. A save that has
             # failed stops the run, too: the next one raises its error.
-            stop = run.ranks.any(stop_requested() or run.background.has_failed)
+            stop = run.ranks.any(stop_requests.is_stopped() or run.background.has_failed)
             if stop or is_due(run.step, run.config.run.save_every):
                 _save(run)
             if stop:
@@ -201,7 +195,7 @@ def _roll_back(run: Trainer, log: MetricsLog, progress: Progress) -> bool:
     return True
 
 
-def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
+def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: StopRequests) -> Result:
     """Evaluate, save, report and sample after the last step; a failure leaves all earlier results on disk."""
     if run.score is None:
         try:
@@ -226,7 +220,13 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress) -> Result:
         raise
     log.write("sample", step=run.step, samples=samples)
     if run.suite is not None:
-        _answer_core(run, log, progress)
+        try:
+            with stop_requests.at_once():
+                _answer_core(run, log, progress)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{run.run_dir.name} is trained, saved and reported in {report}; stopped among the tasks of CORE"
+            ) from None
     return Result(
         run_dir=run.run_dir,
         report=run.ranks.from_first(lambda: write_report(run.run_dir)),
@@ -281,12 +281,14 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
 def _diverged(what: str, run: Trainer) -> DivergedError:
     optimizer = run.config.optim.optimizer
     options = ("--muon-lr", "--head-lr") if optimizer == "muon" else ("--adamw-lr", "--adamw-head-lr")
+    decay = "--weight-decay" if optimizer == "muon" else "--adamw-weight-decay"
     run.background.wait()
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(
         f"{run.run_dir}: {what}: training has diverged and was stopped ({kept}); start a new run with lower learning "
-        f"rates ({', '.join(options)}, --embedding-lr, --scalar-lr) or a longer warm-up (--warmup-frac)"
+        f"rates ({', '.join(options)}, --embedding-lr, --scalar-lr), a longer warm-up (--warmup-frac) or less decay "
+        f"({decay})"
     )
 
 
@@ -348,48 +350,3 @@ def rare_collections() -> Iterator[Callable[[], None]]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request that the loop honours between steps; the second one kills.
-
-    A SIGTERM soon after the first signal is none of its own: `timeout` sends one to the process and to its group, and
-    torchrun one for the Ctrl-C that its processes have got already. SIGHUP, a terminal that was closed, is a request
-    too. It may come from the shell and from the system, so a second one does not kill. A process that was started to
-    ignore it (`nohup`) goes on ignoring it.
-    """
-    requested = False
-    interrupted_at: float | None = None
-    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested, interrupted_at
-        if number == hangup:
-            _silence_closed(terminals)
-        elif interrupted_at is None:
-            interrupted_at = time.monotonic()
-        elif number == signal.SIGINT or time.monotonic() - interrupted_at > _SAME_REQUEST_SECONDS:
-            raise KeyboardInterrupt
-        requested = True
-
-    previous: dict[signal.Signals, Any] = {}
-    with contextlib.suppress(ValueError):  # handlers can only be set in the main thread
-        for number in (signal.SIGINT, signal.SIGTERM, hangup):
-            if number is not None and (number != hangup or signal.getsignal(number) != signal.SIG_IGN):
-                previous[number] = signal.signal(number, request)
-    try:
-        yield lambda: requested
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _silence_closed(terminals: list[int]) -> None:
-    """Discard output to terminals that are gone: each print would be an error, before the run is saved."""
-    for descriptor in terminals:
-        if not os.isatty(descriptor):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)

@@ -176,6 +176,10 @@ def test_a_mistake_is_one_line_that_names_the_option(arguments, message, capsys)
         ("{}", "has no model_type; give the config.json of a transformers model"),
         ('{"model_type": "quintessence"}', "no configuration that transformers can read"),
         (None, "cannot be read as JSON"),
+        (
+            '{"model_type": "quintic", "auto_map": {"AutoConfig": "modeling.Config", "AutoModel": "modeling.Model"}}',
+            "is described by code of its own, which is not run",
+        ),
     ],
 )
 def test_a_configuration_that_is_none_is_an_error(content, message, tmp_path, capsys):

@@ -19,11 +19,12 @@ import pytest
 import torch
 from tiny_runs import course, final_weights, start, tiny_config, tiny_options
 
+from quintic import stopping
 from quintic.cli import main
 from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, ConfigError
+from quintic.eval.core import CoreScore
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
-from quintic.train import loop
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config
 from quintic.train.loop import train
@@ -238,7 +239,7 @@ def test_a_sigterm_is_one_with_a_signal_just_before_it(
 
     def twice() -> None:
         signal.raise_signal(first)
-        monkeypatch.setattr(loop, "_SAME_REQUEST_SECONDS", 1.0 - waited)
+        monkeypatch.setattr(stopping, "_SAME_REQUEST_SECONDS", 1.0 - waited)
         signal.raise_signal(signal.SIGTERM)
 
     after_step(monkeypatch, 3, twice)
@@ -304,6 +305,34 @@ def test_ctrl_c_in_the_last_step_lets_the_run_finish(
     after_step(monkeypatch, STEPS, lambda: signal.raise_signal(signal.SIGINT))
     assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == 0
     assert course(tmp_path / "run") == course(whole)
+
+
+def test_ctrl_c_among_the_last_tasks_of_core_keeps_the_run(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing would be lost, so the first one is heard at once; going on answers the tasks."""
+    answered = Trainer.answer_core
+    asked = []
+
+    def interrupted(self: Trainer) -> CoreScore:
+        asked.append(self.step)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return answered(self)
+
+    monkeypatch.setattr(Trainer, "answer_core", interrupted)
+    (tmp_path / "core").mkdir()
+    item = {"query": "def", "choices": ["model", "zyx zyx"], "gold": 1}
+    (tmp_path / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 6)
+    options = [*tiny_options(tiny_dataset, tmp_path, run="run"), "--core", str(tmp_path / "core")]
+    assert main(["train", *options]) == 130
+    said = capsys.readouterr().out
+    assert re.search(
+        r"run is trained, saved and reported in \S+; stopped among the tasks of CORE; continue with:", said
+    )
+    assert not [one for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "core"]
+    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
+    assert [one["step"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "core"] == [STEPS]
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
