@@ -15,7 +15,7 @@ Every record has a ``kind``; the other fields depend on it:
     rollback step, spike_step
     final    step, loss, bpb, seconds, baselines, breakdown, smoothed_loss, least_loss, flops, peak_memory_bytes; and
              without the first ten steps of each process tokens_per_second, mfu, first_step_extra_seconds,
-             compile_seconds
+             compile_seconds; of a speedrun tokens
 
 The last samples come after the final record.
 
@@ -24,9 +24,13 @@ training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`
 ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss`` its least so far; ``epoch``
 counts from 0; ``flops`` are those so far. ``mfu`` is the share of ``machine.matrix_flops_per_second``, measured at the
 start. ``spike`` counts standard deviations above the smoothed loss; ``rollback`` goes from ``spike_step`` to ``step``.
-``code`` is the SHA-256 of this package's source files. A speedrun's ``track`` is its schedule, ``stage`` counts from 0,
-and its ``seconds`` leave out validations and the warm-up.
+``code`` is the SHA-256 of the package's source files.
 ``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
+
+A speedrun logs fewer fields, and some of its own. ``track`` is its schedule; ``stage`` counts the stages of it from 0;
+``warmup_seconds`` is the time before its clock starts, which ``seconds`` leave out, as they do validations. The
+``loss`` of its steps counts further targets, with the weights of the stage.
+
 The file is strict JSON: NaN and infinities, which JSON lacks, are written as ``null``.
 """
 

@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import inspect
 import itertools
 import json
 import math
+import re
 import signal
 import sys
 import threading
@@ -29,6 +31,7 @@ from harness import ON_GPUS, run
 from quintic.cli import main
 from quintic.errors import ConfigError, DataError, DivergedError, OtherRankError, QuinticError
 from quintic.kernels.attention import flash
+from quintic.report import history
 from quintic.report.history import METRICS_FILE, read_metrics
 from quintic.speedrun import graphs
 from quintic.speedrun.presets import BYTES_BOS, PRESETS, SpeedrunOptions, preset, switches, without
@@ -127,6 +130,15 @@ def test_the_run_goes_through_every_stage_and_learns(alone) -> None:
         "a speedrun's training loss also counts, with weights of their own, the tokens after the next one: it" in page
     )
     assert TINY.options.tokenizer is None
+
+
+def test_the_log_has_the_fields_that_are_documented(alone) -> None:
+    _, _, table, *_ = (inspect.getdoc(history) or "").split("\n\n")
+    rows = re.findall(r"^    (\w+) +(.+(?:\n {8}.+)*)", table, re.MULTILINE)
+    documented = {kind: set(re.findall(r"\w+", fields)) for kind, fields in rows}
+    assert documented.keys() == {"run", "train", "eval", "core", "sample", "resume", "rollback", "final"}
+    for record in read_metrics(alone[0] / METRICS_FILE):
+        assert record.keys() - {"kind", *documented[record["kind"]]} == set()
 
 
 @pytest.mark.slow
