@@ -293,8 +293,7 @@ class OptimizerBase(Optimizer):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(deepcopy(self.__getstate__(), memo))
         twin._steps_made = self._steps_made.copy()
-        if twin._steps_made.first_gradients is not None:
-            twin._steps_made.first_gradients = FirstGradients()  # its own step is still to come
+        twin._steps_made.first_gradients = FirstGradients()  # its parameters are others
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
