@@ -13,7 +13,6 @@ dimension. Where this model departs from the race's:
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -138,9 +137,8 @@ class SpeedrunGPT(nn.Module):
         document_starts: Tensor | None = None,
         loss_weights: Tensor | None = None,
         longest_document: int | None = None,
-        reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> Tensor:
-        """Return the loss in nats: per token, the weighted sum of the cross entropies of its targets.
+        """Return the loss in nats, a float32 scalar: the weighted sum of the cross entropies of all tokens' targets.
 
         Args:
             inputs: (T,) int64 tokens; a document starts at the first of them and at each `bos_id`.
@@ -151,10 +149,6 @@ class SpeedrunGPT(nn.Module):
                 the first within a document and with `multi_token` only, and last of the longest token that the next
                 token begins with, where there is one. None: of the next token alone.
             longest_document: tokens that no document exceeds; None for T.
-            reduction: as for `softcap_cross_entropy`.
-
-        Returns:
-            float32 scalar, or (T,) for "none".
 
         Raises:
             ValueError: there are no windows yet, or the attention needs `document_starts`.
@@ -180,7 +174,7 @@ class SpeedrunGPT(nn.Module):
             ignore_index=IGNORED,
             transposed=True,
             fp8=fp8,
-            reduction=reduction,
+            reduction="sum",
         )
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:

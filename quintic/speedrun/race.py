@@ -121,7 +121,6 @@ class Race:
             document_starts=batch.document_starts,
             loss_weights=weights,
             longest_document=settings.document_tokens,
-            reduction="sum",
         )
         # The gradient is that of the batch's sum over the number of chunks, on any number of ranks: AdamW's eps is
         # small beside it.
@@ -144,7 +143,7 @@ class Race:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in (one.to(self.device, starts=True) for one in self.validation[:batches]):
             starts = batch.document_starts
-            sums[0] += self.model(batch.inputs, batch.targets, document_starts=starts, reduction="sum")
+            sums[0] += self.model(batch.inputs, batch.targets, document_starts=starts)
             sums[1] += self._token_bytes[batch.targets].sum()
         self.model.train()
         nats, num_bytes = self.ranks.total(sums.cpu()).tolist()
