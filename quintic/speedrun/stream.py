@@ -18,6 +18,7 @@ import functools
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from quintic.data.loader import Batch as FlatBatch
-from quintic.data.loader import numbered
+from quintic.data.loader import batch_of, numbered
 from quintic.data.prefetch import Prefetcher
 from quintic.errors import DataError
 from quintic.speedrun.shards import RaceData, Tokens, read_shard
@@ -141,12 +142,11 @@ def _flat(chunks: Sequence[Tokens], bos_id: int, epoch: int = 0) -> FlatBatch:
 
     The starts of documents are padded with the number of tokens, to a length that hardly changes.
     """
-    inputs = np.concatenate([chunk[:-1] for chunk in chunks]).astype(np.int64)
-    targets = np.concatenate([chunk[1:] for chunk in chunks]).astype(np.int64)
-    starts = np.union1d([0], np.flatnonzero(inputs == bos_id))
+    batch = batch_of(np.stack(chunks).astype(np.int64), bos_id, epoch=epoch)
+    inputs, targets = batch.inputs.flatten(), batch.targets.flatten()
+    starts = np.union1d([0], batch.document_starts.numpy())
     room = max(_FEWEST_STARTS, len(inputs) // _TOKENS_PER_DOCUMENT)
-    while room <= len(starts):
+    while room < len(starts):
         room *= 2
-    padded = np.full(room, len(inputs), dtype=np.int32)
-    padded[: len(starts)] = starts
-    return FlatBatch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(padded), epoch)
+    padded = np.pad(starts, (0, room - len(starts)), constant_values=len(inputs)).astype(np.int32)
+    return replace(batch, inputs=inputs, targets=targets, document_starts=torch.from_numpy(padded))
