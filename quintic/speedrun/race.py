@@ -12,9 +12,9 @@ from quintic.errors import ConfigError, DataError
 from quintic.eval.score import bits_per_byte
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.speedrun.graphs import CapturedPasses
-from quintic.speedrun.recipe import ADAMW_EVERY, build_optimizer, set_rates
+from quintic.speedrun.recipe import build_optimizer, set_rates
 from quintic.speedrun.shards import RaceData, prefixes
-from quintic.speedrun.stages import StepSettings, Track
+from quintic.speedrun.stages import ADAMW_EVERY, StepSettings, Track
 from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware
@@ -142,8 +142,7 @@ class Race:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in (one.to(self.device, starts=True) for one in self.validation[:batches]):
-            starts = batch.document_starts
-            sums[0] += self.model(batch.inputs, batch.targets, document_starts=starts)
+            sums[0] += self.model(batch.inputs, batch.targets, document_starts=batch.document_starts)
             sums[1] += self._token_bytes[batch.targets].sum()
         self.model.train()
         nats, num_bytes = self.ranks.total(sums.cpu()).tolist()

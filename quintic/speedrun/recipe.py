@@ -10,11 +10,9 @@ from typing import Any
 
 import quintic
 from quintic.model.speedrun import SpeedrunGPT
-from quintic.speedrun.stages import StepSettings
+from quintic.speedrun.stages import ADAMW_EVERY, StepSettings
 
-__all__ = ["ADAMW_EVERY", "build_optimizer", "set_rates"]
-
-ADAMW_EVERY = 2
+__all__ = ["build_optimizer", "set_rates"]
 
 
 def _adamw(lr: float, decay: float, betas: tuple[float, float], comms: str = "replicated") -> dict[str, Any]:

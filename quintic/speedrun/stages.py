@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from quintic.errors import ConfigError
 
-__all__ = ["SPEEDRUN", "TINY", "Stage", "StepSettings", "Track"]
+__all__ = ["ADAMW_EVERY", "SPEEDRUN", "TINY", "Stage", "StepSettings", "Track"]
 
-# Each stage needs one step in which AdamW's parameters move and one in which they wait.
-_FEWEST_STEPS_OF_A_STAGE = 2
+ADAMW_EVERY = 2  # AdamW's parameters move in every second step; each stage needs one such and one in which they wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +112,11 @@ class Track:
         Raises:
             ConfigError: there are too few for each stage.
         """
-        fewest = _FEWEST_STEPS_OF_A_STAGE * len(self.stages)
+        fewest = ADAMW_EVERY * len(self.stages)
         if steps < fewest:
             raise ConfigError(f"--steps {steps}: the track has {len(self.stages)} stages; give at least {fewest}")
         share = steps / self.steps
-        extension = max(_FEWEST_STEPS_OF_A_STAGE, round(self.extension_steps * share))
+        extension = max(ADAMW_EVERY, round(self.extension_steps * share))
         return replace(
             self,
             scheduled_steps=steps - extension,
