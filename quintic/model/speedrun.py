@@ -211,8 +211,8 @@ class SpeedrunGPT(nn.Module):
             x_TC = x_TC + gates.pop("bigram.0") * bigram_TC
         values = () if row.values is None else row.values.unbind()
         streams, sources = {"entry": x_TC}, {"early": config.skip_source, "shared": config.shared_source}
-        for plan, weights in zip(config.layers, self._block_weights(), strict=True):
-            index, dense_value_TC = plan.index, None
+        for index, (plan, weights) in enumerate(zip(config.layers, self._block_weights(), strict=True)):
+            dense_value_TC = None
             if index == config.skip_source + 1 and self.late_gates is not None:
                 gates |= self.late_gates(x_TC, self.gate_scale)
             own = {name.partition(".")[0]: gate for name, gate in gates.items() if name.endswith(f".{index}")}

@@ -17,7 +17,6 @@ Starts = dict[str, tuple[int, float]]
 class LayerPlan:
     """The features of one layer."""
 
-    index: int
     attends: bool  # or is an MLP alone
     long: bool  # has the long window
     paired: bool  # the queries of two heads see the keys of both
@@ -109,7 +108,6 @@ class SpeedrunConfig:
         exclusive = ({1, source, source + 1, middle + 1} & attending) - paired if self.exclusive_attention else set()
         return tuple(
             LayerPlan(
-                index,
                 attends=index in attending,
                 long=index in long,
                 paired=index in paired,
@@ -126,7 +124,7 @@ class SpeedrunConfig:
         """Return the gates "name.layer" of the layers up to the skip's source, and of those after it."""
         early: Starts = {}
         late: Starts = {}
-        for plan in self.layers:
+        for index, plan in enumerate(self.layers):
             own: Starts = {}
             if plan.exclusive:
                 own["exclusive"] = self.num_heads, 0.0
@@ -134,10 +132,10 @@ class SpeedrunConfig:
                 own["attention"] = self.num_heads, 0.25
             if plan.skips:
                 own["skip"] = 1, 0.5
-            if plan.attends and not (self.dense_connections and plan.index == self.num_layers - 1):
+            if plan.attends and not (self.dense_connections and index == self.num_layers - 1):
                 own |= self._injection_starts()
-            starts = late if plan.index > self.skip_source else early
-            starts |= {f"{name}.{plan.index}": start for name, start in own.items()}
+            starts = late if index > self.skip_source else early
+            starts |= {f"{name}.{index}": start for name, start in own.items()}
         return early, late
 
     def dense_starts(self) -> tuple[Starts, Starts]:
