@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     141 says, as for other programs, that the reader of the output went away.
     """
     complete_streams()
+    if not _has_current_folder():  # paths cannot be completed then, those of messages neither
+        print("quintic: error: the current folder has been deleted: change to another one", file=sys.stderr)
+        return 2
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a reader that went away is an exception like any other
@@ -118,10 +121,6 @@ def _run(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(_COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the current folder has been deleted: change to another one") from None
     options = [_unaliased(text) for text in arguments[1:]]
     if name not in _COMMANDS_OF_RANKS:
         _check_single_process(name)
@@ -148,6 +147,14 @@ def _unaliased(argument: str) -> str:
 def _check_single_process(name: str) -> None:
     if environment_number("WORLD_SIZE", 1) > 1:
         raise ConfigError(f"quintic {name} runs in one process: start it without torchrun (WORLD_SIZE is above 1)")
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _fail(message: str) -> int:

@@ -29,8 +29,10 @@ def test_a_current_folder_that_is_gone(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert main(["plan"]) == 2
-    assert "the current folder has been deleted: change to another one" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [str(Path(cli.__file__).with_name("__main__.py"))])  # as in python -m quintic
+    for arguments in (["plan"], ["report"], ["--help"], ["plan", "--model", "gpt2"]):
+        message = error_of(capsys, *arguments)
+        assert message == "the current folder has been deleted: change to another one"
 
 
 @pytest.mark.parametrize(
