@@ -32,7 +32,7 @@ PARALLELISMS = {
 }
 """The kinds of mesh dimensions, in the order in which they stand in a mesh."""
 
-MOST_RANKS = 2**16  # of which a plan takes a minute
+_MOST_RANKS = 2**14  # a plan for them takes up to a minute, for four times as many several
 
 # Last parts of module names, or names of stacked parameters, across model libraries. Rows of an embedding are its
 # inputs, and the first dimension of its weight.
@@ -48,8 +48,8 @@ def _check_parallelism(mesh: Sequence[int], names: Sequence[str]) -> None:
     shown, shape = ",".join(names), "x".join(map(str, mesh))
     if not mesh or min(mesh) < 1:
         raise ConfigError(f"mesh={shape}: give at least one rank per dimension, such as 8x4")
-    if math.prod(mesh) > MOST_RANKS:
-        raise ConfigError(f"mesh={shape}: {math.prod(mesh):,} ranks; a plan is made for at most {MOST_RANKS:,}")
+    if math.prod(mesh) > _MOST_RANKS:
+        raise ConfigError(f"mesh={shape}: {math.prod(mesh):,} ranks; a plan is made for at most {_MOST_RANKS:,}")
     for name in names:
         if name not in PARALLELISMS:
             raise ConfigError(f"layout={shown}: {name!r} is unknown; choose of {', '.join(PARALLELISMS)}")

@@ -116,7 +116,7 @@ def _from_configuration(name: str) -> nn.Module:
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"model={name}: is described by code of its own, which is not run; plan for a model that transformers "
-                f"has, or for a run of Quintic's with --run"
+                "has, or, for an export of `quintic export`, for its run: quintic plan --config runs/NAME/config.json"
             ) from error
         raise ConfigError(f"model={name}: no configuration that transformers can read: {_first_line(error)}") from error
     try:

@@ -48,7 +48,7 @@ def rehearsal_text(options: RehearsalOptions) -> str:
 
 
 def _mesh(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(x\d+)*", text):
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
         raise ConfigError(f"--mesh {text}: give ranks per dimension, such as 8 or 8x4")
     return tuple(int(size) for size in text.split("x"))
 

@@ -151,6 +151,7 @@ MISTAKES = [
     (["--model", "nothing/here.json"], "--model nothing/here.json: unknown; choose gpt2, "),
     (["--model", "gpt2", "--mesh", "8x"], "--mesh 8x: give ranks per dimension, such as 8 or 8x4"),
     (["--model", "gpt2", "--mesh", "0"], "--mesh 0: give at least one rank per dimension"),
+    (["--model", "gpt2", "--mesh", "9" * 5000], "--mesh 999"),
     (["--model", "gpt2", "--mesh", "8x4"], "--layout fsdp: 1 names for the 2 dimensions of mesh 8x4"),
     (["--model", "gpt2", "--layout", "zero"], "--layout zero: 'zero' is unknown; choose of dp, replicate, fsdp"),
     (["--model", "gpt2", "--layout", "ep"], "--layout ep: ep cuts nothing"),
@@ -190,6 +191,21 @@ def test_a_configuration_that_is_none_is_an_error(content, message, tmp_path, ca
     error = capsys.readouterr().err
     assert error.startswith(f"quintic: error: --model {tmp_path}: ")
     assert message in error
+
+
+def test_code_that_comes_with_a_model_is_not_run_nor_asked_about(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    answered = []
+    monkeypatch.setattr("builtins.input", lambda *prompt: answered.append(prompt) or "y")
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    classes = {name: f"own.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    config = {"model_type": "quintic", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert (answered, printed.out) == ([], "")
+    assert printed.err.startswith(f"quintic: error: --model {tmp_path}: is described by code of its own, which is not")
+    assert printed.err.endswith("for its run: quintic plan --config runs/NAME/config.json\n")
 
 
 def test_without_transformers_the_error_says_how_to_install_it(tmp_path, capsys, monkeypatch):
