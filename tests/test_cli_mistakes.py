@@ -45,6 +45,7 @@ def test_a_current_folder_that_is_gone(
         ("train --zzz", "unknown option --zzz: quintic train --help lists the options"),
         ("train --preset speedrun-tiny --dept 3", "unknown option --dept: quintic train --preset speedrun-tiny --help"),
         ("train --muon-lr 1e308", "--muon-lr 1e+308: must be at most 1,000,000"),
+        ("train --weight-decay 1e308", "--weight-decay 1e+308: must be at most 1,000,000"),
         ("plan --model gpt2 --mesh 1000000", "--mesh 1000000: 1,000,000 ranks; a plan is made for at most 16,384"),
         ("train --nonsense", "unknown option --nonsense: quintic train --help lists the options"),
         ("train --depth", "--depth needs a value: a whole number"),

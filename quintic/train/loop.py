@@ -25,7 +25,7 @@ from quintic.report.report import write_report
 from quintic.stopping import StopRequests
 from quintic.streams import say
 from quintic.train.checkpoint import Checkpoint, checkpoint_of_step, checkpoints, newest_checkpoint, set_aside_later
-from quintic.train.config import Config, RunConfig
+from quintic.train.config import Config, OptimConfig, RunConfig
 from quintic.train.distributed import ALONE, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
@@ -279,16 +279,17 @@ def _check_loss(name: str, record: dict[str, Any], run: Trainer) -> None:
 
 
 def _diverged(what: str, run: Trainer) -> DivergedError:
-    optimizer = run.config.optim.optimizer
-    options = ("--muon-lr", "--head-lr") if optimizer == "muon" else ("--adamw-lr", "--adamw-head-lr")
-    decay = "--weight-decay" if optimizer == "muon" else "--adamw-weight-decay"
+    optim, is_muon = run.config.optim, run.config.optim.optimizer == "muon"
+    rates = ("--muon-lr", "--head-lr") if is_muon else ("--adamw-lr", "--adamw-head-lr")
+    decay = "weight_decay" if is_muon else "adamw_weight_decay"
+    is_high = getattr(optim, decay) > getattr(OptimConfig(), decay)
+    lower = f", a lower weight decay (--{decay.replace('_', '-')})" if is_high else ""
     run.background.wait()
     saved = checkpoints(run.run_dir)
     kept = f"{saved[0].name} is kept" if saved else "it has no checkpoint"
     return DivergedError(
         f"{run.run_dir}: {what}: training has diverged and was stopped ({kept}); start a new run with lower learning "
-        f"rates ({', '.join(options)}, --embedding-lr, --scalar-lr), a longer warm-up (--warmup-frac) or less decay "
-        f"({decay})"
+        f"rates ({', '.join(rates)}, --embedding-lr, --scalar-lr){lower} or a longer warm-up (--warmup-frac)"
     )
 
 

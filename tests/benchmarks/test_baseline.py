@@ -62,7 +62,8 @@ def test_a_job_is_a_run_of_the_harness(tiny_dataset: Dataset, tmp_path: Path) ->
     expected = train(config, tiny_dataset, create_run(config), resume=False, command="", say=lambda line: None)
     assert result["bpb"] == expected.score.bpb
     assert [step for step, _ in result["curve"]] == [2, 4, 6]
-    diverging = tiny_config(tiny_dataset, tmp_path, optimizer="adamw", adamw_lr=1e30, embedding_lr=1e30, scalar_lr=1e30)
+    high = dict.fromkeys(("adamw_lr", "adamw_weight_decay", "embedding_lr", "scalar_lr"), 1e6)
+    diverging = tiny_config(tiny_dataset, tmp_path, optimizer="adamw", **high)
     assert workers.train(job(diverging, tiny_dataset))["bpb"] is None
     assert "at step 0 of 6" in workers.train(job(config, tiny_dataset, seconds=-1))["cut"]
 

@@ -90,6 +90,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     assert "not a finite number in 1 record, first at step 4" in report
 
 
+@pytest.mark.parametrize(("optimizer", "option"), [("muon", "--weight-decay"), ("adamw", "--adamw-weight-decay")])
+def test_a_run_that_diverges_with_a_high_weight_decay_is_told_of_it(
+    optimizer: str, option: str, tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 1, math.nan, before=True)
+    changes = {"optimizer": optimizer, option[2:].replace("-", "_"): 50.0}
+    with pytest.raises(DivergedError, match=rf"--scalar-lr\), a lower weight decay \({option}\) or a longer warm-up"):
+        run(tiny_config(tiny_dataset, tmp_path, run="run", **changes), tiny_dataset)
+
+
 @pytest.mark.slow
 def test_the_last_good_checkpoint_of_a_diverged_run_can_be_used(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
