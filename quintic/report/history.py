@@ -125,17 +125,18 @@ class RunHistory:
         if not path.is_file():
             raise ConfigError(
                 f"{folder} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
-                f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work"
+                f"wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and "
+                f"`quintic train --resume --run {Path(folder).name}` begins a new log"
             )
         kinds: dict[str, list[dict[str, Any]]] = {}
         for record in read_metrics(path):
             kinds.setdefault(str(record.get("kind")), []).append(record)
-        if not kinds.keys() & {"train", "eval"}:
-            raise ConfigError(f"{path} has no training step yet: wait for the first one")
         final = kinds.get("final", [{}])[-1]
         train, evals = _by_step(kinds.get("train", [])), _by_step(kinds.get("eval", []))
         if final.get("loss") is not None and final.get("step", 0) > (evals[-1]["step"] if evals else 0):
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
+        if not (train or evals):
+            raise ConfigError(f"{path} has no training step yet: wait for the first one")
         sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
         return cls(
             run=kinds.get("run", [{}])[-1],

@@ -116,14 +116,18 @@ def train(
             ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
         held.enter_context(run.background)
         held.enter_context(run.loader)
+        has_log = ranks.from_first(lambda: (run_dir / METRICS_FILE).exists())
+        if checkpoint is not None and not has_log:
+            lacking = f"the report lacks the course up to step {run.step}"
+            say(f"{run_dir / METRICS_FILE} is gone: it begins anew, and {lacking}")
         log = held.enter_context(ranks.agree(lambda: _open_log(run, run.step if resume else None)))
         progress = held.enter_context(Progress(run.total, start_step=run.step))
         stop_requests = held.enter_context(StopRequests())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
+        if checkpoint is None or not has_log:
+            log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
-        else:
-            log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         try:
             _make_steps(run, log, progress, stop_requests)
             return _finish(run, log, progress, stop_requests)

@@ -335,6 +335,40 @@ def test_ctrl_c_among_the_last_tasks_of_core_keeps_the_run(
     assert [one["step"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "core"] == [STEPS]
 
 
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_a_run_whose_log_is_gone_goes_on_and_begins_a_new_one(
+    step: int,
+    tiny_dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also a finished one, whose new log has no step."""
+    with monkeypatch.context() as patch:
+        if step < STEPS:
+            after_step(patch, step, lambda: signal.raise_signal(signal.SIGINT))
+        assert main(["train", *tiny_options(tiny_dataset, tmp_path, run="run")]) == (130 if step < STEPS else 0)
+    log = tmp_path / "run" / METRICS_FILE
+    log.unlink()
+    (tmp_path / "run" / "report.html").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main(["report", "--run", "run", "--runs-dir", str(tmp_path)]) == 2
+    assert (
+        f"{tmp_path / 'run'} holds no {METRICS_FILE}, from which reports are made: give the folder that a training run "
+        "wrote to; of a run whose log is lost, `quintic sample`, `eval` and `export` still work, and `quintic train "
+        "--resume --run run` begins a new log"
+    ) in capsys.readouterr().err
+    assert main(["train", "--resume", "--run", "run", "--runs-dir", str(tmp_path)]) == 0
+    told = f"{log} is gone: it begins anew, and the report lacks the course up to step {step}\n"
+    assert told in capsys.readouterr().out
+    kinds = [record["kind"] for record in read_metrics(log)]
+    assert kinds[:2] == ["run", "resume"]
+    assert kinds.count("train") == STEPS - step
+    assert kinds[-2:] == ["final", "sample"]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"finished after {STEPS} steps; continued from step {step}" in page
+
+
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 LONG = {"steps": 60, "save_every": 7, "eval_every": 20, "threads": 1}
