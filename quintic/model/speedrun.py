@@ -302,15 +302,6 @@ class SpeedrunGPT(nn.Module):
             names[role].append(name)
         return names
 
-    def flops_per_token(self) -> int:
-        """Return the floating-point operations of a pass per token, as `GPT` counts them, with the windows of now."""
-        products = ("head", "qk_bank", "vo_bank", "mlp_bank", "gate_weights", "connection_weights")
-        names = self.names_by_role()
-        weights = sum(self.get_parameter(name).numel() for role in products for name in names[role])
-        windows = self.rotary.windows or (0, 0)
-        visible = sum(windows[plan.long] for plan in self.config.layers if plan.attends)
-        return 6 * weights + 12 * self.config.width * visible
-
 
 def _all_targets(starts: Tensor, targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Return each token's targets, (T, K): the next `count` tokens, those of other documents ignored, and a prefix.

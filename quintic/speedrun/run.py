@@ -191,7 +191,6 @@ def _facts(race: Race) -> dict[str, Any]:
         **code_facts(),
         "model": {
             "parameters": sum(param.numel() for param in race.model.parameters()),
-            "flops_per_token": race.model.flops_per_token(),
             **asdict(race.model.config),
         },
         "data": {"source": race.data.source, "shards": len(race.data.train)},
