@@ -48,7 +48,8 @@ _ADAMW = 1e-4
 # Differences that a rank reports to the others.
 _MOST_REPORTED = 1000
 
-# Integers of the size of each kind of weights.
+# Integers of the size of each kind of weights; so many at once are added up.
+_ENTRIES_AT_ONCE = 2**24
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Keys of a group that are no options, or may differ from rank to rank.
@@ -157,9 +158,13 @@ def _copies(optimizer: Muon, names: Mapping[Tensor, str]) -> dict[tuple[str, str
 
 def _checksum(values: Tensor) -> int:
     """Return a number that is hardly ever the same for other bits, in whatever order they lie in memory."""
-    bits = values.reshape(-1).view(_INTEGERS[values.itemsize]).long()
-    # Modulo 2^64; each entry times an odd number of its own.
-    return int(((bits + 1) * (torch.arange(len(bits), device=bits.device) * 2654435761 * 2 + 1)).sum())
+    bits, total = values.reshape(-1).view(_INTEGERS[values.itemsize]), 0
+    for start in range(0, len(bits), _ENTRIES_AT_ONCE):  # which become integers of 64 bits
+        some = bits[start : start + _ENTRIES_AT_ONCE].long()
+        places = torch.arange(start, start + len(some), device=bits.device)
+        # Modulo 2^64; each entry times an odd number of its own.
+        total += int(((some + 1) * (places * 2654435761 * 2 + 1)).sum())
+    return total % 2**64
 
 
 def _text(value: Any) -> str:
