@@ -17,6 +17,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
 from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut, writable_gradient
 from quintic.optim.muon import Muon, muon_in
+from quintic.optim.rules.batches import alike, scale_
 from quintic.optim.rules.device_memory import host_tensor, upload
 from quintic.optim.rules.numbers import is_number
 from quintic.optim.rules.opaque import opaque
@@ -117,7 +118,8 @@ def clip_grad_norm_(
         )
     if math.isfinite(max_norm):
         of_parts = [part for parts in divided.values() for part in parts]
-        _scale_([*gradients, *of_parts], (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
+        pieces = [one.local for one in (*gradients, *of_parts) if one.local is not None]
+        scale_(pieces, (max_norm / (norm + _NORM_EPS)).clamp(max=1.0))
         current.early.renew()
     return norm.float()
 
@@ -233,18 +235,11 @@ def _squared_norms_of_parts(
 def _norms(gradients: Sequence[_Gradient]) -> dict[int, Tensor]:
     """Return the 2-norm of each gradient that has entries, by its place."""
     norms: dict[int, Tensor] = {}
-    for (device, _), tensors in _alike(gradients).items():
-        norms |= zip(tensors, torch._foreach_norm(list(tensors.values()), 2, dtype=_wide(device)), strict=True)
+    pieces = [gradient.local for gradient in gradients]
+    for (device, _), places in alike(pieces).items():
+        together = [piece for place in places if (piece := pieces[place]) is not None]
+        norms |= zip(places, torch._foreach_norm(together, 2, dtype=_wide(device)), strict=True)
     return norms
-
-
-def _alike(gradients: Sequence[_Gradient]) -> dict[tuple[torch.device, torch.dtype], dict[int, Tensor]]:
-    """Return the gradients that have entries by their places, by device and dtype: what one launch takes."""
-    together: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-    for place, (_, _, local) in enumerate(gradients):
-        if local is not None and local.numel():
-            together.setdefault((local.device, local.dtype), {})[place] = local
-    return together
 
 
 def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], communicators: Communicators) -> Tensor:
@@ -276,15 +271,3 @@ def _over_mesh(squares: Tensor, mesh: "DeviceMesh", params: Sequence[Any], commu
 def _gathered(values: Tensor, group: ProcessGroup, num_ranks: int) -> Tensor:
     """Return (num_ranks, n) from the (n,) of every rank. All ranks of the group must call it."""
     return start_all_gather(values, num_ranks, group).wait().view(num_ranks, -1)
-
-
-def _scale_(gradients: Sequence[_Gradient], coefficient: Tensor) -> None:
-    """Multiply all gradients by a () tensor, in place."""
-    for (device, dtype), by_place in _alike(gradients).items():
-        tensors = list(by_place.values())
-        factor = coefficient.to(device, torch.promote_types(dtype, torch.float32))
-        if factor.dtype == dtype:
-            torch._foreach_mul_(tensors, factor)
-        else:
-            # A tensor without dimensions would be rounded to the gradients' dtype before the product.
-            torch._foreach_mul_([gradient.unsqueeze(0) for gradient in tensors], [factor.view(1)] * len(tensors))

@@ -1,9 +1,9 @@
-"""What `torch.amp.GradScaler` leaves to a step: to divide gradients by the scale, and not to happen after an overflow.
+"""Support for `torch.amp.GradScaler` where ranks have different gradients: unscale them, and skip a step on all ranks.
 
-It looks at the gradients of its own rank and does not call `step` if they overflowed. Where the step averages
-gradients, the other ranks would wait for this one for ever. So there it is told to call `step` in any case
-(`_step_supports_amp_scaling`, as with PyTorch's fused AdamW). An overflow of one rank is in the averages of all,
-which all ranks then find not to be finite.
+The scaler looks at the gradients of its own rank and does not call `step` if they overflowed. Where the step averages
+gradients, the other ranks would wait for this one for ever. There `_step_supports_amp_scaling` makes the scaler call
+`step` in any case, as with PyTorch's fused AdamW. One rank's overflow makes the averages of all ranks non-finite, so
+that all of them skip the step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.sharing import AVERAGING
 from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.rules.batches import scale_
 
 __all__ = ["leaves_overflow_to_step", "unscale_"]
 
@@ -30,7 +31,7 @@ def unscale_(groups: Iterable[Group], scale: Tensor | None) -> None:
     Raises:
         ValueError: a group has `step_every`, or weights whose gradients are float16; nothing was changed.
     """
-    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    gradients: list[Tensor] = []
     for group in groups:
         if group.step_every > 1:
             raise ValueError(
@@ -44,10 +45,7 @@ def unscale_(groups: Iterable[Group], scale: Tensor | None) -> None:
                     f"float16 with torch.autocast"
                 )
             if param.grad is not None and not param.grad.is_sparse:
-                local = local_tensor(param.grad)
-                gradients.setdefault((local.device, local.dtype), []).append(local)
+                gradients.append(local_tensor(param.grad))
     if scale is not None:
-        # As the scaler does it itself: the reciprocal in float64, rounded once, so that the bits are the same.
-        factor = scale.double().reciprocal().float()
-        for (device, _), together in gradients.items():
-            torch._foreach_mul_(together, factor.to(device, non_blocking=True))
+        # The reciprocal is made in float64 and rounded once, as the scaler makes it, so that the bits are the same.
+        scale_(gradients, scale.double().reciprocal().float())

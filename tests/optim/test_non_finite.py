@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from quintic import Muon
+from quintic.optim.grad_scaler import unscale_
 from quintic.optim.rules.non_finite import all_finite, first_non_finite
 
 BAD = [float("inf"), float("-inf"), float("nan")]
@@ -175,6 +176,20 @@ def test_a_raised_step_can_be_made_with_mended_gradients():
     params[0].grad.nan_to_num_()
     optimizer.step()
     assert not torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_are_unscaled_as_grad_scaler_does_it(dtype):
+    """Bit for bit, also with a scale that is no power of two."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+    param = nn.Parameter(torch.randn(64, 32).to(dtype))
+    optimizer = Muon([param])
+    scaler.scale(param.square().sum()).backward()
+    scaled = param.grad.clone()
+    scaler.unscale_(optimizer)
+    expected, param.grad = param.grad, scaled
+    unscale_(optimizer.typed_groups, torch.tensor(3.0))
+    assert torch.equal(param.grad, expected)
 
 
 def test_grad_scaler_with_step_every_is_refused():

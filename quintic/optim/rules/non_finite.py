@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quintic.optim.rules.batches import alike
+
 __all__ = ["all_finite", "first_non_finite"]
 
 
@@ -14,13 +16,9 @@ def all_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
     Gradients may be on any devices.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     flags = []
-    for together in groups.values():
-        largest = torch.stack(torch._foreach_norm(together, math.inf))
+    for positions in alike(gradients).values():
+        largest = torch.stack(torch._foreach_norm([gradients[position] for position in positions], math.inf))
         flags.append(torch.isfinite(largest).all().to(device, non_blocking=True))
     return torch.stack(flags).all().int() if flags else torch.ones((), dtype=torch.int32, device=device)
 
