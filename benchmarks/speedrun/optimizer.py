@@ -100,9 +100,10 @@ def measured(name: str, chosen: Preset, team: Team, options: argparse.Namespace)
     tokens = chosen.track.at(0).batch_tokens // dist.get_world_size()
     rows = torch.randint(0, chosen.model.bigram_rows, (tokens,), generator=generator).to(team.device)
     gradients: dict[Tensor, Tensor] = {}
+    tables = model.names_by_role()["bigram"]
     for param_name, param in model.named_parameters():
         gradients[param] = torch.zeros_like(param)
-        here = rows if param_name in model.names_by_role()["bigram"] else ...
+        here = rows if param_name in tables else ...
         gradients[param][here] = 0.01 * torch.randn_like(gradients[param][here])
     contestant = race(model, gradients, options.peer) if name == "race" else ours(model, gradients, rows, name)
     for index in range(WARM_UP_STEPS):

@@ -297,7 +297,7 @@ class OptimizerBase(Optimizer):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle keeps; a TypeError if a process group is in the way, which is of this process alone."""
+        """Refuse to pickle an optimizer with a process group, which other processes cannot use: a TypeError."""
         if any(group.get("process_group") is not None for group in (self.defaults, *self.param_groups)):
             raise TypeError(
                 f"a {type(self).__name__} with a process_group cannot be pickled: save optimizer.state_dict(), or set "

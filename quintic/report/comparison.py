@@ -159,16 +159,16 @@ def _load(name: str, folders: Sequence[str | Path]) -> _Arm:
 
 def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
     """Check that the runs of one name differ in their seeds, and in nothing else that changes what they learn."""
+    options_of_runs = [dict(flatten(history.run.get("config") or {})) for history in histories]
 
-    def settings(history: RunHistory) -> dict[str, str]:
-        options = flatten(history.run.get("config") or {})
-        kept = {key: str(value) for key, value in options if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
+    def settings(history: RunHistory, options: Mapping[str, Any]) -> dict[str, str]:
+        kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
         machine = history.run.get("machine") or {}
         kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
         text = _text_of(history)
         return kept if text is None else kept | {"text and tokenizer": text}
 
-    of_runs = [settings(history) for history in histories]
+    of_runs = list(map(settings, histories, options_of_runs))
     differences = []
     for key in dict.fromkeys(key for entries in of_runs for key in entries):
         values = dict.fromkeys(entries[key] for entries in of_runs if key in entries)
@@ -181,9 +181,8 @@ def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]
             f"{'; '.join(differences)}: {advice}"
         )
     of_seeds: dict[Any, list[str]] = {}
-    for run, history in zip(runs, histories, strict=True):
-        options = flatten(history.run.get("config") or {})
-        seed = next((value for key, value in options if key.split(".")[-1] == "seed"), None)
+    for run, options in zip(runs, options_of_runs, strict=True):
+        seed = next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
         of_seeds.setdefault(seed, []).append(run)
     for seed, same in of_seeds.items():
         if seed is not None and len(same) > 1:

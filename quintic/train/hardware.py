@@ -260,7 +260,7 @@ def _host_memory_bytes() -> int | None:
 
 
 def code_facts() -> dict[str, Any]:
-    """Return what code runs, for the log: git's state, a hash of this package's source files, and versions."""
+    """Return the git state, the hash of this package's source files and the package versions, for the log."""
     root, digest = Path(quintic.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

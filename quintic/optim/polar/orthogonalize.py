@@ -138,7 +138,7 @@ def apply_form(x: Tensor, form: Form, kernels: KernelsOption = "auto", *, dtype:
 
 
 def apply_function(x: Tensor, function: Callable[[Tensor], Any], name: str) -> Tensor:
-    """Return what a user's function makes of directions (b, m, n) of a parameter of this name, in their dtype.
+    """Orthogonalise directions (b, m, n) of the named parameter by a user's function; the result has their dtype.
 
     Raises:
         TypeError: it returns no tensor of real numbers; this error and the next name it.
