@@ -110,7 +110,7 @@ def options() -> Iterator[Option]:
                 "--" + field.name.replace("_", "-"),
                 (inspect.getdoc(kind) or "").rstrip("."),
                 _type(hints[field.name]),
-                tuple(dict.fromkeys(values)),
+                tuple(values if len(set(values)) > 1 else values[:1]),
                 meanings[field.name],
             )
 

@@ -161,11 +161,12 @@ def test_a_torch_for_cpus_is_recognised(
     monkeypatch.delitem(sys.modules, "torch")
     assert presets._is_torch_for_gpus() is expected
     monkeypatch.setattr(presets, "_GPU_DEVICES", (str(tmp_path),))
-    shown = presets.preset_of_machine(None, guess=True)
-    assert shown == ("gpu" if expected else "cpu")
+    for data, preset in ((None, "gpu-small"), ("python", "gpu-small"), ("texts", "gpu"), ("hf:owner/name", "gpu")):
+        assert presets.suitable_preset(None, data, guess=True) == (preset if expected else "cpu")
     monkeypatch.setattr(presets, "_GPU_DEVICES", (str(tmp_path / "missing"),))
-    assert presets.preset_of_machine(None, guess=True) == ("gpu" if expected and sys.platform == "win32" else "cpu")
-    assert presets.preset_of_machine("cpu", guess=False) == "cpu"
+    shown = presets.suitable_preset(None, "texts", guess=True)
+    assert shown == ("gpu" if expected and sys.platform == "win32" else "cpu")
+    assert presets.suitable_preset("cpu", None, guess=False) == "cpu"
 
 
 # -- public names -----------------------------------------------------------------------------------------------------

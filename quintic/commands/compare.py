@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.inputs import check_options, check_text
+from quintic.commands.inputs import check_options, check_text, duration_lines
 from quintic.commands.options import training_options
 from quintic.commands.parsing import taken
 from quintic.commands.text import prepared
@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> int:
     if start.resumed is not None:
         raise ConfigError("--resume: a comparison is trained from the beginning; use quintic train --resume")
     check_options(start.config)
-    for note in start.notes:
+    for note in [*start.notes, *duration_lines(start.config)]:
         say(note)
     if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quintic.commands.presets import gpu_small_preset
 from quintic.commands.text import prepared, verify
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
@@ -16,16 +17,20 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.errors import ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.model.gpt import GPT
+from quintic.report.words import duration
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint
 from quintic.train.config import Config, DataConfig
-from quintic.train.hardware import choose_hardware
+from quintic.train.hardware import choose_hardware, matrix_rate
 from quintic.train.loop import check_trackers
 from quintic.train.recipe import build_model, empty_model, model_config, scale_of
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
 
-__all__ = ["TrainedModel", "check_options", "check_text", "text_to_resume", "trained_model"]
+__all__ = ["TrainedModel", "check_options", "check_text", "duration_lines", "text_to_resume", "trained_model"]
+
+# A run that takes longer says so before it begins, with the fastest that this machine could make it.
+_LONG_SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,45 @@ def check_options(config: Config) -> None:
     scale_of(config, empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention))
 
 
+def duration_lines(config: Config, *, ranks: int = 1) -> list[str]:
+    """Say how long a run takes at least, where that is more than an hour, from the speed of products measured now.
+
+    Args:
+        config: of the run; the vocabulary counts as large as `--vocab-size` allows.
+        ranks: devices that divide the work.
+    """
+    hardware = choose_hardware(config.run)
+    sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
+    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention)
+    scale = scale_of(config, model)
+    operations = model.flops_per_token() * scale.steps * scale.batch_tokens
+    rate = matrix_rate(hardware) * ranks
+    if operations / rate < _LONG_SECONDS:
+        return []
+    advice = "; --preset cpu trains a small model in minutes" if hardware.device.type == "cpu" else ""
+    return [
+        f"Duration: at least {duration(operations / rate)}, by {operations:.3g} operations at the {rate:.3g} a second "
+        f"that {'this device' if ranks == 1 else f'{ranks} devices'} multiplies at{advice}"
+    ]
+
+
 def check_text(config: Config, dataset: Dataset) -> None:
-    """Check that there is text for a batch, before the run's folder is made."""
+    """Check that there is text for a batch, before the run's folder is made.
+
+    Raises:
+        DataError: there is too little; the message names the preset for little text where that would have enough.
+    """
     rows, seq_len = config.schedule.rows, config.model.seq_len
-    Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
-    validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
+    try:
+        Loader(dataset, "train", rows=rows, seq_len=seq_len).close()
+        validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=rows * seq_len)
+    except DataError as error:
+        small = gpu_small_preset()
+        needed = small.schedule.rows * (small.model.seq_len + 1)
+        held_back = dataset.split("val").num_tokens * small.data.val_frac / config.data.val_frac
+        if needed >= rows * (seq_len + 1) or needed > min(held_back, dataset.split("train").num_tokens):
+            raise
+        raise DataError(f"{error}; --preset gpu-small has sizes for a few megabytes of text") from None
 
 
 def text_to_resume(run_dir: Path, config: Config) -> Dataset:

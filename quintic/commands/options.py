@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from quintic.commands.parsing import check_words, options_of, parse, taken
-from quintic.commands.presets import preset, preset_of_machine, unused_options, with_recipe
+from quintic.commands.presets import preset, suitable_preset, unused_options, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
@@ -70,8 +70,9 @@ class FileOptions:
     config: Path | None = None
     """Take the defaults of all other options from this file, the config.json of a run."""
     preset: str | None = None
-    """Take them from what suits a kind of machine, 'cpu' or 'gpu'; by default the one of this machine. 'speedrun' and
-    'speedrun-tiny' of quintic train are another model, with options of its own (--preset speedrun --help)."""
+    """Take them from what suits a machine and a text: 'cpu', 'gpu-small' (a few megabytes of text) or 'gpu'; by default
+    'cpu' without a GPU, 'gpu' with a GPU and --data, else 'gpu-small'. 'speedrun' and 'speedrun-tiny' of quintic train
+    are another model, with options of its own (--preset speedrun --help)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +337,8 @@ def training_options(arguments: list[str], command: str) -> Start:
         default = load_config(Path(path))
     else:
         device, _ = taken(rest, "--device")
-        name = name if name is not None else preset_of_machine(device, guess=asks_help)
+        data, _ = taken(rest, "--data")
+        name = name if name is not None else suitable_preset(device, data, guess=asks_help)
         default = preset(name)
     recipe, _ = taken(rest, "--recipe")
     if recipe is not None:
@@ -347,8 +349,9 @@ def training_options(arguments: list[str], command: str) -> Start:
     sections = {section.name: getattr(default, section.name) for section in dataclasses.fields(Config)}
     origin = f"of {path}" if path is not None else f"of --preset {name}"
     description = (
-        f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit the machine: "
-        "'cpu' is a small model, 'gpu' one of depth 12."
+        f"{_DESCRIPTIONS[command]}\n\nThe defaults shown are those {origin}. Without --preset they suit machine "
+        "and text: 'cpu' is a small model, 'gpu-small' one for a GPU and the text of your Python installation, 'gpu' "
+        "one of depth 12 for --data."
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
     notes = unused_options(default, config, both_optimizers=command == "compare")

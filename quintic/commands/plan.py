@@ -1,12 +1,15 @@
 """`quintic plan`: sizes, length, rates and memory of a training run, and the plan of its optimizer."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from quintic.commands.inputs import duration_lines
 from quintic.commands.options import rehearsal_options, training_options
 from quintic.commands.parsing import taken
+from quintic.commands.presets import GPU_PRESETS
 from quintic.data.dataset import MANIFEST_NAME
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
@@ -19,8 +22,9 @@ from quintic.rehearsal.table import rehearsal_text
 from quintic.streams import say
 from quintic.train.config import Config, DataConfig
 from quintic.train.hardware import choose_hardware
-from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines
+from quintic.train.recipe import build_optimizer, empty_model, model_config, scale_lines, scale_of
 from quintic.train.runs import check_new_run
+from quintic.train.schedule import reading_lines
 
 __all__ = ["run", "training_memory"]
 
@@ -46,7 +50,7 @@ def run(arguments: list[str]) -> int:
     config = start.config
     if start.resumed is None and taken(arguments, "--run")[0] is not None:
         check_new_run(config)  # the plan of a new run would be taken for that of the one which is there
-    on_gpu = start.preset == "gpu" or (torch.cuda.is_available() and config.run.device != "cpu")
+    on_gpu = start.preset in GPU_PRESETS or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype, why = _dtype(config, on_gpu)
     vocab_size, origin = planned_vocabulary(config.data)
     sizes = model_config(config, vocab_size=vocab_size, bos_id=0)
@@ -57,6 +61,13 @@ def run(arguments: list[str]) -> int:
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
         say(line)
+    if (text := prepared_text(config.data)) is not None:
+        scale = scale_of(config, model)
+        passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
+        say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
+    if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else the run's device is not here
+        for line in duration_lines(config):
+            say(line)
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")
     compiled = on_gpu if config.run.compile is None else config.run.compile
@@ -78,8 +89,35 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedText:
+    """Text that a run would read, as its manifest has it."""
+
+    folder: Path
+    vocab_size: int
+    train_tokens: int
+
+
+def prepared_text(data: DataConfig) -> PreparedText | None:
+    """Return the text of a run, if it is prepared: the newest that fits, as a folder of text may have changed since."""
+    if data.tokenizer is not None:
+        return None
+    wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
+    for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        manifest = json_object(path)
+        try:
+            settings = {name: manifest["settings"][name] for name in wanted}
+            if manifest["source"]["spec"] == data.data and settings == wanted:
+                tokens = sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"])
+                return PreparedText(folder=path.parent, vocab_size=int(manifest["vocab_size"]), train_tokens=tokens)
+        except (ValueError, KeyError, TypeError):
+            continue  # not a dataset, or a damaged one
+    return None
+
+
 def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
-    """Return the size of the vocabulary that a run on this text would have, and its origin in words.
+    """Return the size of the vocabulary that a run would have, and its origin in words.
 
     Nothing is downloaded or prepared: without a tokenizer file or prepared text the size is an assumption, and said
     to be one.
@@ -91,17 +129,8 @@ def planned_vocabulary(data: DataConfig) -> tuple[int, str]:
         return _GPT2_VOCABULARY, "those of gpt2, which was not loaded"
     if data.tokenizer is not None:
         return Tokenizer.load(data.tokenizer).vocab_size, f"read from {data.tokenizer}"
-    wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
-    prepared = data.data_dir.glob(f"*/{MANIFEST_NAME}")
-    # The newest, where a folder of text has changed since it was prepared first.
-    for path in sorted(prepared, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        manifest = json_object(path)
-        try:
-            settings = {name: manifest["settings"][name] for name in wanted}
-            if manifest["source"]["spec"] == data.data and settings == wanted:
-                return int(manifest["vocab_size"]), f"read from {path.parent}"
-        except (ValueError, KeyError, TypeError):
-            continue  # not a dataset, or a damaged one
+    if (text := prepared_text(data)) is not None:
+        return text.vocab_size, f"read from {text.folder}"
     return data.vocab_size, "assumed from --vocab-size: the text is not prepared, and a short one gives fewer"
 
 

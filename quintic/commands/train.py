@@ -5,12 +5,15 @@ import shlex
 import shutil
 from pathlib import Path
 
-from quintic.commands.inputs import check_options, check_text, text_to_resume
+import torch
+
+from quintic.commands.inputs import check_options, check_text, duration_lines, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
 from quintic.errors import ConfigError, DivergedError
 from quintic.launch import Launch, hint, launched
 from quintic.streams import say
+from quintic.train.config import Config, DataConfig
 from quintic.train.distributed import Ranks, connected
 from quintic.train.loop import Interrupted, Result, train
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted
@@ -37,7 +40,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     start = ranks.agree(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
     ranks.agree(lambda: check_options(config))
-    for note in start.notes:
+    for note in [*start.notes, *ranks.agree(lambda: duration_lines(config, ranks=ranks.size))]:
         say(note)
     if ranks.size == 1 and config.run.parallel != "sharded":
         say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
@@ -75,6 +78,8 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             raise ranks.failed_elsewhere() from None  # all ranks find the same, and the first one says so
         raise
     _print_result(result)
+    if is_small_gpu_run(config):
+        _print_next_steps(ranks)
     return 0
 
 
@@ -108,3 +113,19 @@ def _print_result(result: Result) -> None:
         f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
     )
     print(f"report:     {result.report}")
+
+
+def is_small_gpu_run(config: Config) -> bool:
+    """Return whether a GPU trained on the text of the Python installation, which is for a first look only."""
+    return config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available()
+
+
+def _print_next_steps(ranks: Ranks) -> None:
+    """Say how to train on more text than that of the Python installation."""
+    print("\nThat was the text of your Python installation, with a small model. Train for real (depth 12) with:")
+    for source in (["path/to/my/texts"], ["hf:HuggingFaceFW/fineweb-edu/sample-10BT", "--max-bytes", "6000000000"]):
+        options = ["--data", *source]
+        if ranks.size > 1:
+            print(f"    torchrun --nproc-per-node {ranks.local_size} -m quintic train {shlex.join(options)}")
+        else:
+            print(f"    {hint('train', options)}")

@@ -18,6 +18,7 @@ __all__ = [
     "is_due",
     "lr_multiplier",
     "momentum_at",
+    "reading_lines",
     "weight_decay_multiplier",
 ]
 
@@ -27,6 +28,9 @@ REFERENCE_BATCH = 2**19
 """Tokens of a step there."""
 
 _BATCH_EXPONENT = 0.383
+
+# More passes teach the model its text by heart: bits per byte of other text rise from about the third on.
+_MANY_PASSES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +117,20 @@ def weight_decay_multiplier(step: int, total: int, shape: Literal["linear", "cos
 def is_due(step: int, every: int) -> bool:
     """Return whether something that happens `every` so many steps happens after this many; 0 is never."""
     return every > 0 and step % every == 0
+
+
+def reading_lines(run_tokens: int, text_tokens: int) -> list[str]:
+    """Say how often a run reads its training text, and what to do where that is too often to learn from.
+
+    Args:
+        run_tokens: tokens of all steps.
+        text_tokens: tokens of the training text.
+    """
+    passes = run_tokens / text_tokens
+    lines = [f"{passes:.1f} times through the text"]
+    if passes > _MANY_PASSES:
+        lines.append(
+            f"Warning: this run reads its text {passes:,.1f} times, and learns it by heart rather than what it has in "
+            "common with other text; lower --steps (or --tokens-per-param), or give more text (--data)"
+        )
+    return lines

@@ -39,7 +39,7 @@ from quintic.train.hardware import (
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
 from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.saving.background import Background
-from quintic.train.schedule import is_due
+from quintic.train.schedule import is_due, reading_lines
 from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 
 __all__ = ["Trainer"]
@@ -349,11 +349,12 @@ class Trainer:
         """Describe text and plan in lines for people."""
         summary = self.dataset.summary()
         optimizer = {"muon": "Muon", "adamw": "AdamW"}[self.config.optim.optimizer]
+        passes, *warnings = reading_lines(self.total * self.scale.batch_tokens, summary["train_tokens"])
         return [
             f"Text: {summary['source']}, {summary['train_bytes'] / 1e6:.1f} MB to train on, "
             f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
-            f"Plan: {self.total * self.scale.batch_tokens / summary['train_tokens']:.1f} times through the text with "
-            f"{optimizer}; run folder {self.run_dir}",
+            f"Plan: {passes} with {optimizer}; run folder {self.run_dir}",
+            *warnings,
         ]
 
     def facts(self) -> dict[str, Any]:
