@@ -26,7 +26,7 @@ from quintic.optim.step.averaging import EarlyAverages
 from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import StepReport, report_of
-from quintic.optim.validate import check_group, check_scheduled
+from quintic.optim.validate import WATCHED_KEYS, check_group, check_scheduled, settle_keys
 
 __all__ = ["Current", "States", "StepsMade"]
 
@@ -156,6 +156,9 @@ class Current:
                 self.outdate()
             elif change is Change.MEMORY and self.runner is not None:
                 self.runner.renew()
+        for number, dictionary in enumerate(dictionaries):
+            if not WATCHED_KEYS.isdisjoint(dictionary):
+                settle_keys(number, dictionary)
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
             return

@@ -19,7 +19,7 @@ from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.groups.names import without_wrappers
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.numbers import plain
@@ -79,8 +79,8 @@ class OptimizerBase(Optimizer):
         Raises:
             ValueError, TypeError: as the constructor.
         """
-        group = dict(param_group)
         number = len(self.param_groups)
+        group = with_new_names(dict(param_group), f"parameter group {number}", stacklevel=2)
         check_keys(number, group, self.defaults)
         _add_names(number, group)
         if isinstance(group.get("params"), list):
@@ -313,6 +313,8 @@ class OptimizerBase(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
+        for options in (state["defaults"], *state["param_groups"]):
+            adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._cycled.watch(self.__dict__["param_groups"])

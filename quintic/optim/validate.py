@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.comms.sharing import DIVIDING
 from quintic.optim.groups.flattened import check_group_is_whole
+from quintic.optim.groups.options import OLD_NAMES, adopt_old_names, with_new_names
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import check_orthogonalizer
@@ -25,9 +27,17 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
 from quintic.optim.rules.numbers import is_count, is_number
 from quintic.optim.rules.rates import first_name
-from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.rules.update import adjust_lr_factor
 
-__all__ = ["check_apart", "check_group", "check_keys", "check_scheduled", "suggests_options"]
+__all__ = [
+    "WATCHED_KEYS",
+    "check_apart",
+    "check_group",
+    "check_keys",
+    "check_scheduled",
+    "settle_keys",
+    "suggests_options",
+]
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -36,9 +46,12 @@ _FOREIGN_GROUP_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
 
+WATCHED_KEYS = frozenset(OLD_NAMES)
+"""Keys of groups that are no options, and may be set at any time to what must not be passed over: see `settle_keys`."""
+
 # What other libraries call an option of ours, where no similar spelling leads to it.
 _SYNONYMS = {
-    "adjust_lr_fn": "lr_scale",
+    "adjust_lr_fn": "adjust_lr",
     "beta1": "betas",
     "beta2": "betas",
     "foreach": "kernels",
@@ -77,8 +90,16 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Reject options that do not exist; the ValueError names the option and the nearest one that exists."""
     for key in group:
-        if key not in options and key not in _FOREIGN_GROUP_KEYS:
+        if key not in options and key not in _FOREIGN_GROUP_KEYS and key not in OLD_NAMES:
             raise ValueError(f"parameter group {number}: {_unknown(key, options)}")
+
+
+def settle_keys(number: int, group: dict[str, Any]) -> None:
+    """Replace old names of options in a complete group, with a warning."""
+    for old in adopt_old_names(group):
+        new = OLD_NAMES[old]
+        message = f"parameter group {number}: {old!r} is called {new!r} now: group[{new!r}] = {group[new]!r}"
+        warnings.warn(message, FutureWarning, stacklevel=2)
 
 
 def suggests_options(init: Init) -> Init:
@@ -87,7 +108,14 @@ def suggests_options(init: Init) -> Init:
 
     @functools.wraps(init)
     def checked(*args: Any, **options: Any) -> None:
+        options = with_new_names(options, "quintic.Muon", stacklevel=2)
         for key in options:
+            if key in OLD_NAMES:
+                raise TypeError(
+                    f"{key}={options[key]!r} is no option of quintic.Muon: {OLD_NAMES[key]} says how a matrix' shape "
+                    f"scales its learning rate, and a factor on a group's rate stands in the group, where schedules "
+                    f"multiply with it"
+                )
             if key not in known:
                 raise TypeError(_unknown(key, known))
         init(*args, **options)
@@ -240,11 +268,11 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             view.blocks(local_tensor(param.detach()))  # as it lies in memory
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if callable(group["lr_scale"]):
+    if callable(group["adjust_lr"]):
         for _, m, n in view.shapes(param.shape):
-            scale = group["lr_scale"](m, n) if m and n else 1.0
+            scale = group["adjust_lr"](m, n) if m and n else 1.0
             if not is_number(scale):
-                raise ValueError(f"{name}: lr_scale({m}, {n}) returned {scale!r}; it must return a finite number")
+                raise ValueError(f"{name}: adjust_lr({m}, {n}) returned {scale!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
             f"{name}: lr_multipliers are {len(multipliers)}, the matrices {count}; "
@@ -277,8 +305,8 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
     try:
-        if not callable(group["lr_scale"]):
-            lr_scale_factor(group["lr_scale"], 1, 1)
+        if not callable(group["adjust_lr"]):
+            adjust_lr_factor(group["adjust_lr"], 1, 1)
         if not callable(group["orthogonalizer"]):
             check_orthogonalizer(
                 group["orthogonalizer"],

@@ -33,7 +33,7 @@ def optimizer_of(**options):
         ("step_every", 0, "step_every=0 must be"),
         ("orthogonalizer", "qr", "orthogonalizer='qr': choose"),
         ("orthogonalizer_steps", 0, "orthogonalizer_steps=0"),
-        ("lr_scale", "moon", "lr_scale='moon': choose"),
+        ("adjust_lr", "moon", "adjust_lr='moon': choose"),
         ("max_workspace_bytes", 0, "max_workspace_bytes=0 must be"),
         ("comms", "shared", "comms='shared' must be"),
         ("view", quintic.Heads(4), r"weight: Heads\(num_heads=4"),
@@ -337,8 +337,8 @@ def test_a_group_may_change_its_algorithm():
         ("ns_steps", "did you mean 'orthogonalizer_steps'"),
         ("learning_rate", "did you mean 'lr'"),
         ("fused", "did you mean 'kernels'"),
-        ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
-        ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
+        ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adjust_lr, betas, cautious"),
+        ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adjust_lr, betas, cautious"),
     ],
 )
 def test_unknown_keywords_name_the_nearest(key, hint):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.names import known_as
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.options import Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
@@ -241,7 +241,11 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
 
 
 def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key: _with_tuples(value) for key, value in saved_group.items() if key not in _NOT_RESTORED}
+    options = {
+        key: _with_tuples(value)
+        for key, value in saved_group.items()
+        if key not in _NOT_RESTORED and not is_old_option(key, value)
+    }
     # Before there were ratios, a group's rate was its own.
     return {"adamw_lr_ratio": None, **options} if "lr" in options else options
 

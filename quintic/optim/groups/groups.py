@@ -24,6 +24,7 @@ from quintic.optim.groups.classify import PERHAPS_FUSED, Algorithm, Choice, Conv
 from quintic.optim.groups.flattened import check_model_is_whole
 from quintic.optim.groups.heads import heads_of
 from quintic.optim.groups.names import model_parameters, numberless
+from quintic.optim.groups.options import with_new_names
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
 from quintic.optim.layout.views import Matrix, View
@@ -111,36 +112,38 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
     groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
-    for which, options in (("muon", muon), ("adamw", adamw)):
-        _check_hyperparameters(which, options or {})
+    defaults = {which: _hyperparameters(which, options or {}) for which, options in (("muon", muon), ("adamw", adamw))}
     distinct: list[Mapping[str, Any]] = []  # options may hold lists, so they are compared and not hashed
+    own: list[dict[str, Any]] = []
     for decision in decisions:
         if decision.options not in distinct:
-            _check_hyperparameters(f"options of the rule for {decision.name}", decision.options)
+            own.append(_hyperparameters(f"options of the rule for {decision.name}", decision.options))
             distinct.append(decision.options)
-        key = (decision.algorithm, decision.view, distinct.index(decision.options))
+        number = distinct.index(decision.options)
+        key = (decision.algorithm, decision.view, number)
         if key not in groups:
-            defaults = muon if decision.algorithm == "muon" else adamw
             groups[key] = {
                 "params": [],
                 "param_names": [],
                 "algorithm": decision.algorithm,
                 "view": decision.view,
-                **(defaults or {}),
-                **decision.options,
+                **defaults[decision.algorithm],
+                **own[number],
             }
         groups[key]["params"].append(decision.param)
         groups[key]["param_names"].append(decision.name)
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def _check_hyperparameters(what: str, options: Mapping[str, Any]) -> None:
+def _hyperparameters(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of groups under the names that they have now; a ValueError for what is no hyperparameter."""
     for key in ("params", "param_names", "algorithm", "view"):
         if key in options:
             raise ValueError(
                 f"{what}: {key!r} is no hyperparameter, but what the group consists of; choose algorithm and view by "
                 f"quintic.Rule(pattern, algorithm, view)"
             )
+    return with_new_names(dict(options), what, stacklevel=4)
 
 
 def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
