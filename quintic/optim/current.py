@@ -17,6 +17,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.first_gradients import FirstGradients
+from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
@@ -26,7 +27,7 @@ from quintic.optim.step.averaging import EarlyAverages
 from quintic.optim.step.runner import Done, Runner
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import StepReport, report_of
-from quintic.optim.validate import WATCHED_KEYS, check_group, check_scheduled, settle_keys
+from quintic.optim.validate import check_group, check_scheduled
 
 __all__ = ["Current", "States", "StepsMade"]
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,7 @@ def explain(
     *,
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Iterable[Rule] = (),
     convolutions: Convolutions = "adamw",
     **options: Any,
 ) -> Explanation:

@@ -9,6 +9,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.grad_scaler import unscale_
+from quintic.optim.group_keys import suggests_options
 from quintic.optim.groups.options import Orthogonalizer
 from quintic.optim.layout.views import Matrix
 from quintic.optim.optimizer_base import OptimizerBase
@@ -23,7 +24,6 @@ from quintic.optim.rules.rates import ADAMW_LR
 from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 from quintic.optim.step.runner import Done
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
-from quintic.optim.validate import suggests_options
 
 __all__ = ["Muon", "Orthogonalizer", "muon_in"]
 

@@ -667,13 +667,6 @@ def test_distributed_checkpoint_round_trip():
         ({"view": Heads(4)}, {}, r"group0.param0: Heads\(num_heads=4"),
         ({"view": "matrix"}, {}, "group0.param0: view='matrix' is not a view"),
         ({"weight_dcay": 0.1}, {}, "unknown option 'weight_dcay'; did you mean 'weight_decay'"),
-        ({"use_muon": True}, {}, "unknown option 'use_muon'; did you mean 'algorithm'"),
-        (
-            {"amsgrad": True},
-            {},
-            "unknown option 'amsgrad'; the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adj",
-        ),
-        ({"transport": "collectives"}, {}, "parameter group 0: unknown option 'transport'; the options are adamw_lr"),
         ({"param_names": ["a", "b"]}, {}, "1 params but 2 param_names"),
         ({}, {"lr": -1.0}, "lr=-1.0 must be a number of at least 0"),
         ({}, {"momentum": 1.0}, r"momentum=1.0 must be a number in \[0, 1\)"),

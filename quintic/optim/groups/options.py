@@ -25,6 +25,7 @@ from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 __all__ = [
     "CHECKED_OPTIONS",
     "OLD_NAMES",
+    "OPTIONS",
     "Group",
     "Number",
     "Orthogonalizer",
@@ -190,6 +191,9 @@ _OPTIONS = tuple(
 )
 
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})
+
+OPTIONS = frozenset((*_OPTIONS, "params", "param_names", "adamw_lr", "adamw_weight_decay", "pending_steps"))
+"""Keys of groups that mean something here; all others are those of other code."""
 
 CHECKED_OPTIONS = tuple(option for option in _OPTIONS if option not in _SCHEDULED)
 """Options of a group that are checked again when they change. Not those that schedules change at every step."""
