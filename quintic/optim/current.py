@@ -158,7 +158,7 @@ class Current:
             elif change is Change.MEMORY and self.runner is not None:
                 self.runner.renew()
         for number, dictionary in enumerate(dictionaries):
-            if not WATCHED_KEYS.isdisjoint(dictionary):
+            if not dictionary.keys().isdisjoint(WATCHED_KEYS):
                 settle_keys(number, dictionary)
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):

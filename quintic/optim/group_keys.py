@@ -158,6 +158,8 @@ def suggests_options(init: Init) -> Init:
 def _unknown(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
     synonym = _SYNONYMS.get(key)
+    if synonym is None and key in _UNSUPPORTED:
+        return f"unknown option {key!r}; {_UNSUPPORTED[key].instead}"
     nearest = [synonym] if synonym in names else difflib.get_close_matches(str(key), names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(names)}"
     return f"unknown option {key!r}; {hint}"

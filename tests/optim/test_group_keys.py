@@ -62,6 +62,8 @@ REAL_KEYS = {
     "lr_multipliers_by_name": {"a": 1.0},
     "learning_rate": 0.1,
     "_weight_decay": 0.1,
+    "momentum2": 0.9,
+    "lrs": 0.1,
     0: "a key that is no string",
 }
 

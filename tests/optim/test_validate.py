@@ -442,7 +442,8 @@ def test_a_group_may_be_empty_and_filled_by_nobody():
         ("ns_steps", "did you mean 'orthogonalizer_steps'"),
         ("learning_rate", "did you mean 'lr'"),
         ("fused", "did you mean 'kernels'"),
-        ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adjust_lr, betas, cautious"),
+        ("maximize", "negate the loss"),
+        ("amsgrad", "quintic.Muon does not have it; leave it out"),
         ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adjust_lr, betas, cautious"),
     ],
 )
