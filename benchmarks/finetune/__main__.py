@@ -6,7 +6,7 @@ A small Llama of Hugging Face's is pretrained on one text, with Muon and with Ad
 fine-tuned on another text with both optimizers, all weights or adapters of rank 8: every rate with the search's seeds,
 then the best one of each with other seeds. Under one seed all have the same batches and the same new adapters.
 
-Muon has lr_scale="match_rms_adamw" and one rate for everything, as AdamW has; neither decays weights. The rate rises
+Muon has adjust_lr="match_rms_adamw" and one rate for everything, as AdamW has; neither decays weights. The rate rises
 over 5 % of the steps and falls to zero. Every run is a line of FOLDER/NAME.jsonl; a second call trains what is missing
 there. FOLDER/NAME.md and .json have the tables. Needs transformers and peft.
 """

@@ -107,7 +107,7 @@ def make_optimizer(model: Any, name: str, rate: float) -> Any:
             [p for p in model.parameters() if p.requires_grad], lr=rate, betas=_BETAS, weight_decay=0.0
         )
     groups = quintic.param_groups(model)
-    return quintic.Muon(groups, lr=rate, adamw_lr=rate, betas=_BETAS, weight_decay=0.0, lr_scale="match_rms_adamw")
+    return quintic.Muon(groups, lr=rate, adamw_lr=rate, betas=_BETAS, weight_decay=0.0, adjust_lr="match_rms_adamw")
 
 
 def loss_of(model: Any, inputs: Any, targets: Any) -> Any:

@@ -17,6 +17,7 @@ from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.first_gradients import FirstGradients
+from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
@@ -156,6 +157,9 @@ class Current:
                 self.outdate()
             elif change is Change.MEMORY and self.runner is not None:
                 self.runner.renew()
+        for number, dictionary in enumerate(dictionaries):
+            if not dictionary.keys().isdisjoint(WATCHED_KEYS):
+                settle_keys(number, dictionary)
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
             return

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from quintic.optim.groups.groups import Rule, decide, grouped
 from quintic.optim.groups.names import model_parameters, numberless
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon
-from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.rules.update import adjust_lr_factor
 
 __all__ = ["Explanation", "Row", "Total", "explain"]
 
@@ -47,9 +47,9 @@ class Row:
     """(count, m outputs, n inputs) for each kind of matrix."""
     why: str
     lr: float = 0.0
-    """The learning rate it is stepped with, before `lr_scale`; 0 if frozen."""
+    """The learning rate it is stepped with, before `adjust_lr`; 0 if frozen."""
     lr_scale: tuple[float, ...] = ()
-    """The factor on `lr` that the shape of each kind of matrix gives; empty unless the algorithm is Muon."""
+    """The factor that `adjust_lr` puts on `lr` for each kind of matrix; empty unless the algorithm is Muon."""
     weight_decay: float = 0.0
     """The `weight_decay` of its group, per unit of learning rate; 0 if frozen."""
     state_bytes: int = 0
@@ -145,7 +145,7 @@ def explain(
     *,
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Iterable[Rule] = (),
     convolutions: Convolutions = "adamw",
     **options: Any,
 ) -> Explanation:
@@ -196,7 +196,7 @@ def explain(
                 matrices=matrices,
                 why=decision.why,
                 lr=group.learning_rate,
-                lr_scale=tuple(lr_scale_factor(group.lr_scale, m, n) for _, m, n in matrices),
+                lr_scale=tuple(adjust_lr_factor(group.adjust_lr, m, n) for _, m, n in matrices),
                 weight_decay=float(group.weight_decay),
                 state_bytes=sum(value.nbytes for value in states[twin].values()),
             )

@@ -160,7 +160,7 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
                 "ns_coefficients": newton_schulz_coefficients()[0],
                 "ns_steps": group.orthogonalizer_steps,
                 "eps": _MUON_EPS,
-                "adjust_lr_fn": "match_rms_adamw" if group.lr_scale == "match_rms_adamw" else "original",
+                "adjust_lr_fn": "match_rms_adamw" if group.adjust_lr == "match_rms_adamw" else "original",
             }
         target["param_groups"].append({**options, "params": indices, "param_names": list(group.param_names)})
         for index, key in zip(indices, saved_group["params"], strict=True):

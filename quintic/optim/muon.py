@@ -9,6 +9,7 @@ from torch import Tensor
 from quintic.kernels.dispatch import KernelsOption
 from quintic.optim.comms.collectives import ProcessGroup
 from quintic.optim.grad_scaler import unscale_
+from quintic.optim.group_keys import suggests_options
 from quintic.optim.groups.options import Orthogonalizer
 from quintic.optim.layout.views import Matrix
 from quintic.optim.optimizer_base import OptimizerBase
@@ -20,10 +21,9 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.device_memory import is_capturing
 from quintic.optim.rules.opaque import opaque, opaque_step
 from quintic.optim.rules.rates import ADAMW_LR
-from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
+from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 from quintic.optim.step.runner import Done
 from quintic.optim.step.telemetry import MatrixTelemetry, StepReport, collected
-from quintic.optim.validate import suggests_options
 
 __all__ = ["Muon", "Orthogonalizer", "muon_in"]
 
@@ -47,7 +47,7 @@ class Muon(OptimizerBase):
 
         m <- m + (1 - momentum)(g - m)
         u  = polar factor of (1 - momentum) g + momentum m
-        w <- w - lr weight_decay w - lr lr_scale(rows, columns) u
+        w <- w - lr weight_decay w - lr adjust_lr(rows, columns) u
 
     and for `algorithm="adamw"` AdamW with bias correction, with `lr=adamw_lr` and `weight_decay=adamw_weight_decay`.
     `quintic.param_groups(model)` makes the groups; every option below can also be set on a group. Momentum and moments
@@ -58,7 +58,7 @@ class Muon(OptimizerBase):
         params: parameter groups, or an iterable of parameters or of (name, parameter) pairs; plain parameters are
             Muon matrices.
         lr: learning rate of Muon groups. Whatever the size of the gradient, the singular values of an update end near
-            one before `lr_scale`, at most about 1.15 with the defaults, 1.2 for long matrices in float16, see
+            one before `adjust_lr`, at most about 1.15 with the defaults, 1.2 for long matrices in float16, see
             `docs/explanation/orthogonalization.md`.
         weight_decay: of Muon groups, decoupled: w <- w - lr weight_decay w per step.
         adamw_lr: learning rate of AdamW groups that set none themselves.
@@ -80,14 +80,14 @@ class Muon(OptimizerBase):
         coefficients: other polynomials for the named methods: one triple (a, b, c), or one per step.
         normalize: None, or `"neuron"` for NorMuon (arXiv 2510.05491).
         normalize_beta: averaging coefficient of NorMuon's second moment.
-        lr_scale: see `quintic.optim.rules.update.lr_scale_factor`.
+        adjust_lr: see `quintic.optim.rules.update.adjust_lr_factor`.
         lr_multipliers: for each matrix of a parameter, in the order of its view, a factor on its learning rate; for
             groups whose parameters are banks of equally many matrices.
         cautious: decay only entries where update and weight agree in sign (arXiv 2510.12402), or one is zero;
             `"strict"`: not where one is zero, so that rows of a table that were never touched keep their weights.
         decay_coupling: `"lr"`, or `"lr_squared"` for w <- w - lr^2 weight_decay w, which falls faster than a falling
             learning rate.
-        scale_decay: multiply the decay of a matrix, as its update, by `lr_scale` and its multiplier, too.
+        scale_decay: multiply the decay of a matrix, as its update, by `adjust_lr` and its multiplier, too.
         qk_clip: `quintic.QKClip(...)` (MuonClip): give `step` the largest attention logits.
         step_every: step only every k-th time. In between, `zero_grad` leaves the group's gradients alone, so that they
             add up (AdamW does not see their scale).
@@ -165,7 +165,7 @@ class Muon(OptimizerBase):
         compute_dtype: torch.dtype | None = None,
         normalize: Literal["neuron"] | None = None,
         normalize_beta: float = 0.95,
-        lr_scale: LrScale = "spectral",
+        adjust_lr: AdjustLr = "spectral",
         lr_multipliers: Sequence[float] | None = None,
         adamw_lr: float = ADAMW_LR,
         adamw_lr_ratio: float | None = None,

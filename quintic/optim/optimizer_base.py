@@ -18,8 +18,9 @@ from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
+from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
 from quintic.optim.groups.names import without_wrappers
-from quintic.optim.groups.options import Group, found_parameter
+from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.numbers import plain
@@ -29,7 +30,7 @@ from quintic.optim.state.parameters import carry, whole_states
 from quintic.optim.state.parts import divided_parameters
 from quintic.optim.state.state import as_saved
 from quintic.optim.step.runner import Runner
-from quintic.optim.validate import check_apart, check_group, check_keys
+from quintic.optim.validate import check_apart, check_is_group, check_members, check_params
 
 __all__ = ["OptimizerBase"]
 
@@ -68,6 +69,7 @@ class OptimizerBase(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], orders: Orders) -> None:
         self._forget_steps(orders)
+        check_params(params)
         super().__init__(params, defaults)
         names = iter(without_wrappers(name for group in self.param_groups for name in group["param_names"]))
         for group in self.param_groups:
@@ -79,9 +81,11 @@ class OptimizerBase(Optimizer):
         Raises:
             ValueError, TypeError: as the constructor.
         """
-        group = dict(param_group)
         number = len(self.param_groups)
+        check_is_group(number, param_group)
+        group = with_new_names(dict(param_group), f"parameter group {number}", stacklevel=2)
         check_keys(number, group, self.defaults)
+        group = with_algorithm(number, group)
         _add_names(number, group)
         if isinstance(group.get("params"), list):
             check_apart(number, group, self.param_groups)
@@ -92,6 +96,7 @@ class OptimizerBase(Optimizer):
         # Of an array that several options or groups have, a schedule in place would change all of them.
         added.update({key: plain(value) for key, value in added.items()})
         try:
+            check_supported(number, added)
             self._current.add(number, added)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -203,7 +208,7 @@ class OptimizerBase(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         state = self._needed_state()
-        load_state(self.param_groups, state, divided_parameters(self._current.groups), state_dict, check_group)
+        load_state(self.param_groups, state, divided_parameters(self._current.groups), state_dict, check_loaded)
         self._cycled.watch(self.__dict__["param_groups"])
         self._current.end_load(self.__dict__["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -313,6 +318,8 @@ class OptimizerBase(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
+        for options in (state["defaults"], *state["param_groups"]):
+            adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._cycled.watch(self.__dict__["param_groups"])
@@ -368,5 +375,6 @@ def _add_names(number: int, group: dict[str, Any]) -> None:
     if params is None or isinstance(params, set):
         return  # PyTorch's own message is right
     group["params"] = params = list(params)
+    check_members(number, params)
     if not any(isinstance(param, tuple) for param in params):
         group.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(params))])

@@ -3,16 +3,14 @@
 `Muon` calls these for a new group, and again when one of its `CHECKED_OPTIONS` has changed. Messages name the group.
 """
 
-import difflib
 import functools
-import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from quintic.kernels.dispatch import choose_kernels, is_dense
@@ -25,31 +23,17 @@ from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
 from quintic.optim.rules.numbers import is_count, is_number
 from quintic.optim.rules.rates import first_name
-from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.rules.update import adjust_lr_factor
 
-__all__ = ["check_apart", "check_group", "check_keys", "check_scheduled", "suggests_options"]
-
-Init = TypeVar("Init", bound=Callable[..., None])
-
-# Keys that are not options of ours but that PyTorch's schedulers, or users labelling a group, put into one.
-_FOREIGN_GROUP_KEYS = frozenset(
-    {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-)
-
-# What other libraries call an option of ours, where no similar spelling leads to it.
-_SYNONYMS = {
-    "adjust_lr_fn": "lr_scale",
-    "beta1": "betas",
-    "beta2": "betas",
-    "foreach": "kernels",
-    "fused": "kernels",
-    "learning_rate": "lr",
-    "mu": "momentum",
-    "ns_coefficients": "coefficients",
-    "ns_steps": "orthogonalizer_steps",
-    "use_muon": "algorithm",
-    "wd": "weight_decay",
-}
+__all__ = [
+    "check_apart",
+    "check_group",
+    "check_is_group",
+    "check_members",
+    "check_options",
+    "check_params",
+    "check_scheduled",
+]
 
 # What updates can be added to: narrower floating-point numbers have no arithmetic.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,33 +58,72 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_keys(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Reject options that do not exist; the ValueError names the option and the nearest one that exists."""
-    for key in group:
-        if key not in options and key not in _FOREIGN_GROUP_KEYS:
-            raise ValueError(f"parameter group {number}: {_unknown(key, options)}")
+def check_params(params: object) -> None:
+    """Reject what holds no parameters as an optimizer wants them; a TypeError says how to give it."""
+    if _is_module(params):
+        raise TypeError(
+            f"params is {_kind(params)}: give quintic.param_groups(model), which decides what each of its parameters is"
+        )
+    if isinstance(params, Mapping):
+        is_group = "params" in params
+        how = "[group], a list of parameter groups" if is_group else "params.items(), which are names and parameters"
+        raise TypeError(f"params is a dictionary: give {how}")
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(
+            f"params is {_kind(params)}: give parameters, (name, parameter) pairs or parameter groups, as from "
+            f"quintic.param_groups(model)"
+        )
 
 
-def suggests_options(init: Init) -> Init:
-    """Let a constructor say which of its keywords is nearest to one that it does not have."""
-    known = list(inspect.signature(init).parameters)[1:]
+def check_is_group(number: int, group: object) -> None:
+    """Reject what is no parameter group, or has no parameters in it; a TypeError or ValueError says how to give it."""
+    what = f"parameter group {number}"
+    if not isinstance(group, Mapping):
+        how = "give a dictionary, {'params': [...]}"
+        if isinstance(group, Tensor):
+            how = "give {'params': [parameter]}"
+        elif _is_module(group):
+            how = "add each group of quintic.param_groups(module)"
+        elif isinstance(group, Iterable) and not isinstance(group, str):
+            members = list(group)
+            if members and all(isinstance(member, Mapping) for member in members):
+                how = "add its groups one by one: for group in groups: optimizer.add_param_group(group)"
+            elif members and all(isinstance(member, Tensor | tuple) for member in members):
+                how = "give {'params': parameters}"
+        raise TypeError(f"{what} is {_kind(group)}: {how}")
+    if "params" not in group:
+        keys = ", ".join(map(repr, group)) or "no keys"
+        raise ValueError(f"{what} has no 'params', it has {keys}; give {{'params': [...]}}")
+    params = group["params"]
+    if _is_module(params) or isinstance(params, Mapping):
+        how = "dictionary.items()" if isinstance(params, Mapping) else "module.named_parameters()"
+        raise TypeError(f"{what}: 'params' is {_kind(params)}: give {how}, which are names and parameters")
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(f"{what}: 'params' is {_kind(params)}: give a list of parameters")
 
-    @functools.wraps(init)
-    def checked(*args: Any, **options: Any) -> None:
-        for key in options:
-            if key not in known:
-                raise TypeError(_unknown(key, known))
-        init(*args, **options)
 
-    return cast(Init, checked)
+def check_members(number: int, params: Sequence[object]) -> None:
+    """Reject members of a group that are neither tensors nor (name, tensor) pairs; a TypeError says which."""
+    for place, member in enumerate(params):
+        if isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str):
+            member = member[1]
+        if not isinstance(member, Tensor):
+            raise TypeError(
+                f"parameter group {number}: params[{place}] is {_kind(member)}; an optimizer can only optimize "
+                f"Tensors: give parameters or (name, parameter) pairs in one list, several groups as dictionaries"
+            )
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    synonym = _SYNONYMS.get(key)
-    nearest = [synonym] if synonym in names else difflib.get_close_matches(str(key), names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(names)}"
-    return f"unknown option {key!r}; {hint}"
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList)
+
+
+def _kind(value: object) -> str:
+    """Return what a value is, with an article, for messages."""
+    if value is None or isinstance(value, str):
+        return "None" if value is None else f"the string {value!r}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def check_apart(number: int, group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
@@ -147,7 +170,7 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             f"parameter group {number} ({first_name(group)}): unknown algorithm {group['algorithm']!r}; "
             f"choose 'muon' or 'adamw'"
         )
-    _check_options(number, group)
+    check_options(number, group)
     if group["algorithm"] == "muon" and group["comms"] == "sharded_sparse":
         raise ValueError(
             f"parameter group {number} ({first_name(group)}): comms='sharded_sparse' is for tables, in groups with "
@@ -240,11 +263,11 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             view.blocks(local_tensor(param.detach()))  # as it lies in memory
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if callable(group["lr_scale"]):
+    if callable(group["adjust_lr"]):
         for _, m, n in view.shapes(param.shape):
-            scale = group["lr_scale"](m, n) if m and n else 1.0
+            scale = group["adjust_lr"](m, n) if m and n else 1.0
             if not is_number(scale):
-                raise ValueError(f"{name}: lr_scale({m}, {n}) returned {scale!r}; it must return a finite number")
+                raise ValueError(f"{name}: adjust_lr({m}, {n}) returned {scale!r}; it must return a finite number")
     if multipliers is not None and len(multipliers) != count:
         raise ValueError(
             f"{name}: lr_multipliers are {len(multipliers)}, the matrices {count}; "
@@ -257,7 +280,8 @@ def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, nee
         raise ValueError(f"parameter group {number} ({first_name(group)}): {key}={group[key]!r} must be {need}")
 
 
-def _check_options(number: int, group: Mapping[str, Any]) -> None:
+def check_options(number: int, group: Mapping[str, Any]) -> None:
+    """Reject values of options whatever the parameters are; a ValueError names the option."""
     check = functools.partial(_check_option, number, group)
     check_scheduled(number, group)
     ratio = group["adamw_lr_ratio"]
@@ -277,8 +301,8 @@ def _check_options(number: int, group: Mapping[str, Any]) -> None:
     check("tied_to", tied is None or is_tie, "None, or the name of a parameter and whether it is stored transposed")
     check("qk_clip", group["qk_clip"] is None or isinstance(group["qk_clip"], QKClip), "None or a quintic.QKClip")
     try:
-        if not callable(group["lr_scale"]):
-            lr_scale_factor(group["lr_scale"], 1, 1)
+        if not callable(group["adjust_lr"]):
+            adjust_lr_factor(group["adjust_lr"], 1, 1)
         if not callable(group["orthogonalizer"]):
             check_orthogonalizer(
                 group["orthogonalizer"],

@@ -82,7 +82,7 @@ def draw(seed: int, world_size: int) -> Drawn:
         "weight_decay": choose.choice([0.0, 0.1]),
         "decay_coupling": choose.choice(["lr", "lr_squared"]),
         "cautious": choose.random() < 0.7,
-        "lr_scale": choose.choice(["spectral", "match_rms_adamw", "unit_rms", None]),
+        "adjust_lr": choose.choice(["spectral", "match_rms_adamw", "unit_rms", None]),
         "max_workspace_bytes": choose.choice([None, 2**31, 300, 3000, 20_000]),
         "step_every": choose.choice([1, 1, 1, 2]),
         "on_nonfinite": choose.choice(["propagate", "skip"]),

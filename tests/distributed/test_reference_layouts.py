@@ -141,7 +141,7 @@ def check_broken(rank, world_size):
 
     # Rank 2 computes another learning-rate scale.
     optimizer.current.forget_plan()
-    scale = mock.patch.object(operands, "lr_scale_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
+    scale = mock.patch.object(operands, "adjust_lr_factor", return_value=1.5) if rank == 2 else mock.MagicMock()
     with scale:
         report = quintic.verify(model, optimizer)
     said_by_all(report)

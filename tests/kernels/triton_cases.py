@@ -68,7 +68,7 @@ MORE_OPTIONS = [
     {"nesterov": False, "weight_decay": 0.3, "adamw_weight_decay": 0.3},
     {"weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True},
     {"weight_decay": 3.0, "adamw_weight_decay": 3.0, "decay_coupling": "lr_squared", "normalize": "neuron"},
-    {"weight_decay": 0.3, "scale_decay": True, "lr_scale": "match_rms_adamw", "cautious": "strict"},
+    {"weight_decay": 0.3, "scale_decay": True, "adjust_lr": "match_rms_adamw", "cautious": "strict"},
     {"weight_decay": 3.0, "scale_decay": True, "normalize": "neuron", "decay_coupling": "lr_squared"},
 ]
 

@@ -124,7 +124,7 @@ def test_a_convolution_may_be_the_head(name):
 OPTIONS = [
     {},
     {"normalize": "neuron", "weight_decay": 0.3, "cautious": True},
-    {"on_nonfinite": "skip", "lr_scale": "unit_rms", "nesterov": False},
+    {"on_nonfinite": "skip", "adjust_lr": "unit_rms", "nesterov": False},
     {"offload": True},
     {"compute_dtype": torch.float32, "orthogonalizer": "newton_schulz", "normalize": "neuron"},
 ]

@@ -189,7 +189,7 @@ def test_offsets_beyond_2_to_the_31(algorithm):
     if torch.cuda.mem_get_info()[0] < 48e9:  # weights, gradient, two moments, and what checks the result
         pytest.skip("needs 48 GB of free GPU memory")
     param = nn.Parameter(torch.zeros(rows // 8, 8, columns, device="cuda", dtype=torch.bfloat16))
-    options = {"orthogonalizer": lambda x: x, "lr_scale": None, "nesterov": False, "momentum": 0.0}
+    options = {"orthogonalizer": lambda x: x, "adjust_lr": None, "nesterov": False, "momentum": 0.0}
     group = {"params": [param], "algorithm": algorithm, "view": Experts() if algorithm == "muon" else Matrix()}
     optimizer = Muon([group], lr=1.0, adamw_lr=1.0, max_workspace_bytes=None, **options)
     param.grad = torch.zeros_like(param)

@@ -74,7 +74,7 @@ def test_all_entries_of_a_muon_parameter_are_in_its_matrices():
                 assert sum(b * m * n for b, m, n in row.matrices) == row.numel, row.name
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": "neuron"}, {"lr_scale": "match_rms_adamw", "lr": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"normalize": "neuron"}, {"adjust_lr": "match_rms_adamw", "lr": 0.1}])
 @pytest.mark.parametrize("master", [None, "fp32", "mantissa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_bytes_and_rates_are_those_of_the_optimizer(options, master, dtype):
@@ -94,7 +94,7 @@ def test_the_scale_is_that_of_each_kind_of_matrix():
     rules = [
         Rule("*.up.weight", "muon", Split((8, 24))),
         Rule("*.in_proj_weight", "muon", Heads(6)),
-        Rule("*.out_proj.weight", "muon", options={"lr_scale": lambda m, n: 7.0}),
+        Rule("*.out_proj.weight", "muon", options={"adjust_lr": lambda m, n: 7.0}),
     ]
     rows = rows_by_name(explain(Model(), rules=rules))
     up, fused, out = (
@@ -111,8 +111,8 @@ def test_layers_without_features():
     """As the last clusters of an `AdaptiveLogSoftmaxWithLoss` have, which divides them away."""
     model = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
     assert 0 in model.tail[1][1].weight.shape
-    for lr_scale in ("spectral", "match_rms_adamw", "unit_rms", None, lambda m, n: m / n):
-        rows = {row.name: row for row in quintic.explain(model, lr_scale=lr_scale).rows}
+    for adjust_lr in ("spectral", "match_rms_adamw", "unit_rms", None, lambda m, n: m / n):
+        rows = {row.name: row for row in quintic.explain(model, adjust_lr=adjust_lr).rows}
         assert rows["tail.1.1.weight"].numel == 0
 
 

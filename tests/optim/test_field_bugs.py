@@ -79,7 +79,7 @@ def test_twenty_steps_equal_torch_muon_with_its_conventions(adjust, nesterov, dt
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
     scale = "spectral" if adjust == "original" else adjust
     lr = 0.02 if adjust == "original" else 0.01
-    first = Muon(ours, lr=lr, weight_decay=0.1, orthogonalizer="newton_schulz", lr_scale=scale, nesterov=nesterov)
+    first = Muon(ours, lr=lr, weight_decay=0.1, orthogonalizer="newton_schulz", adjust_lr=scale, nesterov=nesterov)
     second = torch.optim.Muon(theirs, lr=lr, weight_decay=0.1, adjust_lr_fn=adjust, nesterov=nesterov)
     start = [param.detach().clone() for param in ours]
     for _ in range(20):
@@ -224,7 +224,7 @@ def test_the_size_of_the_step_is_what_the_scale_promises(shape):
     }
     for scale, factor in expected.items():
         param = nn.Parameter(torch.zeros(shape))
-        optimizer = Muon([{"params": [param], **view}], lr=1.0, lr_scale=scale, orthogonalizer="svd")
+        optimizer = Muon([{"params": [param], **view}], lr=1.0, adjust_lr=scale, orthogonalizer="svd")
         stepped(optimizer, param)
         rms = param.detach().square().mean().sqrt()
         # A polar factor has min(m, n) singular values of one.
@@ -235,7 +235,7 @@ def test_the_size_of_the_step_is_what_the_scale_promises(shape):
 def test_every_method_named_is_the_method_run(method):
     """Orthogonalisation that never ran (DeepSpeed#8441, #8442, #8526): the step says what it did."""
     params = [nn.Parameter(torch.zeros(12, 8)) for _ in range(3)]
-    optimizer = Muon(params, lr=1.0, lr_scale=None, orthogonalizer=method)
+    optimizer = Muon(params, lr=1.0, adjust_lr=None, orthogonalizer=method)
     stepped(optimizer, *params)
     report = optimizer.last_step()
     assert report.num_matrices == 3

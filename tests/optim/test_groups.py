@@ -397,3 +397,59 @@ def test_what_a_group_consists_of_is_no_hyperparameter(key):
         for function in (quintic.param_groups, quintic.explain):
             with pytest.raises(ValueError, match=f"{what}: '{key}' is no hyperparameter"):
                 function(model, **options)
+
+
+def test_rules_may_come_from_a_generator():
+    names = ("*.up.weight", "*.down.weight")
+    groups = quintic.param_groups(Decoder(), rules=(Rule(name, "adamw") for name in names))
+    assert {name for name, (algorithm, _) in treatment(groups).items() if algorithm == "adamw"} >= {
+        f"layers.{number}.{which}.weight" for number in range(len(Decoder().layers)) for which in ("up", "down")
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (None, r"rules=None must be a list of rules: \[quintic\.Rule\(pattern, algorithm, view\), ...\]"),
+        ("adamw", "rules='adamw' must be a list of rules"),
+        ({"*.bias": "adamw"}, "rules={.*} must be a list of rules"),
+        (Rule("*", "adamw"), r"rules=Rule\(pattern='\*'.* must be a list of rules"),
+        ([{"pattern": "*", "algorithm": "adamw"}], r"rules\[0\] is {'pattern'.*: give quintic\.Rule\(pattern"),
+        ([Rule("*", "adamw"), ("*", "adamw")], r"rules\[1\] is \('\*', 'adamw'\): give quintic\.Rule"),
+        ([None], r"rules\[0\] is None: give quintic\.Rule"),
+    ],
+)
+def test_what_is_no_list_of_rules_says_what_to_give(rules, message):
+    for function in (quintic.param_groups, quintic.explain):
+        with pytest.raises(TypeError, match=message):
+            function(Decoder(), rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, "adamw"), TypeError, "pattern=3 of a rule must be a string"),
+        (("*", "sgd"), ValueError, r"rule '\*': unknown algorithm 'sgd'; choose 'muon' or 'adamw'"),
+        (("adamw", "*"), ValueError, r"rule 'adamw': unknown algorithm '\*'"),
+        (("*", "muon", Heads), TypeError, r"rule '\*': view=<class .* is not a view"),
+        (("*", "muon", "matrix"), TypeError, r"rule '\*': view='matrix' is not a view"),
+        (("*", "muon", None, 0.1), TypeError, r"rule '\*': options=0\.1 must be a dictionary"),
+    ],
+)
+def test_a_rule_is_checked_where_it_is_made(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Rule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"muon": 0.1}, TypeError, "muon=0.1 must be a dictionary of hyperparameters"),
+        ({"adamw": [("lr", 0.1)]}, TypeError, "adamw=.* must be a dictionary of hyperparameters"),
+        ({"convolutions": "yes"}, ValueError, "convolutions='yes': choose 'muon' or 'adamw'"),
+    ],
+)
+def test_other_arguments_are_checked(options, error, message):
+    for function in (quintic.param_groups, quintic.explain):
+        with pytest.raises(error, match=message):
+            function(Decoder(), **options)

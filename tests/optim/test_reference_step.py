@@ -117,7 +117,7 @@ CASES = {
     "neuron": (torch.float32, {**FLOAT32, "normalize": "neuron", "nesterov": False}),
     "cautious": (
         torch.float32,
-        {**FLOAT32, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True, "lr_scale": "unit_rms"},
+        {**FLOAT32, "weight_decay": 0.3, "adamw_weight_decay": 0.3, "cautious": True, "adjust_lr": "unit_rms"},
     ),
     "scaled": (
         torch.float32,
@@ -286,8 +286,8 @@ def test_a_wrong_factor_is_found(factor, normalize):
     optimizer = Muon(model.groups(), normalize=normalize, **FLOAT32)
     before = everything(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        right = operands.lr_scale_factor
-        patch.setattr(operands, "lr_scale_factor", lambda *arguments: factor * right(*arguments))
+        right = operands.adjust_lr_factor
+        patch.setattr(operands, "adjust_lr_factor", lambda *arguments: factor * right(*arguments))
         report = verify(model, optimizer)
     assert not report.ok
     assert {(wrong.name, wrong.tensor) for wrong in report.wrong} == {

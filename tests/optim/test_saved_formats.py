@@ -162,7 +162,7 @@ def test_dion_muon(nesterov):
     params = weights({**MATRICES, **OTHERS})
     library = begun(dion(params, nesterov=nesterov), params)
     twins = twins_of(params)
-    optimizer = ours(twins, nesterov=nesterov, lr_scale="unit_rms")
+    optimizer = ours(twins, nesterov=nesterov, adjust_lr="unit_rms")
     import_state(optimizer, library.state_dict(), source="dion", names=names_of(library, params))
     assert_continues(library, params, optimizer, twins)
 
@@ -171,21 +171,21 @@ def test_dion_normuon():
     params = weights({**TALL, **OTHERS})
     library = begun(dion(params, "normuon"), params)
     twins = twins_of(params)
-    optimizer = ours(twins, normalize="neuron", lr_scale="unit_rms")
+    optimizer = ours(twins, normalize="neuron", adjust_lr="unit_rms")
     import_state(optimizer, library.state_dict(), source="dion", names=names_of(library, params))
     assert_continues(library, params, optimizer, twins)
 
 
 @pytest.mark.parametrize(
-    ("adjust_lr", "lr_scale"), [("spectral_norm", "unit_rms"), ("rms_norm", "match_rms_adamw")], ids=str
+    ("adjust_of_dion", "adjust_lr"), [("spectral_norm", "unit_rms"), ("rms_norm", "match_rms_adamw")], ids=str
 )
-def test_dion_normuon_of_row_blocks(adjust_lr, lr_scale):
+def test_dion_normuon_of_row_blocks(adjust_of_dion, adjust_lr):
     params = weights({"fused": (13, 4), "fused2": (13, 4)})
-    library = begun(dion(params, "normuon", adjust_lr=adjust_lr, split_sizes=(8, 5)), params)
+    library = begun(dion(params, "normuon", adjust_lr=adjust_of_dion, split_sizes=(8, 5)), params)
     twins = twins_of(params)
     group = {"params": list(twins.values()), "param_names": list(twins), "view": Split((8, 5))}
     options = {"lr": LR, "momentum": MU, "weight_decay": DECAY, "orthogonalizer": "svd"}
-    optimizer = Muon([group], normalize="neuron", lr_scale=lr_scale, **options)
+    optimizer = Muon([group], normalize="neuron", adjust_lr=adjust_lr, **options)
     import_state(optimizer, library.state_dict(), source="dion", names=names_of(library, params))
     assert_continues(library, params, optimizer, twins)
 

@@ -34,7 +34,7 @@ options = st.fixed_dictionaries(
         "orthogonalizer_steps": st.integers(1, 9),
         "compute_dtype": st.sampled_from([None, torch.float32, torch.float64]),
         "normalize": st.sampled_from([None, "neuron"]),
-        "lr_scale": st.sampled_from([None, "spectral", "unit_rms"]),
+        "adjust_lr": st.sampled_from([None, "spectral", "unit_rms"]),
         "lr": st.sampled_from([0.0, 0.1]),
         "momentum": st.sampled_from([0.0, 0.9]),
         "weight_decay": st.sampled_from([0.0, 0.1]),

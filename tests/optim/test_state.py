@@ -132,7 +132,7 @@ RESTORED = {
 # Functions, what is no plain value, and where and with how much memory the work is done.
 KEPT = {
     "orthogonalizer": ("newton_schulz", "gram"),
-    "lr_scale": ("unit_rms", "spectral"),
+    "adjust_lr": ("unit_rms", "spectral"),
     "compute_dtype": (torch.float32, torch.bfloat16),
     "kernels": ("torch", "auto"),
     "qk_clip": (quintic.QKClip(threshold=50.0), None),
@@ -198,9 +198,9 @@ def test_only_options_are_in_groups_and_what_is_none_is_saved_as_none():
     assert "not_of_groups" not in saved
     for key in ("compute_dtype", "process_group", "qk_clip", "launch_order"):
         assert saved.get(key) is None, key
-    _, other = trained("a", lr_scale=None, compute_dtype=torch.bfloat16, qk_clip=quintic.QKClip(50))
+    _, other = trained("a", adjust_lr=None, compute_dtype=torch.bfloat16, qk_clip=quintic.QKClip(50))
     saved = other.state_dict()["param_groups"][0]
-    assert saved["lr_scale"] is None
+    assert saved["adjust_lr"] is None
     assert (saved["compute_dtype"], saved["qk_clip"][:20]) == ("torch.bfloat16", "QKClip(threshold=50,")
 
 
@@ -208,7 +208,7 @@ def test_only_options_are_in_groups_and_what_is_none_is_saved_as_none():
 OLD_OPTIONS = {
     "lr": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.25, "decay_coupling": "lr", "cautious": False,
     "orthogonalizer": "auto", "orthogonalizer_steps": 5, "coefficients": None, "compute_dtype": "None",
-    "normalize": None, "normalize_beta": 0.95, "lr_scale": "spectral", "lr_multipliers": None, "adamw_lr": 0.0003,
+    "normalize": None, "normalize_beta": 0.95, "adjust_lr": "spectral", "lr_multipliers": None, "adamw_lr": 0.0003,
     "betas": [0.9, 0.95], "eps": 1e-08, "step_every": 1, "comms": "none", "process_group": "None",
     "transport": "collectives", "master": None, "qk_clip": "None", "offload": False, "on_nonfinite": "propagate",
     "max_workspace_bytes": 2147483648, "kernels": "auto", "telemetry_every": None,

@@ -83,7 +83,7 @@ def test_each_matrix_of_a_bank_has_its_own_multiplier(view, shape, workspace):
     multipliers = (1.0, 2.0, 0.5, 0.0)
     param = nn.Parameter(torch.randn(shape))
     twins = [oracle.MuonMatrix(matrix.numpy()) for batch in view.batches(param.detach()) for matrix in batch]
-    options = {"lr_multipliers": multipliers, "max_workspace_bytes": workspace, "lr_scale": None}
+    options = {"lr_multipliers": multipliers, "max_workspace_bytes": workspace, "adjust_lr": None}
     optimizer = Muon([{"params": [param], "view": view}], lr=0.1, **options, **EXACT)
     for _ in range(3):
         stepped(optimizer, [param], [torch.randn(shape)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import quintic
 from quintic.optim.rules import update as update_module
 from quintic.optim.rules.precision import store_
-from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_, second_moment_shape
+from quintic.optim.rules.update import adamw_, adjust_lr_factor, apply_, momentum_, neuron_factors_, second_moment_shape
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -51,19 +51,19 @@ def test_directions_never_alias_the_momentum(nesterov):
         (lambda m, n: m + n, 8, 2, 10.0),
     ],
 )
-def test_lr_scales(scale, m, n, expected):
-    assert lr_scale_factor(scale, m, n) == pytest.approx(expected)
+def test_lr_factors(scale, m, n, expected):
+    assert adjust_lr_factor(scale, m, n) == pytest.approx(expected)
 
 
 def test_match_rms_gives_the_update_rms_of_adamw():
     """An orthogonal (m, n) matrix times the factor has entries of RMS 0.2, which is AdamW's usual size."""
     q, _ = torch.linalg.qr(torch.randn(300, 70, dtype=torch.float64))
-    assert float((q * lr_scale_factor("match_rms_adamw", 300, 70)).square().mean().sqrt()) == pytest.approx(0.2)
+    assert float((q * adjust_lr_factor("match_rms_adamw", 300, 70)).square().mean().sqrt()) == pytest.approx(0.2)
 
 
-def test_unknown_lr_scale_is_named():
-    with pytest.raises(ValueError, match="lr_scale='moonlight'"):
-        lr_scale_factor("moonlight", 1, 1)
+def test_unknown_adjust_lr_is_named():
+    with pytest.raises(ValueError, match="adjust_lr='moonlight'"):
+        adjust_lr_factor("moonlight", 1, 1)
 
 
 def neuron_normalized(updates, *, beta, axis):
@@ -112,7 +112,7 @@ def test_neurons_are_rows_as_in_the_paper_but_columns_of_wide_matrices():
 @pytest.mark.parametrize(("shape", "axis"), [((12, 5), 1), ((5, 12), 0)])
 def test_a_first_step_gives_all_neurons_one_size(shape, axis):
     weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    optimizer = quintic.Muon([weight], lr=1.0, lr_scale=None, normalize="neuron", orthogonalizer="svd")
+    optimizer = quintic.Muon([weight], lr=1.0, adjust_lr=None, normalize="neuron", orthogonalizer="svd")
     weight.grad = torch.randn(shape, dtype=torch.float64)
     optimizer.step()
     step = -weight.detach().numpy()

@@ -33,7 +33,7 @@ def optimizer_of(**options):
         ("step_every", 0, "step_every=0 must be"),
         ("orthogonalizer", "qr", "orthogonalizer='qr': choose"),
         ("orthogonalizer_steps", 0, "orthogonalizer_steps=0"),
-        ("lr_scale", "moon", "lr_scale='moon': choose"),
+        ("adjust_lr", "moon", "adjust_lr='moon': choose"),
         ("max_workspace_bytes", 0, "max_workspace_bytes=0 must be"),
         ("comms", "shared", "comms='shared' must be"),
         ("view", quintic.Heads(4), r"weight: Heads\(num_heads=4"),
@@ -327,6 +327,111 @@ def test_a_group_may_change_its_algorithm():
         optimizer.step()
 
 
+# -- what is given as parameters, or as a group ------------------------------------------------------------------------
+
+
+def matrix():
+    return nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3)), r"params is a Sequential: give quintic\.param_groups\(model\)"),
+        (lambda: None, "params is None: give parameters, .* or parameter groups"),
+        (lambda: 3, "params is an int: give parameters"),
+        (lambda: "weights", "params is the string 'weights': give parameters"),
+        (lambda: {"params": [matrix()]}, r"params is a dictionary: give \[group\]"),
+        (lambda: {"weight": matrix()}, r"params is a dictionary: give params\.items\(\)"),
+        (matrix, "params argument given to the optimizer should be an iterable of Tensors or dicts"),
+        (lambda: [None], r"group 0: params\[0\] is None; an optimizer can only optimize Tensors"),
+        (lambda: [matrix(), [matrix()]], r"group 0: params\[1\] is a list; an .* parameters or .* pairs in one list"),
+        (lambda: [nn.Linear(2, 2).parameters()], r"group 0: params\[0\] is a generator; an .* in one list"),
+        (lambda: [matrix(), {"params": [matrix()]}], r"params\[1\] is a dict; .* several groups as dictionaries"),
+        (lambda: [(matrix(), "weight")], r"params\[0\] is a tuple; .* \(name, parameter\) pairs"),
+        (lambda: [("weight", matrix(), 0.1)], r"params\[0\] is a tuple; .* \(name, parameter\) pairs"),
+        (lambda: [("weight", "bias")], r"params\[0\] is the string 'bias'"),
+        (lambda: [{"params": {matrix()}}], "need to be organized in ordered collections"),
+        (lambda: [{"params": None}], "group 0: 'params' is None: give a list of parameters"),
+        (lambda: [{"params": "weight"}], "group 0: 'params' is the string 'weight': give a list"),
+        (lambda: [{"params": nn.Linear(2, 2)}], r"group 0: 'params' is a Linear: give module\.named_parameters\(\)"),
+        (lambda: [{"params": {"w": matrix()}}], r"group 0: 'params' is a dict: give dictionary\.items\(\)"),
+    ],
+)
+def test_what_holds_no_parameters_says_what_to_give(make, message):
+    with pytest.raises(TypeError, match=message):
+        quintic.Muon(make())
+
+
+NO_GROUPS = {
+    "list of parameters": (lambda: [matrix()], r"is a list: give {'params': parameters}"),
+    "generator": (lambda: nn.Linear(2, 2).parameters(), r"is a generator: give {'params': parameters}"),
+    "pairs": (lambda: [("weight", matrix())], r"is a list: give {'params': parameters}"),
+    "list of groups": (lambda: [{"params": [matrix()]}], r"is a list: add its groups one by one: for group in groups:"),
+    "parameter": (matrix, r"is a Parameter: give {'params': \[parameter\]}"),
+    "module": (lambda: nn.Linear(2, 2), r"is a Linear: add each group of quintic\.param_groups\(module\)"),
+    "None": (lambda: None, r"is None: give a dictionary, {'params': \[...\]}"),
+    "number": (lambda: 3, r"is an int: give a dictionary"),
+    "string": (lambda: "weight", r"is the string 'weight': give a dictionary"),
+    "empty list": (list, r"is a list: give a dictionary"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_GROUPS)
+def test_what_is_no_group_says_what_to_give(kind):
+    make, message = NO_GROUPS[kind]
+    optimizer, weight = optimizer_of()
+    with pytest.raises(TypeError, match=f"parameter group 2 {message}"):
+        optimizer.add_param_group(make())
+    with pytest.raises(TypeError, match=f"parameter group 1 {message}"):
+        quintic.Muon([{"params": [matrix()]}, make()])
+    assert len(optimizer.param_groups) == 2
+    before = weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("group", "keys"), [({}, "no keys"), ({"parms": [], "lr": 0.1}, "'parms', 'lr'")])
+def test_a_group_without_parameters_says_which_keys_it_has(group, keys):
+    optimizer, _ = optimizer_of()
+    with pytest.raises(ValueError, match=f"parameter group 2 has no 'params', it has {keys}; give"):
+        optimizer.add_param_group(group)
+
+
+def test_parameters_may_come_from_any_iterable():
+    model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+    params = list(model.parameters())
+    for given in (
+        iter(params),
+        tuple(params),
+        (param for param in params),
+        nn.ParameterList(params),
+        model.named_parameters(),
+        dict(model.named_parameters()).items(),
+        [{"params": iter(params)}],
+        ({"params": param} for param in params),
+        [{"params": nn.ParameterList(params)}],
+        [{"params": []}, {"params": params}],
+    ):
+        groups = quintic.Muon(given).param_groups
+        assert [param for group in groups for param in group["params"]] == params
+        assert len({name for group in groups for name in group["param_names"]}) == 2
+
+
+def test_a_group_may_be_empty_and_filled_by_nobody():
+    optimizer, weight = optimizer_of(lr=0.1)
+    optimizer.add_param_group({"params": []})
+    optimizer.add_param_group({"params": [], "algorithm": "adamw"})
+    before = weight.detach().clone()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    optimizer.step()
+    scheduler.step()
+    assert not torch.equal(weight, before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 0, 0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 1.5e-4, 0.05, 1.5e-4]
+
+
 # -- keywords of the constructor ---------------------------------------------------------------------------------------
 
 
@@ -337,8 +442,9 @@ def test_a_group_may_change_its_algorithm():
         ("ns_steps", "did you mean 'orthogonalizer_steps'"),
         ("learning_rate", "did you mean 'lr'"),
         ("fused", "did you mean 'kernels'"),
-        ("amsgrad", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
-        ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, betas, cautious"),
+        ("maximize", "negate the loss"),
+        ("amsgrad", "quintic.Muon does not have it; leave it out"),
+        ("transport", "the options are adamw_lr, adamw_lr_ratio, adamw_weight_decay, adjust_lr, betas, cautious"),
     ],
 )
 def test_unknown_keywords_name_the_nearest(key, hint):

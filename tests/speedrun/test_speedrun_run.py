@@ -309,7 +309,7 @@ def test_the_optimizer_has_the_races_rates() -> None:
     for role, (rows, matrices) in shapes.items():
         group = groups.pop(role)
         assert (group["lr"], group["weight_decay"], group["normalize_beta"]) == (0.023, 1.2, 0.9)
-        names = ("scale_decay", "cautious", "master", "decay_coupling", "normalize", "lr_scale")
+        names = ("scale_decay", "cautious", "master", "decay_coupling", "normalize", "adjust_lr")
         assert [group[name] for name in names] == [True, True, "mantissa", "lr_squared", "neuron", "spectral"]
         assert group["view"].num_rows == rows
         assert group["params"][0].shape == (rows * matrices, 768)

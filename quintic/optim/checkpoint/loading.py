@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.groups.names import known_as
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.options import OPTIONS, Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
@@ -241,7 +241,11 @@ def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) 
 
 
 def _options_of(saved_group: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key: _with_tuples(value) for key, value in saved_group.items() if key not in _NOT_RESTORED}
+    options = {
+        key: _with_tuples(value) if key in OPTIONS else value
+        for key, value in saved_group.items()
+        if key not in _NOT_RESTORED and not is_old_option(key, value)
+    }
     # Before there were ratios, a group's rate was its own.
     return {"adamw_lr_ratio": None, **options} if "lr" in options else options
 
@@ -257,7 +261,10 @@ def _agreed(own: _Groups, saved: _Groups) -> dict[str, Any]:
 
 
 def _is_same(values: Sequence[Any]) -> bool:
-    return all(value is values[0] or bool(value == values[0]) for value in values)
+    try:
+        return all(value is values[0] or bool(value == values[0]) for value in values)
+    except (RuntimeError, ValueError):  # arrays and tensors of several entries, in keys of the user's own
+        return False
 
 
 def _matched_state(

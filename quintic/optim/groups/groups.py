@@ -15,7 +15,7 @@ import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,6 +24,7 @@ from quintic.optim.groups.classify import PERHAPS_FUSED, Algorithm, Choice, Conv
 from quintic.optim.groups.flattened import check_model_is_whole
 from quintic.optim.groups.heads import heads_of
 from quintic.optim.groups.names import model_parameters, numberless
+from quintic.optim.groups.options import with_new_names
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
 from quintic.optim.layout.views import Matrix, View
@@ -52,6 +53,20 @@ class Rule:
     view: View | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise a TypeError or ValueError for an argument that is none of these."""
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"pattern={self.pattern!r} of a rule must be a string, such as 'blocks.*.weight'")
+        which = f"rule {self.pattern!r}"
+        if self.algorithm not in get_args(Algorithm):
+            raise ValueError(f"{which}: unknown algorithm {self.algorithm!r}; choose 'muon' or 'adamw'")
+        if not isinstance(self.view, View | None):
+            raise TypeError(
+                f"{which}: view={self.view!r} is not a view; use quintic.Matrix(), Heads(n), Split(sizes), ..."
+            )
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"{which}: options={self.options!r} must be a dictionary of hyperparameters")
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decision:
@@ -72,7 +87,7 @@ def param_groups(
     *,
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Iterable[Rule] = (),
     convolutions: Convolutions = "adamw",
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `quintic.Muon` that cover every trainable parameter of `model` once.
@@ -111,45 +126,66 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
     groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
-    for which, options in (("muon", muon), ("adamw", adamw)):
-        _check_hyperparameters(which, options or {})
+    defaults = {
+        which: _hyperparameters(which, {} if options is None else options)
+        for which, options in (("muon", muon), ("adamw", adamw))
+    }
     distinct: list[Mapping[str, Any]] = []  # options may hold lists, so they are compared and not hashed
+    own: list[dict[str, Any]] = []
     for decision in decisions:
         if decision.options not in distinct:
-            _check_hyperparameters(f"options of the rule for {decision.name}", decision.options)
+            own.append(_hyperparameters(f"options of the rule for {decision.name}", decision.options))
             distinct.append(decision.options)
-        key = (decision.algorithm, decision.view, distinct.index(decision.options))
+        number = distinct.index(decision.options)
+        key = (decision.algorithm, decision.view, number)
         if key not in groups:
-            defaults = muon if decision.algorithm == "muon" else adamw
             groups[key] = {
                 "params": [],
                 "param_names": [],
                 "algorithm": decision.algorithm,
                 "view": decision.view,
-                **(defaults or {}),
-                **decision.options,
+                **defaults[decision.algorithm],
+                **own[number],
             }
         groups[key]["params"].append(decision.param)
         groups[key]["param_names"].append(decision.name)
     return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
 
 
-def _check_hyperparameters(what: str, options: Mapping[str, Any]) -> None:
+def _hyperparameters(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of groups under the names that they have now; a ValueError for what is no hyperparameter."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{what}={options!r} must be a dictionary of hyperparameters")
     for key in ("params", "param_names", "algorithm", "view"):
         if key in options:
             raise ValueError(
                 f"{what}: {key!r} is no hyperparameter, but what the group consists of; choose algorithm and view by "
                 f"quintic.Rule(pattern, algorithm, view)"
             )
+    return with_new_names(dict(options), what, stacklevel=4)
 
 
-def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
+def _checked_rules(rules: Iterable[Rule]) -> list[Rule]:
+    """Return rules from any iterable as a list; a TypeError says which of them is none."""
+    if isinstance(rules, Rule | Mapping | str) or not isinstance(rules, Iterable):
+        raise TypeError(f"rules={rules!r} must be a list of rules: [quintic.Rule(pattern, algorithm, view), ...]")
+    found = list(rules)
+    for number, rule in enumerate(found):
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules[{number}] is {rule!r}: give quintic.Rule(pattern, algorithm, view, options)")
+    return found
+
+
+def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
     """Return one decision per trainable parameter, in the model's order; arguments and errors as `param_groups`."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"a {type(model).__name__} says nothing of what its parameters are for: give the model, a torch.nn.Module, "
             f"or several in a torch.nn.ModuleList; quintic.Muon(parameters) takes all of them for matrices"
         )
+    rules = _checked_rules(rules)
+    if convolutions not in get_args(Convolutions):
+        raise ValueError(f"convolutions={convolutions!r}: choose 'muon' or 'adamw'")
     check_model_is_whole(model)
     uses = uses_of(model)
     known = known_views(model.modules())

@@ -5,6 +5,7 @@ and makes a `Group` of each; where something has changed, another one takes its 
 dictionaries.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -19,9 +20,23 @@ from quintic.optim.groups.names import known_as
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.numbers import host_value
-from quintic.optim.rules.update import Cautious, DecayCoupling, LrScale
+from quintic.optim.rules.update import AdjustLr, Cautious, DecayCoupling
 
-__all__ = ["CHECKED_OPTIONS", "Group", "Number", "Orthogonalizer", "found_parameter"]
+__all__ = [
+    "CHECKED_OPTIONS",
+    "OLD_NAMES",
+    "OPTIONS",
+    "Group",
+    "Number",
+    "Orthogonalizer",
+    "adopt_old_names",
+    "found_parameter",
+    "is_old_option",
+    "with_new_names",
+]
+
+OLD_NAMES = {"lr_scale": "adjust_lr"}
+"""Options under the names that they once had, with those that they have now."""
 
 Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
@@ -56,7 +71,7 @@ class Group:
     compute_dtype: torch.dtype | None
     normalize: Literal["neuron"] | None
     normalize_beta: float
-    lr_scale: LrScale
+    adjust_lr: AdjustLr
     lr_multipliers: Sequence[float] | None
     adamw_lr_ratio: float | None
     step_every: int
@@ -121,6 +136,40 @@ class Group:
         return float(self.lr) * self.lr_ratio
 
 
+def is_old_option(key: str, value: object) -> bool:
+    """Return whether a key and its value are an option under its old name.
+
+    A number under `lr_scale` is none. It is the factor on a group's learning rate that timm, MAE and BEiT keep there,
+    which their schedules multiply with.
+    """
+    return key in OLD_NAMES and (value is None or isinstance(value, str) or callable(value))
+
+
+def with_new_names(options: dict[str, Any], what: str, *, stacklevel: int) -> dict[str, Any]:
+    """Return the same options, those with an old name under their new one, with a warning that begins with `what`.
+
+    A ValueError if one is given under both. `stacklevel` counts from the caller, as for `warnings.warn`.
+    """
+    for old in OLD_NAMES.keys() & options.keys():
+        if not is_old_option(old, options[old]):
+            continue
+        new = OLD_NAMES[old]
+        if new in options:
+            raise ValueError(f"{what}: {old!r} is the old name of {new!r}, and both are given; leave {old!r} out")
+        message = f"{what}: {old!r} is called {new!r} now: {new}={options[old]!r}; the old name will go"
+        warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+        options = {new if key == old else key: value for key, value in options.items()}
+    return options
+
+
+def adopt_old_names(options: dict[str, Any]) -> list[str]:
+    """Give options that stand under an old name their new one, in place of its value; return the old names."""
+    found = [key for key in OLD_NAMES if key in options and is_old_option(key, options[key])]
+    for key in found:
+        options[OLD_NAMES[key]] = options.pop(key)
+    return found
+
+
 def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> tuple[Group, int]:
     """Return a parameter's group and its position there; a ValueError beginning with `what` if there is none."""
     places = [(group, index) for group in groups for index in range(len(group.params))]
@@ -142,6 +191,9 @@ _OPTIONS = tuple(
 )
 
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})
+
+OPTIONS = frozenset((*_OPTIONS, "params", "param_names", "adamw_lr", "adamw_weight_decay", "pending_steps"))
+"""Keys of groups that mean something here; all others are those of other code."""
 
 CHECKED_OPTIONS = tuple(option for option in _OPTIONS if option not in _SCHEDULED)
 """Options of a group that are checked again when they change. Not those that schedules change at every step."""

@@ -6,7 +6,7 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     m <- m + (1 - mu)(g - m)                          momentum_
     u  = (1 - mu) g + mu m      (or m)                momentum_
     u <- polar factor of u                            orthogonalize.py
-    f  = lr_scale(m, n)                               lr_scale_factor
+    f  = adjust_lr(m, n)                               adjust_lr_factor
     f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
     w <- w - lr wd w [u w >= 0] - lr f u              apply_
 
@@ -30,19 +30,19 @@ from quintic.optim.rules.sums import norms, sums
 
 __all__ = [
     "CPU_PIECE",
+    "AdjustLr",
     "Cautious",
     "DecayCoupling",
-    "LrScale",
     "adamw_",
+    "adjust_lr_factor",
     "apply_",
     "in_pieces",
-    "lr_scale_factor",
     "momentum_",
     "neuron_factors_",
     "second_moment_shape",
 ]
 
-LrScale = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
+AdjustLr = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
 DecayCoupling = Literal["lr", "lr_squared"]
 Cautious = bool | Literal["strict"]
 
@@ -106,7 +106,7 @@ def _pieces_of(items: tuple[Any, ...], entries: int) -> Iterator[tuple[Any, ...]
             yield from _pieces_of(tuple(i[0] if isinstance(i, Tensor) else i for i in piece), entries)
 
 
-def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
+def adjust_lr_factor(scale: AdjustLr, m: int, n: int) -> float:
     """Return the factor on the learning rate of an (m outputs, n inputs) matrix.
 
     Args:
@@ -130,7 +130,7 @@ def lr_scale_factor(scale: LrScale, m: int, n: int) -> float:
     if scale == "unit_rms":
         return math.sqrt(m / n)
     raise ValueError(
-        f"lr_scale={scale!r}: choose 'spectral', 'match_rms_adamw', 'unit_rms', None or a function of (m, n)"
+        f"adjust_lr={scale!r}: choose 'spectral', 'match_rms_adamw', 'unit_rms', None or a function of (m, n)"
     )
 
 

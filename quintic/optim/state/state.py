@@ -43,7 +43,7 @@ __all__ = [
     "second_moments",
 ]
 
-CODE_KEYS = ("orthogonalizer", "lr_scale", "compute_dtype", "kernels", "qk_clip", "process_group")
+CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
 
 _SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))

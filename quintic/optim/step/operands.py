@@ -17,7 +17,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.plan.bucket import Bucket
 from quintic.optim.plan.members import Member, block_of
 from quintic.optim.rules.device_memory import host_tensor, upload
-from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.rules.update import adjust_lr_factor
 from quintic.optim.state.state import master_key, second_moments
 
 if TYPE_CHECKING:  # needs Triton
@@ -182,14 +182,14 @@ class BucketMemory:
         def make() -> Tensor:
             numbers, multipliers = numbers_of(parts), group.lr_multipliers
             dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            scales = host_tensor([lr_scale_factor(group.lr_scale, m, n) for m, n in shapes], dtype)
+            scales = host_tensor([adjust_lr_factor(group.adjust_lr, m, n) for m, n in shapes], dtype)
             scales = scales.expand(len(numbers), -1).clone()
             if multipliers is not None:
                 each = [[multipliers[number] for number in row] for row in numbers]
                 scales *= host_tensor(each, dtype).view_as(scales)
             return upload(scales, bucket.device)
 
-        return self.once("scales", (group.lr_scale, group.lr_multipliers, parts), make)
+        return self.once("scales", (group.adjust_lr, group.lr_multipliers, parts), make)
 
     def moments(self, view: View, active: Operands) -> list[Tensor]:
         """Return the second moments of each member's matrices, (matrices, m, 1) or (matrices, 1, n), sharing memory."""

@@ -28,7 +28,7 @@ from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
 from quintic.optim.polar.orthogonalize import apply_form, apply_function
-from quintic.optim.rules.update import adamw_, apply_, lr_scale_factor, momentum_, neuron_factors_
+from quintic.optim.rules.update import adamw_, adjust_lr_factor, apply_, momentum_, neuron_factors_
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.placement import state_on_device
 from quintic.optim.state.state import second_moments
@@ -284,7 +284,7 @@ def _step_matrix(matrix: Mapping[str, Tensor], number: int, parameter: Parameter
         update = apply_form(direction, form, "torch")
     # In the dtype of the step, so that on CPUs not even the last bit differs.
     arithmetic = torch.promote_types(weight.dtype, torch.float32)
-    factor = torch.full((1, 1, 1), lr_scale_factor(group.lr_scale, m, n), dtype=arithmetic, device=weight.device)
+    factor = torch.full((1, 1, 1), adjust_lr_factor(group.adjust_lr, m, n), dtype=arithmetic, device=weight.device)
     if group.lr_multipliers is not None:
         factor = factor * torch.tensor(group.lr_multipliers[number], dtype=factor.dtype, device=factor.device)
     before = matrix["second_moment"].clone() if "second_moment" in matrix else None

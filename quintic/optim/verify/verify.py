@@ -26,7 +26,7 @@ from quintic.optim.layout.layouts import gradient_dtype, local_tensor
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.opaque import without_hooks
 from quintic.optim.rules.precision import full_precision
-from quintic.optim.rules.update import lr_scale_factor
+from quintic.optim.rules.update import adjust_lr_factor
 from quintic.optim.state.parameters import Parameter
 from quintic.optim.state.state import master_key, second_moments
 from quintic.optim.verify.keep import Kept, Values, local_values, named_parameters, snapshot
@@ -291,7 +291,7 @@ def _decay_factor(group: Group, number: int, m: int, n: int) -> float:
     if not group.scale_decay:
         return 1.0
     multiplier = group.lr_multipliers[number] if group.lr_multipliers else 1.0
-    return abs(lr_scale_factor(group.lr_scale, m, n) * multiplier)
+    return abs(adjust_lr_factor(group.adjust_lr, m, n) * multiplier)
 
 
 def _ranks(parameter: Parameter, whole: Tensor, block: int, index: int, wrong: Tensor | None) -> tuple[int, ...]:
