@@ -1,7 +1,9 @@
-"""Factories for libraries that make the optimizer themselves.
+"""The optimizer for libraries that make it themselves, and with the constructors of other libraries' optimizers.
 
-`hugging_face.MuonFactory` for the `Trainer` of transformers and TRL, `titan.MuonContainer` for torchtitan. Nothing here
-is imported by `import quintic`, and no library is needed but the one that an import names.
+`hugging_face.MuonFactory` for the `Trainer` of transformers and TRL, `titan.MuonContainer` for torchtitan. In place of
+other Muons, with their arguments: `torch_optim.Muon`, `keller_jordan.Muon`, `.SingleDeviceMuon`, `.MuonWithAuxAdam` and
+`.SingleDeviceMuonWithAuxAdam`, `dion.Muon` and `.NorMuon`. Nothing here is imported by `import quintic`; `hugging_face`
+and `titan` need the library that they are for, the others none.
 """
 
 from inspect import signature

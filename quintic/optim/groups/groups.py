@@ -12,6 +12,7 @@ modules that use it. Names are those without what wrappers add (`names.py`).
 """
 
 import fnmatch
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from quintic.optim.groups.uses import Use, stored, uses_of
 from quintic.optim.layout.views import Matrix, View
 
 __all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
+
+_logger = logging.getLogger("quintic")
 
 # How many parameters an error or a warning lists.
 _NUM_LISTED = 5
@@ -118,6 +121,10 @@ def param_groups(
     """
     decisions = decide(model, rules, convolutions)
     _warn(model, decisions)
+    if _logger.isEnabledFor(logging.DEBUG):
+        for one in decisions:
+            how = f"muon, {one.view}" if one.algorithm == "muon" else one.algorithm
+            _logger.debug("%s %s: %s, because: %s", one.name, tuple(one.param.shape), how, one.why)
     return grouped(decisions, muon=muon, adamw=adamw)
 
 

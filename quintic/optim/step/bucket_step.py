@@ -31,6 +31,7 @@ from quintic.optim.step.device_passes import DevicePasses, step_adamw_on_device
 from quintic.optim.step.offload.offload import Offload, OffloadedPart
 from quintic.optim.step.operands import BucketMemory, Operands, State
 from quintic.optim.step.plain_passes import Passes, PlainPasses, step_adamw
+from quintic.optim.step.ranges import NO_RANGES, Ranges, ranges_of
 from quintic.optim.step.telemetry import Counts, Measured, measure
 
 __all__ = ["NO_OPERANDS", "BucketStep", "LocalStep", "PlanWide", "orthogonalized", "run_overlapping"]
@@ -55,6 +56,8 @@ class PlanWide:
     """Whether a step needs no other rank's agreement or gradients; not before ranks have agreed."""
     num_steps: int = 0
     """Made before this one."""
+    is_profiled: bool = False
+    """Whether a profiler runs in this step, and shows what each bucket does."""
     skips_nonfinite: bool = False
     """Whether gradients that are not finite stop this step of all groups, whatever their options."""
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
@@ -87,6 +90,8 @@ class BucketStep:
         """The numbers of matrices and parameters that the step steps."""
         self.written: list[Tie] = []
         """Copies of its parameters, which are written when they have been stepped."""
+        self.ranges: Ranges = NO_RANGES
+        """The contexts in which its stages run, within a step."""
         self.is_guarded = False
         """Whether gradients that are not finite stop this step of the bucket."""
         self._is_sampled = False
@@ -109,6 +114,7 @@ class BucketStep:
         self.group = self._common.groups[self.bucket.group]
         self.active = active = self.memory.operands(self.bucket, self.group, self._common.state)
         self.counts = Counts(self.bucket, len(active.members), active.num_matrices, active.missing)
+        self.ranges = ranges_of(self.number, self.bucket) if self._common.is_profiled else NO_RANGES
         self.is_guarded = self._common.skips_nonfinite or self.group.on_nonfinite != "propagate"
         every = self.group.telemetry_every
         is_due = every is not None and self._common.num_steps % every == 0
@@ -192,10 +198,12 @@ class BucketStep:
         moments, (matrices, m, 1) or (matrices, 1, n) tensors that are together those of the batch, are advanced. Where
         `go`, () or (b,) int32 on the device, is zero they stay; None for nowhere. A sampled step is measured.
         """
-        update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
+        with self.ranges["orthogonalize"]:
+            update, factors = orthogonalized(directions, form, self.bucket, self.group), scales
         if moments is not None:
             table = self.memory.neuron_table(self.bucket, moments, (member.name for member in members), kind)
-            factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), go)
+            with self.ranges["normalize neurons"]:
+                factors = _neuron_factors(update, scales, moments, table, float(self.group.normalize_beta), go)
         if self._is_sampled:
             values = measure(directions, update, factors)
             self._common.measured[self.number][kind] = Measured(list(members), values, go)
@@ -220,7 +228,8 @@ class LocalStep(BucketStep):
         if self.bucket.algorithm == "muon":
             self._step_matrices(stepped)
         else:
-            self.step_vectors(self.active, stepped)
+            with self.ranges["update"]:
+                self.step_vectors(self.active, stepped)
         return iter(())
 
     def indices_of(self, parts: Sequence[Member | Part | ParameterUnit]) -> list[int]:
@@ -233,14 +242,16 @@ class LocalStep(BucketStep):
         bucket, group, active, memory = self.bucket, self.group, self.active, self.memory
         assert bucket.shape is not None
         passes = self.passes(active, go)
-        directions = passes.directions()
+        with self.ranges["momentum"]:
+            directions = passes.directions()
         scales = memory.scales(bucket, group, active.members, [bucket.shape], _numbers_of).view(-1, 1, 1)
         moments = None if group.normalize is None else memory.moments(group.view, active)
         update, factors = self.updated(active.members, directions, bucket.form, scales, moments, go)
         del directions
         if group.scale_decay:
             factors = torch.cat([factors, scales.expand_as(factors)])
-        passes.apply(update, factors)
+        with self.ranges["update weights"]:
+            passes.apply(update, factors)
 
 
 def orthogonalized(directions: Tensor, form: Form | None, bucket: Bucket, group: Group) -> Tensor:

@@ -24,6 +24,7 @@ from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
 from quintic.optim.step.averaging import Averaging, DividedMemory, EarlyAverages, OfGroup, messages_of
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
+from quintic.optim.step.ranges import range_of
 
 __all__ = ["GradientAverages"]
 
@@ -124,7 +125,10 @@ class GradientAverages:
             ]
             process_group = self._communicators[self.ranks[together[0]]]
             for averagings in self._averagings_of(together, gradients):
-                run_overlapping([one.average([gradients[n] for n in each], process_group) for one, each in averagings])
+                with range_of("average gradients"):
+                    run_overlapping(
+                        [one.average([gradients[n] for n in each], process_group) for one, each in averagings]
+                    )
 
     def _of_same_ranks(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the groups apart by their ranks, in the order of the first of each."""

@@ -20,6 +20,7 @@ from quintic.optim.comms.sharing import dividing_ranks, layouts_of, travelling
 from quintic.optim.groups.options import Group
 from quintic.optim.groups.ties import Tie, ties_of
 from quintic.optim.plan.bucket import Bucket, Divided, DividedMatrices, Gathered
+from quintic.optim.plan.log import log_plan
 from quintic.optim.plan.order import Orders
 from quintic.optim.plan.planning import build_plan
 from quintic.optim.plan.replicas import choose_ways, divided_layouts
@@ -32,6 +33,7 @@ from quintic.optim.step.bucket_step import NO_OPERANDS, BucketStep, LocalStep, P
 from quintic.optim.step.gradient_averages import GradientAverages
 from quintic.optim.step.offload.offload import Offload, Visit
 from quintic.optim.step.operands import BucketMemory, State
+from quintic.optim.step.ranges import is_profiled
 from quintic.optim.step.shared_step import DividedMatricesStep, DividedStep, GatheredMemory, GatheredStep
 from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import Counts
@@ -98,6 +100,7 @@ class Runner:
         self.plan = replace(self.plan, averaging_bytes=self._averages.workspace_bytes)
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         """The plan's schedule of each set of buckets with messages that has been stepped, by their numbers."""
+        log_plan(self.plan, groups, this_rank())
 
     def upload_hyperparameters(self) -> None:
         """Bring changed hyperparameters to the devices."""
@@ -164,6 +167,7 @@ class Runner:
     def _step(self, pending_steps: Sequence[int]) -> Done:
         """Step, given gradients that are averaged where they have to be."""
         steps = [step for step in self._steps if pending_steps[step.bucket.group] == 0]
+        self.common.is_profiled = is_profiled()
         asking = self._asking(pending_steps)
         try:
             for step in steps:

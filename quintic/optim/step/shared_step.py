@@ -128,18 +128,24 @@ class GatheredStep(UnitsStep):
         if passes is None:
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         else:
-            pieces = passes.directions()
-        wait_for_units = exchange.start_gather(pieces.contiguous(), process_group)
+            with self.ranges["momentum"]:
+                pieces = passes.directions()
+        with self.ranges["send directions"]:
+            wait_for_units = exchange.start_gather(pieces.contiguous(), process_group)
         del pieces
         yield
         scales = self.scales()
-        updates, factors = self.orthogonalized(wait_for_units(), scales, stepped)
-        del wait_for_units
-        wait_for_pieces = exchange.start_scatter(updates, process_group)
-        wait_for_neurons = None if group.normalize is None else self._start_neurons(factors)
+        with self.ranges["receive directions"]:
+            directions = wait_for_units()
+        updates, factors = self.orthogonalized(directions, scales, stepped)
+        del wait_for_units, directions
+        with self.ranges["send updates"]:
+            wait_for_pieces = exchange.start_scatter(updates, process_group)
+            wait_for_neurons = None if group.normalize is None else self._start_neurons(factors)
         del updates, factors
         yield
-        received = wait_for_pieces()
+        with self.ranges["receive updates"]:
+            received = wait_for_pieces()
         if wait_for_neurons is None:
             factors = [scales[:, number].view(-1, 1, 1) for number in range(len(units.kinds))]
         else:
@@ -147,7 +153,8 @@ class GatheredStep(UnitsStep):
         if passes is not None:
             if group.scale_decay:
                 factors = _beside_decay(factors, scales)
-            passes.apply(_as_rows(received), _factors_over(factors, units, exchange.piece))
+            with self.ranges["update weights"]:
+                passes.apply(_as_rows(received), _factors_over(factors, units, exchange.piece))
 
     def _start_neurons(self, factors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send NorMuon's factors and second moments from their owners to all ranks.
@@ -196,9 +203,11 @@ class DividedStep(BucketStep):
     def run(self, go: Tensor | None) -> Iterator[None]:
         """Step the bucket; yields twice, while a message is under way."""
         bucket, memory, process_group = self.bucket, self.memory, self.process_group
-        table, wait_for_mean = self._start_mean()
+        with self.ranges["send gradients"]:
+            table, wait_for_mean = self._start_mean()
         yield
-        gradients = wait_for_mean()
+        with self.ranges["receive gradients"]:
+            gradients = wait_for_mean()
         del wait_for_mean  # and what was sent
         # The device waits for what ranks agree on: so this comes after the first messages have started.
         stepped = self.stepped(go, bucket.parts)
@@ -209,9 +218,11 @@ class DividedStep(BucketStep):
         del gradients
         self._step_parts(owned, stepped)
         del owned
-        wait_for_weights = memory.averaging.start_giving(memory.params, process_group)
+        with self.ranges["send weights"]:
+            wait_for_weights = memory.averaging.start_giving(memory.params, process_group)
         yield
-        wait_for_weights()
+        with self.ranges["receive weights"]:
+            wait_for_weights()
 
     def _start_mean(self) -> tuple[Table | None, Callable[[], Tensor]]:
         """Return the table if only touched rows travel, and what waits for the mean of this rank's parts."""
@@ -225,7 +236,8 @@ class DividedStep(BucketStep):
     def _step_parts(self, owned: Operands, stepped: Tensor) -> None:
         """Step the parts that this rank owns; `stepped` is (parts of all ranks,) int32."""
         if owned.params:
-            self.step_vectors(owned, stepped[self.bucket.owned])
+            with self.ranges["update"]:
+                self.step_vectors(owned, stepped[self.bucket.owned])
         self._count_elsewhere(stepped)
 
     def _count_elsewhere(self, stepped: Tensor) -> None:
@@ -254,12 +266,14 @@ class DividedMatricesStep(UnitsStep, DividedStep):
         if not owned.params:
             return
         passes = self.passes(owned, stepped[bucket.owned])
-        directions = passes.directions().contiguous().view(len(owned.params), *bucket.units.shape)
+        with self.ranges["momentum"]:
+            directions = passes.directions().contiguous().view(len(owned.params), *bucket.units.shape)
         scales = self.scales()
         updates, factors = self.orthogonalized(directions, scales, stepped)
         if self.group.scale_decay:
             factors = _beside_decay(factors, scales[bucket.units.owned])
-        passes.apply(_as_rows(updates), _factors_over(factors, bucket.units, None))
+        with self.ranges["update weights"]:
+            passes.apply(_as_rows(updates), _factors_over(factors, bucket.units, None))
 
 
 def _numbers_of(units: Sequence[ParameterUnit]) -> list[tuple[int, ...]]:
