@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from quintic.optim.groups.layer_types import operation_on
 from quintic.optim.groups.registry import Found
 from quintic.optim.groups.uses import Use, is_tuner, stored
 from quintic.optim.layout.views import Experts, Flatten, Matrix, Split, View
@@ -97,7 +98,7 @@ def choose(
         # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
         return min(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why))
     for use in uses:
-        choice = _by_attribute(use, param)
+        choice = _by_attribute(use, param) or _by_graph(use)
         if choice is not None:
             return choice
     if param.ndim == 3 and "experts" in name:
@@ -271,6 +272,18 @@ def _by_attribute(use: Use, param: Tensor) -> Choice | None:
             return Choice("muon", Matrix(), "factor of an adapter")
         reason = "adapter"
     return None if reason is None else _adamw(reason)
+
+
+def _by_graph(use: Use) -> Choice | None:
+    """Return the treatment of a parameter that a traced graph uses in one way, without a layer of its own."""
+    operation = operation_on(use.module, use.attribute)
+    if operation is None:
+        return None
+    if operation.kind.startswith("linear"):
+        return Choice("muon", Matrix(operation.kind != "linear"), "multiplied with, as the traced graph says")
+    if operation.kind == "nothing":
+        return _adamw("used by nothing in the traced graph")
+    return _adamw(f"{operation.kind}, as the traced graph says")
 
 
 def _stored_vector(param: Tensor) -> str:

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from quintic.optim.groups.classify import PERHAPS_FUSED, Algorithm, Choice, Convolutions, choose
 from quintic.optim.groups.flattened import check_model_is_whole
 from quintic.optim.groups.heads import heads_of
+from quintic.optim.groups.layer_types import with_layer_types
 from quintic.optim.groups.names import model_parameters, numberless
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
@@ -151,9 +152,10 @@ def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convoluti
             f"or several in a torch.nn.ModuleList; quintic.Muon(parameters) takes all of them for matrices"
         )
     check_model_is_whole(model)
-    uses = uses_of(model)
-    known = known_views(model.modules())
-    heads = heads_of(model)
+    typed = with_layer_types(model)
+    uses = uses_of(typed)
+    known = known_views(typed.modules())
+    heads = heads_of(typed)
     ruled = [_names_of(rule, uses.values()) for rule in rules]
     decisions: list[Decision] = []
     undecided: list[str] = []
@@ -235,7 +237,11 @@ def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
 
 def _without_matrices(model: nn.Module, decisions: Sequence[Decision]) -> str | None:
     """Return why a model with layers gives Muon no matrix, and what to do; None if that was to be expected."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)]
+    layers = [
+        module
+        for module in with_layer_types(model).modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    ]
     decided: dict[Tensor, Decision] = {decision.param: decision for decision in decisions}
     choices = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
     trained = [decision for decision in choices if decision is not None]

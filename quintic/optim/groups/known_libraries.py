@@ -11,15 +11,16 @@ from quintic.optim.groups.known_view import (
     parts,
     size_of,
 )
+from quintic.optim.groups.uses import attribute_of
 from quintic.optim.layout.views import Experts, Split, View
 
 __all__ = ["LIBRARIES"]
 
 
 def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View | None:
-    if getattr(owner, "use_global", False):  # GCViT's queries come from elsewhere
+    if attribute_of(owner, "use_global", False):  # GCViT's queries come from elsewhere
         return equal_parts(2)(owner, param)
-    return equal_parts(3, per_head=getattr(owner, "head_first", False))(owner, param)
+    return equal_parts(3, per_head=attribute_of(owner, "head_first", False))(owner, param)
 
 
 def _queries_per_key_head(owner: nn.Module, param: Tensor) -> View:
@@ -41,7 +42,7 @@ def _attention_and_gated_mlp(owner: nn.Module, param: Tensor) -> View:
 
 def _modulation(owner: nn.Module, param: Tensor) -> View | None:
     """Shifts, scales and gates, each as wide as what the norms beside the modulation put out."""
-    shapes = [getattr(child, "normalized_shape", None) for child in owner.children()]
+    shapes = [attribute_of(child, "normalized_shape") for child in owner.children()]
     widths = {shape[-1] for shape in shapes if isinstance(shape, tuple) and shape}
     if len(widths) != 1 or param.shape[0] % (width := widths.pop()):
         raise UnknownLayoutError

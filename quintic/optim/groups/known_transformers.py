@@ -14,6 +14,7 @@ from quintic.optim.groups.known_view import (
     size_of,
     split_of,
 )
+from quintic.optim.groups.uses import has_attribute
 from quintic.optim.layout.views import Experts, Matrix, Rows, Split, View
 
 __all__ = ["TRANSFORMERS"]
@@ -63,7 +64,8 @@ def _conv1d(owner: nn.Module, param: Tensor) -> View:
 
 def _conv1d_attention(owner: nn.Module, param: Tensor) -> View:
     # Cross-attention keeps its query elsewhere, so that there are two parts, else three.
-    part = size_of(owner, "split_size")
+    # A traced module has lost its sizes; a part is as wide as what goes in.
+    part = size_of(owner, "split_size") if has_attribute(owner, "split_size") else param.shape[0]
     return split_of(*[part] * (param.shape[1] // part), transposed=True)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quintic.optim.groups.uses import attribute_of, has_attribute
 from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = [
@@ -58,7 +59,7 @@ class KnownView:
             bases = tuple(base for base in bases if base.__module__.partition(".")[0] in self.libraries)
         if not bases or (self.classes and not any(base.__name__ in self.classes for base in bases)):
             return False
-        return all(hasattr(owner, attribute) for attribute in self.attributes)
+        return all(has_attribute(owner, attribute) for attribute in self.attributes)
 
 
 def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> tuple[KnownView, ...]:
@@ -68,9 +69,9 @@ def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> 
 
 def size_of(owner: nn.Module, *names: str) -> int:
     """Return the first of `names` that the owner, or else its configuration, has."""
-    for source in (owner, getattr(owner, "config", None)):
+    for source in (owner, attribute_of(owner, "config")):
         for name in names:
-            value = getattr(source, name, None)
+            value = attribute_of(source, name)
             if isinstance(value, int):
                 return value
     raise AttributeError(f"{type(owner).__name__} has none of {', '.join(names)}")

@@ -77,6 +77,6 @@ def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:
             view.shapes(param.shape)
     except UnknownLayoutError:
         return None
-    except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-        return Found(entry, None, str(error))
+    except Exception as error:  # also from a property of the model that cannot be read
+        return Found(entry, None, str(error) or type(error).__name__)
     return Found(entry, view)
