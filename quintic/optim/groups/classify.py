@@ -23,6 +23,8 @@ Algorithm = Literal["muon", "adamw"]
 
 Convolutions = Literal["adamw", "muon"]
 
+_QKV = ("query", "key", "value")
+
 PERHAPS_FUSED = "perhaps several matrices, taken as one"
 """Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
 
@@ -155,7 +157,7 @@ def _by_module(use: Use, param: Tensor, heads: Mapping[nn.Module, str]) -> Choic
         return _linear(use, module, param, heads)
     if isinstance(module, nn.MultiheadAttention):
         if use.attribute == "in_proj_weight":
-            return Choice("muon", Split((module.embed_dim,) * 3), "fused queries, keys, values")
+            return Choice("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
         if use.attribute.endswith("_proj_weight"):
             return Choice("muon", Matrix(), "linear layer")
         return _adamw("bias")  # bias_k and bias_v, (1, 1, embed_dim)

@@ -14,7 +14,7 @@ modules that use it. Names are those without what wrappers add (`names.py`).
 import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from quintic.optim.groups.layer_types import with_layer_types
 from quintic.optim.groups.names import model_parameters, numberless
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
-from quintic.optim.layout.views import Matrix, View
+from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
 
@@ -111,7 +111,7 @@ def grouped(
     decisions: Sequence[Decision], *, muon: Mapping[str, Any] | None, adamw: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
-    groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for which, options in (("muon", muon), ("adamw", adamw)):
         _check_hyperparameters(which, options or {})
     distinct: list[Mapping[str, Any]] = []  # options may hold lists, so they are compared and not hashed
@@ -119,7 +119,9 @@ def grouped(
         if decision.options not in distinct:
             _check_hyperparameters(f"options of the rule for {decision.name}", decision.options)
             distinct.append(decision.options)
-        key = (decision.algorithm, decision.view, distinct.index(decision.options))
+        # Names of parts are no difference between views, but another order of them takes a group of its own.
+        names = getattr(decision.view, "names", None)
+        key = (decision.algorithm, decision.view, names, distinct.index(decision.options))
         if key not in groups:
             defaults = muon if decision.algorithm == "muon" else adamw
             groups[key] = {
@@ -175,7 +177,7 @@ def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convoluti
             used_rules.add(number)
             rule, options = rules[number], rules[number].options
             inherited = choice.view if isinstance(choice, Choice) and rule.algorithm == "muon" else Matrix()
-            choice = Choice(rule.algorithm, rule.view or inherited, f"rule {rule.pattern!r}")
+            choice = Choice(rule.algorithm, _named_like(rule.view, inherited), f"rule {rule.pattern!r}")
         if not isinstance(choice, Choice):
             undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
             continue
@@ -195,6 +197,14 @@ def decide(model: nn.Module, rules: Sequence[Rule] = (), convolutions: Convoluti
     if not decisions:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     return decisions
+
+
+def _named_like(view: View | None, inherited: View) -> View:
+    """Return the view of a rule, if it has one, with the names that the parts it divides into are known by."""
+    if not isinstance(view, Split) or not isinstance(inherited, Split) or view.names is not None:
+        return view or inherited
+    is_same = (view.sizes, view.groups, view.transposed) == (inherited.sizes, inherited.groups, inherited.transposed)
+    return replace(view, names=inherited.names) if is_same else view
 
 
 def _undecided_message(undecided: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ A view is a function of the owner and the parameter, because sizes are the owner
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -51,6 +51,15 @@ class KnownView:
     """Names of the attributes that the owner must have."""
     libraries: tuple[str, ...] = ()
     """Packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for any."""
+    holds: tuple[str, ...] = ()
+    """What the parts of its `Split` are, in their order, as QK-clip calls them: `("query", "key", "value")`."""
+
+    def view_of(self, owner: nn.Module, param: Tensor) -> View | None:
+        """Return the view of a parameter, with the names of its parts where they are known."""
+        view = self.view(owner, param)
+        if isinstance(view, Split) and len(view.sizes) == len(self.holds):
+            return replace(view, names=self.holds)
+        return view
 
     def recognises(self, owner: nn.Module) -> bool:
         """Return whether this entry speaks of `owner`."""

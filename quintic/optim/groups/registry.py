@@ -72,7 +72,7 @@ def _depth(match: Found) -> int:
 
 def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:
     try:
-        view = entry.view(owner, param)
+        view = entry.view_of(owner, param)
         if view is not None:
             view.shapes(param.shape)
     except UnknownLayoutError:
