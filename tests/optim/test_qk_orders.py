@@ -220,7 +220,7 @@ def test_a_view_that_does_not_say_the_order_is_refused(view):
         codegen_step([quintic.Rule("attn.qkv_proj.weight", "muon", view)])
 
 
-@pytest.mark.parametrize("names", [("query", "key"), ("query", "query", "value"), "qk"])
+@pytest.mark.parametrize("names", [("query", "key"), ("query", "query", "value"), "qkvo"])
 def test_names_of_parts_are_checked(names):
     with pytest.raises(ValueError, match="one name for each part, with at most one 'query' and 'key'"):
         Split((8, 8, 8), names=names)

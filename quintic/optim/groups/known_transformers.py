@@ -180,7 +180,13 @@ TRANSFORMERS: tuple[KnownView, ...] = (
     ),
     KnownView("qkv_proj.weight", _all_queries_keys_values, _FUSED, _PHI, holds=_QKV),
     KnownView("Wqkv.weight", equal_parts(3), _FUSED, ("MptAttention", "ModernBertAttention"), holds=_QKV),
-    KnownView("Wqkv.weight", _all_queries_keys_values, _FUSED, ("DbrxAttention",), holds=_QKV),
+    KnownView(
+        "Wqkv.weight",
+        _all_queries_keys_values,
+        _FUSED,
+        attributes=("clip_qkv", "num_key_value_heads", "head_dim"),  # DBRX
+        holds=_QKV,
+    ),
     KnownView("qkv.weight", equal_parts(3), _FUSED, _VISION, holds=_QKV),
     KnownView("gate_up_proj.weight", equal_parts(2), "fused gate and up", _GATED_MLP),
     KnownView("input_linear.weight", equal_parts(2), "fused gate and up", _GRANITE),

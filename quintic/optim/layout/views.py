@@ -168,7 +168,7 @@ class Split(View):
         """Accept any sequence of sizes, so that `Split([256, 256])` is hashable too."""
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if self.names is not None:
-            object.__setattr__(self, "names", (self.names,) if isinstance(self.names, str) else tuple(self.names))
+            object.__setattr__(self, "names", tuple(self.names))
             if len(self.names) != len(self.sizes) or any(self.names.count(name) > 1 for name in ("query", "key")):
                 raise ValueError(
                     f"{self}: names={self.names!r} must be one name for each part, with at most one 'query' and 'key'"
