@@ -19,7 +19,7 @@ from quintic.optim.muon import Muon as QuinticMuon
 
 __all__ = ["DionMuon", "Muon", "NorMuon"]
 
-# `adjust_lr` -> `lr_scale`.
+# dion's words for `adjust_lr` -> ours.
 _SCALES = {"spectral_norm": "unit_rms", "rms_norm": "match_rms_adamw", None: None}
 
 # The triples of the five steps that dion takes with `use_polar_express=False`.
@@ -67,7 +67,7 @@ class DionMuon(DropIn):
         cautious_wd: decay only where update and weight agree in sign.
         epsilon: of AdamW groups; in Muon groups a guard of the norm, up to 1e-6, which is not needed here.
         nesterov: look one gradient ahead.
-        adjust_lr: `"spectral_norm"` is `lr_scale="unit_rms"`, `"rms_norm"` is `"match_rms_adamw"`, None is None.
+        adjust_lr: `"spectral_norm"` is `adjust_lr="unit_rms"`, `"rms_norm"` is `"match_rms_adamw"`, None is None.
         flatten: take tensors of three and more dimensions as one matrix each; else those of three as stacks.
         use_gram_newton_schulz: `orthogonalizer="gram"`.
         use_triton: makes no difference here: on CUDA devices kernels are used in any case.
@@ -166,7 +166,7 @@ class DionMuon(DropIn):
             name = group["adjust_lr"]
             if name not in _SCALES:
                 raise ValueError(f"{where}: adjust_lr={name!r}: choose one of {', '.join(map(repr, _SCALES))}")
-            options["lr_scale"] = _SCALES[name]
+            options["adjust_lr"] = _SCALES[name]
         if "beta1" in group or "beta2" in group:
             first, second = self.defaults["betas"]
             options["betas"] = (group.get("beta1", first), group.get("beta2", second))

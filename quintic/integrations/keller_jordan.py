@@ -118,7 +118,7 @@ def _options_of(name: str, param: Tensor) -> dict[str, Any]:
     if param.ndim == 4:
         height, width = param.shape[-2:]
         factor = math.sqrt(max(1.0, height / width))
-        return {"view": Flatten(), "lr_scale": None, "lr_multipliers": None if factor == 1 else (factor,)}
+        return {"view": Flatten(), "adjust_lr": None, "lr_multipliers": None if factor == 1 else (factor,)}
     if param.ndim > 4:
         raise ValueError(
             f"{name}: a parameter of shape {tuple(param.shape)}: KellerJordan/Muon takes its last two dimensions as "

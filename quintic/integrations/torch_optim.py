@@ -16,7 +16,7 @@ from quintic.optim.polar.coefficients import DEFAULT_STEPS, newton_schulz_coeffi
 
 __all__ = ["Muon", "TorchMuon"]
 
-# `adjust_lr_fn` -> `lr_scale`. The last one is in PyTorch since 2.14.
+# `adjust_lr_fn` -> `adjust_lr`. The last one is in PyTorch since 2.14.
 _SCALES = {
     None: "spectral",
     "original": "spectral",
@@ -40,8 +40,8 @@ class TorchMuon(DropIn):
         ns_coefficients: (a, b, c) of the Newton-Schulz polynomial.
         eps: guard of the norm, up to 1e-6; not needed here.
         ns_steps: Newton-Schulz steps, at least 1.
-        adjust_lr_fn: None and `"original"` are `lr_scale="spectral"`, `"match_rms_adamw"` is the same here,
-            `"spectral_unclamped"` is `lr_scale="unit_rms"`.
+        adjust_lr_fn: None and `"original"` are `adjust_lr="spectral"`, `"match_rms_adamw"` is the same here,
+            `"spectral_unclamped"` is `adjust_lr="unit_rms"`.
 
     Raises:
         ValueError, TypeError: as `quintic.Muon`, and where an argument has no counterpart.
@@ -88,7 +88,7 @@ class TorchMuon(DropIn):
             name = group["adjust_lr_fn"]
             if name not in _SCALES:
                 raise ValueError(f"{where}: adjust_lr_fn={name!r}: choose one of {', '.join(map(repr, _SCALES))}")
-            options["lr_scale"] = _SCALES[name]
+            options["adjust_lr"] = _SCALES[name]
         return options
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "MAX_SUM",
@@ -118,6 +119,9 @@ def obstacle_to_kernels(param: Tensor) -> str | None:
         return obstacle
     if param.dtype not in _TRITON_DTYPES:
         return f"{param.dtype} has no kernel"
+    # A DTensor is none of these: callers have its local tensor, and what that wraps counts.
+    if is_traceable_wrapper_subclass(param) and not hasattr(param, "_local_tensor"):
+        return f"a {type(param).__name__} keeps its memory in tensors of its own"
     if not is_dense(param):
         return f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps in memory"
     return None

@@ -247,6 +247,6 @@ def _view_text(view: View) -> str:
         value = getattr(view, field.name)
         if field.default is dataclasses.MISSING:
             parts.append(repr(value))
-        elif value != field.default:
+        elif field.repr and value != field.default:
             parts.append(f"{field.name}={value!r}")
     return f"{type(view).__name__}({', '.join(parts)})"

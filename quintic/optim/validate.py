@@ -18,6 +18,7 @@ from quintic.optim.comms.sharing import DIVIDING
 from quintic.optim.groups.flattened import check_group_is_whole
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.layout.views import View
+from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.polar.forms import check_orthogonalizer
 from quintic.optim.qk_clip.clip import QKClip
 from quintic.optim.rules.narrow_state import MOST_OF_BF16
@@ -196,6 +197,8 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
             )
         if group["algorithm"] == "muon":
             _check_matrix(name, param, group)
+        else:
+            check_wrapper(name, local_tensor(param), None)
         try:
             choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
@@ -257,6 +260,7 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             f"{name}: a {param.ndim}-D parameter (shape {tuple(param.shape)}) cannot be orthogonalised; put it into a "
             f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
         )
+    check_wrapper(name, local_tensor(param), view if local_tensor(param).shape == param.shape else None)
     try:
         count = sum(b for b, _, _ in view.shapes(param.shape))
         if local_tensor(param).shape == param.shape:

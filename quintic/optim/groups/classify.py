@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from quintic.optim.groups.layer_types import operation_on
 from quintic.optim.groups.registry import Found
 from quintic.optim.groups.uses import Use, is_tuner, stored
 from quintic.optim.layout.views import Experts, Flatten, Matrix, Split, View
@@ -21,6 +22,8 @@ __all__ = ["PERHAPS_FUSED", "Algorithm", "Choice", "Convolutions", "choose"]
 Algorithm = Literal["muon", "adamw"]
 
 Convolutions = Literal["adamw", "muon"]
+
+_QKV = ("query", "key", "value")
 
 PERHAPS_FUSED = "perhaps several matrices, taken as one"
 """Part of the reason for a parameter like `qkv_proj.weight` whose owner is not in the registry."""
@@ -97,7 +100,7 @@ def choose(
         # One AdamW use makes the tensor AdamW's (a head that is a linear layer elsewhere), in whatever order they come.
         return min(choices, key=lambda choice: (choice.algorithm, str(choice.view), choice.why))
     for use in uses:
-        choice = _by_attribute(use, param)
+        choice = _by_attribute(use, param) or _by_graph(use)
         if choice is not None:
             return choice
     if param.ndim == 3 and "experts" in name:
@@ -154,7 +157,7 @@ def _by_module(use: Use, param: Tensor, heads: Mapping[nn.Module, str]) -> Choic
         return _linear(use, module, param, heads)
     if isinstance(module, nn.MultiheadAttention):
         if use.attribute == "in_proj_weight":
-            return Choice("muon", Split((module.embed_dim,) * 3), "fused queries, keys, values")
+            return Choice("muon", Split((module.embed_dim,) * 3, names=_QKV), "fused queries, keys, values")
         if use.attribute.endswith("_proj_weight"):
             return Choice("muon", Matrix(), "linear layer")
         return _adamw("bias")  # bias_k and bias_v, (1, 1, embed_dim)
@@ -271,6 +274,18 @@ def _by_attribute(use: Use, param: Tensor) -> Choice | None:
             return Choice("muon", Matrix(), "factor of an adapter")
         reason = "adapter"
     return None if reason is None else _adamw(reason)
+
+
+def _by_graph(use: Use) -> Choice | None:
+    """Return the treatment of a parameter that a traced graph uses in one way, without a layer of its own."""
+    operation = operation_on(use.module, use.attribute)
+    if operation is None:
+        return None
+    if operation.kind.startswith("linear"):
+        return Choice("muon", Matrix(operation.kind != "linear"), "multiplied with, as the traced graph says")
+    if operation.kind == "nothing":
+        return _adamw("used by nothing in the traced graph")
+    return _adamw(f"{operation.kind}, as the traced graph says")
 
 
 def _stored_vector(param: Tensor) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quintic.optim.groups.uses import attribute_of
+
 __all__ = ["check_group_is_whole", "check_model_is_whole"]
 
 _WAY_OUT = (
@@ -24,7 +26,7 @@ def check_model_is_whole(model: nn.Module) -> None:
     for name, module in model.named_modules():
         bases = {base.__name__ for base in type(module).__mro__}
         # Without sharding it is data parallelism, and keeps the shapes.
-        strategy = getattr(getattr(module, "sharding_strategy", None), "name", "NO_SHARD")
+        strategy = getattr(attribute_of(module, "sharding_strategy"), "name", "NO_SHARD")
         if "FullyShardedDataParallel" in bases and strategy != "NO_SHARD":
             raise ValueError(f"{name or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1): {_WAY_OUT}")
     for name, param in model.named_parameters():

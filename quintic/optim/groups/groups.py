@@ -15,7 +15,7 @@ import fnmatch
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ from torch.nn.parameter import is_lazy
 from quintic.optim.groups.classify import PERHAPS_FUSED, Algorithm, Choice, Convolutions, choose
 from quintic.optim.groups.flattened import check_model_is_whole
 from quintic.optim.groups.heads import heads_of
+from quintic.optim.groups.layer_types import with_layer_types
 from quintic.optim.groups.names import model_parameters, numberless
 from quintic.optim.groups.options import with_new_names
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
-from quintic.optim.layout.views import Matrix, View
+from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
 
@@ -132,7 +133,7 @@ def grouped(
     decisions: Sequence[Decision], *, muon: Mapping[str, Any] | None, adamw: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Return the groups of `param_groups` for decisions already made; a reason never splits a group."""
-    groups: dict[tuple[Algorithm, View, int], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     defaults = {
         which: _hyperparameters(which, {} if options is None else options)
         for which, options in (("muon", muon), ("adamw", adamw))
@@ -143,8 +144,10 @@ def grouped(
         if decision.options not in distinct:
             own.append(_hyperparameters(f"options of the rule for {decision.name}", decision.options))
             distinct.append(decision.options)
+        # Names of parts are no difference between views, but another order of them takes a group of its own.
+        names = getattr(decision.view, "names", None)
         number = distinct.index(decision.options)
-        key = (decision.algorithm, decision.view, number)
+        key = (decision.algorithm, decision.view, names, number)
         if key not in groups:
             groups[key] = {
                 "params": [],
@@ -194,9 +197,10 @@ def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convoluti
     if convolutions not in get_args(Convolutions):
         raise ValueError(f"convolutions={convolutions!r}: choose 'muon' or 'adamw'")
     check_model_is_whole(model)
-    uses = uses_of(model)
-    known = known_views(model.modules())
-    heads = heads_of(model)
+    typed = with_layer_types(model)
+    uses = uses_of(typed)
+    known = known_views(typed.modules())
+    heads = heads_of(typed)
     ruled = [_names_of(rule, uses.values()) for rule in rules]
     decisions: list[Decision] = []
     undecided: list[str] = []
@@ -216,7 +220,7 @@ def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convoluti
             used_rules.add(number)
             rule, options = rules[number], rules[number].options
             inherited = choice.view if isinstance(choice, Choice) and rule.algorithm == "muon" else Matrix()
-            choice = Choice(rule.algorithm, rule.view or inherited, f"rule {rule.pattern!r}")
+            choice = Choice(rule.algorithm, _named_like(rule.view, inherited), f"rule {rule.pattern!r}")
         if not isinstance(choice, Choice):
             undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
             continue
@@ -236,6 +240,14 @@ def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convoluti
     if not decisions:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     return decisions
+
+
+def _named_like(view: View | None, inherited: View) -> View:
+    """Return the view of a rule, if it has one, with the names that the parts it divides into are known by."""
+    if not isinstance(view, Split) or not isinstance(inherited, Split) or view.names is not None:
+        return view or inherited
+    is_same = (view.sizes, view.groups, view.transposed) == (inherited.sizes, inherited.groups, inherited.transposed)
+    return replace(view, names=inherited.names) if is_same else view
 
 
 def _undecided_message(undecided: Sequence[str]) -> str:
@@ -278,7 +290,11 @@ def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
 
 def _without_matrices(model: nn.Module, decisions: Sequence[Decision]) -> str | None:
     """Return why a model with layers gives Muon no matrix, and what to do; None if that was to be expected."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)]
+    layers = [
+        module
+        for module in with_layer_types(model).modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    ]
     decided: dict[Tensor, Decision] = {decision.param: decision for decision in decisions}
     choices = [decided.get(param) for layer in layers for param in [stored(layer, "weight")] if param is not None]
     trained = [decision for decision in choices if decision is not None]

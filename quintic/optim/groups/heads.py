@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from quintic.optim.groups.names import NUMBER, clean_names, numberless, unwrapped
+from quintic.optim.groups.uses import attribute_of
 
 __all__ = ["heads_of"]
 
@@ -90,10 +91,10 @@ def _last_of(container: nn.Module) -> list[_Layer]:
 
 def _declared_heads(module: nn.Module) -> Iterator[_Layer]:
     for method in ("get_output_embeddings", "get_classifier"):
-        ask = getattr(module, method, None)
+        ask = attribute_of(module, method)
         try:
             answer = ask() if callable(ask) else None
-        except (AttributeError, NotImplementedError, TypeError):
+        except Exception:  # a model may raise anything where it has no head; then nothing is declared
             continue
         for head in answer if isinstance(answer, tuple | list) else [answer]:
             if isinstance(head, nn.Module):

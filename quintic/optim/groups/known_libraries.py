@@ -11,15 +11,16 @@ from quintic.optim.groups.known_view import (
     parts,
     size_of,
 )
+from quintic.optim.groups.uses import attribute_of
 from quintic.optim.layout.views import Experts, Split, View
 
 __all__ = ["LIBRARIES"]
 
 
 def _timm_queries_keys_values(owner: nn.Module, param: Tensor) -> View | None:
-    if getattr(owner, "use_global", False):  # GCViT's queries come from elsewhere
+    if attribute_of(owner, "use_global", False):  # GCViT's queries come from elsewhere
         return equal_parts(2)(owner, param)
-    return equal_parts(3, per_head=getattr(owner, "head_first", False))(owner, param)
+    return equal_parts(3, per_head=attribute_of(owner, "head_first", False))(owner, param)
 
 
 def _queries_per_key_head(owner: nn.Module, param: Tensor) -> View:
@@ -41,7 +42,7 @@ def _attention_and_gated_mlp(owner: nn.Module, param: Tensor) -> View:
 
 def _modulation(owner: nn.Module, param: Tensor) -> View | None:
     """Shifts, scales and gates, each as wide as what the norms beside the modulation put out."""
-    shapes = [getattr(child, "normalized_shape", None) for child in owner.children()]
+    shapes = [attribute_of(child, "normalized_shape") for child in owner.children()]
     widths = {shape[-1] for shape in shapes if isinstance(shape, tuple) and shape}
     if len(widths) != 1 or param.shape[0] % (width := widths.pop()):
         raise UnknownLayoutError
@@ -54,6 +55,8 @@ def _alternating(_owner: nn.Module, param: Tensor) -> View:
 
 _FUSED = "fused queries, keys, values"
 _KEY_VALUE = "fused keys, values"
+_QKV = ("query", "key", "value")
+_KV = ("key", "value")
 _GATED = "fused gate and up"
 _MODULATION = "modulation: shifts, scales, gates"
 
@@ -81,6 +84,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         parts("key_dim", "key_dim", "val_dim", per_head=True),
         "fused query, key, value, one group per head",
         attributes=_KEY_AND_VALUE_DIM,
+        holds=_QKV,
         libraries=_TIMM,
     ),
     KnownView(
@@ -88,16 +92,18 @@ LIBRARIES: tuple[KnownView, ...] = (
         parts("key_dim", "val_dim", per_head=True),
         "fused key, value, one group per head",
         attributes=_KEY_AND_VALUE_DIM,
+        holds=_KV,
         libraries=_TIMM,
     ),
-    KnownView("qkv.weight", _timm_queries_keys_values, _FUSED, libraries=_TIMM),
-    KnownView("kv.weight", equal_parts(2), _KEY_VALUE, libraries=_TIMM),
-    KnownView("qk.weight", equal_parts(2), "fused queries, keys", ("GPSA",), libraries=_TIMM),
+    KnownView("qkv.weight", _timm_queries_keys_values, _FUSED, libraries=_TIMM, holds=_QKV),
+    KnownView("kv.weight", equal_parts(2), _KEY_VALUE, libraries=_TIMM, holds=_KV),
+    KnownView("qk.weight", equal_parts(2), "fused queries, keys", ("GPSA",), libraries=_TIMM, holds=("query", "key")),
     KnownView(
         "in_proj.weight",
         _parallel_block,
         "fused MLP, queries, keys, values",
         attributes=("in_split",),
+        holds=("mlp", *_QKV),
         libraries=_TIMM,
     ),
     KnownView("fc1.weight", equal_parts(2), _GATED, ("GluMlp", "GatedConvBlock"), libraries=_TIMM),
@@ -109,6 +115,7 @@ LIBRARIES: tuple[KnownView, ...] = (
         _queries_per_key_head,
         "fused queries, key, value, one group per key head",
         attributes=("heads_per_kv", "head_dim"),
+        holds=_QKV,
     ),
     KnownView(
         "mlp1_weight_EGD",
@@ -120,12 +127,13 @@ LIBRARIES: tuple[KnownView, ...] = (
     *alike("w1_EFD w3_EFD", always(Experts()), "stacked experts", attributes=("w2_EDF",)),
     KnownView("w2_EDF", always(Experts()), "stacked experts", attributes=("w1_EFD",)),
     # Flux
-    KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX),
+    KnownView("qkv.weight", equal_parts(3), _FUSED, ("SelfAttention",), ("norm", "proj"), _FLUX, _QKV),
     KnownView(
         "linear1.weight",
         parts("hidden_size", "hidden_size", "hidden_size", "mlp_hidden_dim"),
         "fused queries, keys, values, MLP",
         attributes=("linear2", "hidden_size", "mlp_hidden_dim"),
+        holds=(*_QKV, "mlp"),
     ),
     KnownView("lin.weight", equal_parts("multiplier"), _MODULATION, attributes=("multiplier", "is_double")),
     # DiT and what follows it: the blocks' norms have no weights, and tell how wide a shift is.
@@ -145,8 +153,8 @@ LIBRARIES: tuple[KnownView, ...] = (
         libraries=_DIFFUSERS,
     ),
     KnownView("proj_out_1.weight", equal_parts(2), _MODULATION, attributes=("proj_out_2",), libraries=_DIFFUSERS),
-    *alike("to_qkv.weight to_added_qkv.weight", equal_parts(3), _FUSED, libraries=_DIFFUSERS),
-    *alike("to_kv.weight to_added_kv.weight", equal_parts(2), _KEY_VALUE, libraries=_DIFFUSERS),
+    *alike("to_qkv.weight to_added_qkv.weight", equal_parts(3), _FUSED, libraries=_DIFFUSERS, holds=_QKV),
+    *alike("to_kv.weight to_added_kv.weight", equal_parts(2), _KEY_VALUE, libraries=_DIFFUSERS, holds=_KV),
     KnownView(
         "to_qkv_mlp_proj.weight",
         _attention_and_gated_mlp,

@@ -14,6 +14,7 @@ from quintic.optim.groups.known_view import (
     size_of,
     split_of,
 )
+from quintic.optim.groups.uses import has_attribute
 from quintic.optim.layout.views import Experts, Matrix, Rows, Split, View
 
 __all__ = ["TRANSFORMERS"]
@@ -44,8 +45,7 @@ def _starcoder(owner: nn.Module, param: Tensor) -> View | None:
 
 
 def _codegen(owner: nn.Module, param: Tensor) -> View:
-    # Query, value and key of a quarter of the heads at a time, however many devices there are. The order of the parts
-    # within a group does not matter to a view whose parts are equal.
+    # Query, value and key of a quarter of the heads at a time, however many devices there are.
     return Split((param.shape[0] // 12,) * 3, groups=4)
 
 
@@ -63,7 +63,8 @@ def _conv1d(owner: nn.Module, param: Tensor) -> View:
 
 def _conv1d_attention(owner: nn.Module, param: Tensor) -> View:
     # Cross-attention keeps its query elsewhere, so that there are two parts, else three.
-    part = size_of(owner, "split_size")
+    # A traced module has lost its sizes; a part is as wide as what goes in.
+    part = size_of(owner, "split_size") if has_attribute(owner, "split_size") else param.shape[0]
     return split_of(*[part] * (param.shape[1] // part), transposed=True)
 
 
@@ -129,6 +130,7 @@ _EXPERTS = ("down_proj", "is_transposed", "is_concatenated", "has_gate")
 _FUSED = "fused queries, keys, values"
 _QUERIES = "latent attention: queries, plain and rotary rows together"
 _FUSED_PER_HEAD = "fused query, key, value, one group per head"
+_QKV = ("query", "key", "value")
 
 _PER_HEAD = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention")
 _PHI = ("Phi3Attention", "Phi4MultimodalAttention")
@@ -154,15 +156,38 @@ _GEMMA = ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector")
 TRANSFORMERS: tuple[KnownView, ...] = (
     # Conv1D computes x @ weight + bias. Its number of outputs is checked too: other classes have that name.
     KnownView("weight", _conv1d, "GPT-2: Conv1D stores (in, out)", ("Conv1D",), ("nf",)),
-    KnownView("c_attn.weight", _conv1d_attention, "GPT-2: fused query, key, value; Conv1D stores (in, out)", _GPT2),
-    KnownView("query_key_value.weight", _query_key_value_per_head, _FUSED_PER_HEAD, _PER_HEAD),
-    KnownView("query_key_value.weight", _falcon, "Falcon: fused queries, key, value", ("FalconAttention",)),
-    KnownView("c_attn.weight", _starcoder, "StarCoder: fused queries, key, value", ("GPTBigCodeAttention",)),
-    KnownView("qkv_proj.weight", _codegen, "CodeGen: fused, in four groups of heads", ("CodeGenAttention",)),
-    KnownView("qkv_proj.weight", _query_key_value_per_head, _FUSED_PER_HEAD, ("MiniMaxLightningAttention",)),
-    KnownView("qkv_proj.weight", _all_queries_keys_values, _FUSED, _PHI),
-    KnownView("Wqkv.weight", equal_parts(3), _FUSED, ("MptAttention", "ModernBertAttention")),
-    KnownView("qkv.weight", equal_parts(3), _FUSED, _VISION),
+    KnownView(
+        "c_attn.weight",
+        _conv1d_attention,
+        "GPT-2: fused query, key, value; Conv1D stores (in, out)",
+        _GPT2,
+        holds=_QKV,
+    ),
+    KnownView("query_key_value.weight", _query_key_value_per_head, _FUSED_PER_HEAD, _PER_HEAD, holds=_QKV),
+    KnownView("query_key_value.weight", _falcon, "Falcon: fused queries, key, value", ("FalconAttention",), holds=_QKV),
+    KnownView(
+        "c_attn.weight", _starcoder, "StarCoder: fused queries, key, value", ("GPTBigCodeAttention",), holds=_QKV
+    ),
+    KnownView(
+        "qkv_proj.weight",
+        _codegen,
+        "CodeGen: fused, in four groups of heads",
+        ("CodeGenAttention",),
+        holds=("query", "value", "key"),
+    ),
+    KnownView(
+        "qkv_proj.weight", _query_key_value_per_head, _FUSED_PER_HEAD, ("MiniMaxLightningAttention",), holds=_QKV
+    ),
+    KnownView("qkv_proj.weight", _all_queries_keys_values, _FUSED, _PHI, holds=_QKV),
+    KnownView("Wqkv.weight", equal_parts(3), _FUSED, ("MptAttention", "ModernBertAttention"), holds=_QKV),
+    KnownView(
+        "Wqkv.weight",
+        _all_queries_keys_values,
+        _FUSED,
+        attributes=("clip_qkv", "num_key_value_heads", "head_dim"),  # DBRX
+        holds=_QKV,
+    ),
+    KnownView("qkv.weight", equal_parts(3), _FUSED, _VISION, holds=_QKV),
     KnownView("gate_up_proj.weight", equal_parts(2), "fused gate and up", _GATED_MLP),
     KnownView("input_linear.weight", equal_parts(2), "fused gate and up", _GRANITE),
     KnownView("Wi.weight", equal_parts(2), "fused up and gate", ("ModernBertMLP", "ModernBertDecoderMLP")),
@@ -171,6 +196,7 @@ TRANSFORMERS: tuple[KnownView, ...] = (
         parts("head_dim", "head_dim", per_head=True),
         "query and output gate, one group per head",
         _GATED_ATTENTION,
+        holds=("query", "gate"),
     ),
     KnownView(
         "in_proj_qkvz.weight",

@@ -4,10 +4,11 @@ A view is a function of the owner and the parameter, because sizes are the owner
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from quintic.optim.groups.uses import attribute_of, has_attribute
 from quintic.optim.layout.views import Matrix, Split, View
 
 __all__ = [
@@ -50,6 +51,15 @@ class KnownView:
     """Names of the attributes that the owner must have."""
     libraries: tuple[str, ...] = ()
     """Packages that the class comes from, where its name alone says little, e.g. `Attention`; empty for any."""
+    holds: tuple[str, ...] = ()
+    """What the parts of its `Split` are, in their order, as QK-clip calls them: `("query", "key", "value")`."""
+
+    def view_of(self, owner: nn.Module, param: Tensor) -> View | None:
+        """Return the view of a parameter, with the names of its parts where they are known."""
+        view = self.view(owner, param)
+        if isinstance(view, Split) and len(view.sizes) == len(self.holds):
+            return replace(view, names=self.holds)
+        return view
 
     def recognises(self, owner: nn.Module) -> bool:
         """Return whether this entry speaks of `owner`."""
@@ -58,7 +68,7 @@ class KnownView:
             bases = tuple(base for base in bases if base.__module__.partition(".")[0] in self.libraries)
         if not bases or (self.classes and not any(base.__name__ in self.classes for base in bases)):
             return False
-        return all(hasattr(owner, attribute) for attribute in self.attributes)
+        return all(has_attribute(owner, attribute) for attribute in self.attributes)
 
 
 def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> tuple[KnownView, ...]:
@@ -68,9 +78,9 @@ def alike(parameters: str, view: ViewOf, why: str, **owner: tuple[str, ...]) -> 
 
 def size_of(owner: nn.Module, *names: str) -> int:
     """Return the first of `names` that the owner, or else its configuration, has."""
-    for source in (owner, getattr(owner, "config", None)):
+    for source in (owner, attribute_of(owner, "config")):
         for name in names:
-            value = getattr(source, name, None)
+            value = attribute_of(source, name)
             if isinstance(value, int):
                 return value
     raise AttributeError(f"{type(owner).__name__} has none of {', '.join(names)}")

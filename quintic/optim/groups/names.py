@@ -40,11 +40,12 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 def wrapped_child(module: nn.Module) -> str | None:
     """Return the name under which a wrapper holds the module it stands for; None for other modules."""
-    children = module._modules
+    # Not `get`, which the children of TorchScript's modules lack.
+    children = {name for name, child in module._modules.items() if child is not None}
     for name in _MARKS:
-        if children.get(name) is not None:
+        if name in children:
             return name
-    if children.get(_HELD) is not None and any(base.__name__ in _HOLDERS for base in type(module).__mro__):
+    if _HELD in children and any(base.__name__ in _HOLDERS for base in type(module).__mro__):
         return _HELD
     return None
 

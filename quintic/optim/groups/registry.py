@@ -72,11 +72,11 @@ def _depth(match: Found) -> int:
 
 def _found(entry: KnownView, owner: nn.Module, param: Tensor) -> Found | None:
     try:
-        view = entry.view(owner, param)
+        view = entry.view_of(owner, param)
         if view is not None:
             view.shapes(param.shape)
     except UnknownLayoutError:
         return None
-    except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-        return Found(entry, None, str(error))
+    except Exception as error:  # also from a property of the model that cannot be read
+        return Found(entry, None, str(error) or type(error).__name__)
     return Found(entry, view)

@@ -7,14 +7,14 @@ parametrizations keep is used as no weight.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from quintic.optim.groups.names import clean_names, unwrapped
 
-__all__ = ["Use", "first_names", "is_tuner", "stored", "uses_of"]
+__all__ = ["Use", "attribute_of", "first_names", "has_attribute", "is_tuner", "stored", "uses_of"]
 
 # Parametrizations that multiply the rows of what they keep, or all of it, by numbers.
 _SCALING = frozenset({"_WeightNorm", "_SpectralNorm"})
@@ -86,7 +86,7 @@ def _prefixes(name: str) -> Iterator[str]:
 def _weight_of(module: nn.Module, key: str) -> str:
     """Return the attribute that a parameter stands for where a function has replaced it."""
     name, mark, suffix = key.rpartition("_")
-    return name if mark + suffix in _SCALED and name not in module._parameters and hasattr(module, name) else key
+    return name if mark + suffix in _SCALED and name not in module._parameters and has_attribute(module, name) else key
 
 
 def _scaled_key(kept: ParametrizationList) -> str | None:
@@ -94,6 +94,20 @@ def _scaled_key(kept: ParametrizationList) -> str | None:
     if not all(type(one).__name__ in _SCALING for one in kept):
         return None
     return "original" if "original" in kept._parameters else "original1"
+
+
+def attribute_of(source: object, name: str, default: Any = None) -> Any:
+    """Return an attribute of a user's module; the default where it is missing, or a property that cannot be read."""
+    try:
+        return getattr(source, name, default)
+    except Exception:  # a property may raise anything while the model is not ready for it
+        return default
+
+
+def has_attribute(source: object, name: str) -> bool:
+    """Return whether a user's module has an attribute that can be read."""
+    missing = object()
+    return attribute_of(source, name, missing) is not missing
 
 
 def is_tuner(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ scale sees m outputs and n inputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -154,16 +154,25 @@ class Split(View):
         transposed: the tensor is (..., in_features, out_features).
         groups: how many times the pattern of parts repeats; the rows of one part, from all groups, are one matrix.
         heads: for each part, into how many matrices it is divided further (Muon per head); None for one each.
+        names: what each part is, for QK-clip alone: `("query", "value", "key")`. None where nothing says so, or
+            nothing needs to. Views that differ in names alone are equal.
     """
 
     sizes: tuple[int, ...]
     transposed: bool = False
     groups: int = 1
     heads: tuple[int, ...] | None = None
+    names: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Accept any sequence of sizes, so that `Split([256, 256])` is hashable too."""
         object.__setattr__(self, "sizes", tuple(self.sizes))
+        if self.names is not None:
+            object.__setattr__(self, "names", tuple(self.names))
+            if len(self.names) != len(self.sizes) or any(self.names.count(name) > 1 for name in ("query", "key")):
+                raise ValueError(
+                    f"{self}: names={self.names!r} must be one name for each part, with at most one 'query' and 'key'"
+                )
         if self.heads is None:
             return
         object.__setattr__(self, "heads", tuple(self.heads))

@@ -142,7 +142,8 @@ class QKClip:
         threshold: largest logit, after the softmax scale, that a head may have.
         grouped: heads that share a key. `"exact"`: each head's logits end at min(S, threshold); `"sqrt"`: queries take
             sqrt(gamma_h) alone, which also shrinks the logits of heads that share a key with a larger one.
-        parts: which parts of a fused weight's `Split` are query and key; `(0, 2)` for query, gate, key, value.
+        parts: which parts of a fused weight's `Split` are query and key; `(0, 2)` for query, gate, key, value. None: as
+            its `names` say, which `param_groups` sets for the models that it knows; without names the first two.
         rope_dim: rotary channels of a head in multi-latent attention; None reads them off the down-projection.
         layouts: shell-style pattern on parameter names -> how the weight stores its features, where Muon's view does
             not say: `Split(...)` of a fused weight that Muon takes as one `Matrix()`, or of a query projection with a
@@ -161,7 +162,7 @@ class QKClip:
 
     threshold: float = 100.0
     grouped: Grouped = "exact"
-    parts: tuple[int, int] = (0, 1)
+    parts: tuple[int, int] | None = None
     rope_dim: int | None = None
     layouts: Mapping[str, View] = field(default_factory=dict, hash=False)
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -176,10 +177,11 @@ class QKClip:
             raise ValueError(f"QKClip: threshold={self.threshold!r} must be a positive, finite number")
         if self.grouped not in ("exact", "sqrt"):
             raise ValueError(f"QKClip: grouped={self.grouped!r} must be 'exact' or 'sqrt'")
-        are_numbers = isinstance(self.parts, Sequence) and all(is_count(part, least=0) for part in self.parts)
-        if not are_numbers or len(self.parts) != 2 or self.parts[0] == self.parts[1]:
-            raise ValueError(f"QKClip: parts={self.parts!r} must be two different part numbers, of query and key")
-        object.__setattr__(self, "parts", tuple(self.parts))
+        if self.parts is not None:
+            are_numbers = isinstance(self.parts, Sequence) and all(is_count(part, least=0) for part in self.parts)
+            if not are_numbers or len(self.parts) != 2 or self.parts[0] == self.parts[1]:
+                raise ValueError(f"QKClip: parts={self.parts!r} must be two different part numbers, of query and key")
+            object.__setattr__(self, "parts", tuple(self.parts))
         if self.rope_dim is not None and not is_count(self.rope_dim, least=0):
             raise ValueError(f"QKClip: rope_dim={self.rope_dim!r} must be an integer of at least 0, or None")
         if not isinstance(self.layouts, Mapping):

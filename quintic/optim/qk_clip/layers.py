@@ -107,7 +107,7 @@ class HeadSearch:
     shapes: Mapping[str, torch.Size]
     num_heads: int
     views: Mapping[str, View]
-    parts: tuple[int, int]
+    parts: tuple[int, int] | None
     rope_dim: int | None
     layouts: Mapping[str, View]
     names: Mapping[str, str]
@@ -135,9 +135,7 @@ class HeadSearch:
         fused = self._one(_FUSED)
         if fused:
             self._refuse_norms(fused)
-            roles: list[Role] = ["none"] * (max(self.parts) + 1)
-            roles[self.parts[0]], roles[self.parts[1]] = "query", "key"
-            return self._built((fused, self._split_rows(fused, tuple(roles))))
+            return self._built((fused, self._split_rows(fused, ("query", "key"))))
         names = _listed(p.name for p in (query, key or latent_up) if p)
         raise self._error(
             f"a query and a key projection are needed below it, found {names}; they must be parameters of the "
@@ -294,13 +292,15 @@ class HeadSearch:
         return shape[dim], shape[1 - dim]
 
     def _rows_of_one(self, projection: _Projection, role: Role) -> Features:
-        # Muon's own view does not count here: a Split of a single projection may be one into heads.
-        if isinstance(self._explicit(projection), Split):
+        # Muon's own view counts only where it names its parts: a Split of a single projection may be one into heads.
+        view = self.views.get(projection.name)
+        is_named = isinstance(view, Split) and view.names is not None and role in view.names
+        if isinstance(self._explicit(projection) or (view if is_named else None), Split):
             return self._split_rows(projection, (role,))
         return Features(1, ((role, self._features(projection)[0]),))
 
-    def _split_rows(self, projection: _Projection, roles: tuple[Role, ...]) -> Features:
-        """Return the rows of a weight whose `Split` begins with parts of these roles."""
+    def _split_rows(self, projection: _Projection, wanted: tuple[Role, ...]) -> Features:
+        """Return the rows of a weight whose `Split` has parts of the roles that are wanted."""
         layout, features = self._layout(projection), self._features(projection)[0]
         if not isinstance(layout, Split):
             raise self._error(
@@ -308,19 +308,44 @@ class HeadSearch:
                 f"quintic.Rule({projection.name!r}, 'muon', quintic.Split(sizes, groups=...)), or, to leave Muon's "
                 f"view alone, quintic.QKClip(layouts={{{projection.name!r}: quintic.Split(sizes, groups=...)}})"
             )
-        num_parts = len(layout.sizes)
         if sum(layout.sizes) * layout.groups != features:
             raise self._error(f"{projection.name}: {layout} does not add up to its {features} output features")
+        places = self._places(projection, layout, wanted)
+        roles: list[Role] = ["none"] * len(layout.sizes)
+        for role, place in zip(wanted, places, strict=True):
+            roles[place] = role
+        return Features(layout.groups, tuple(zip(roles, layout.sizes, strict=True)))
+
+    def _places(self, projection: _Projection, layout: Split, wanted: tuple[Role, ...]) -> tuple[int, ...]:
+        """Return which parts of a weight have the roles that are wanted, in their order."""
+        is_fused = len(wanted) == 2
+        given = self.parts if is_fused else None
+        if layout.names is not None:
+            if not set(wanted) <= set(layout.names):
+                raise self._error(
+                    f"{projection.name} holds {', '.join(layout.names)}, and QK-clip looks for {' and '.join(wanted)} "
+                    f"there; give the name of another attention module, or describe the weight with "
+                    f"quintic.QKClip(layouts={{{projection.name!r}: quintic.Split(sizes, names=...)}})"
+                )
+            places = tuple(layout.names.index(role) for role in wanted)
+            if given is not None and given != places:
+                raise self._error(
+                    f"{projection.name} holds {', '.join(layout.names)} in this order, and "
+                    f"quintic.QKClip(parts={given!r}) means others; leave parts out, or describe the weight with "
+                    f"quintic.QKClip(layouts=...)"
+                )
+            return places
+        num_parts = len(layout.sizes)
+        places = given or tuple(range(len(wanted)))
         # Four parts may be query, gate, key, value, or a Split into heads, and two the key and value of
         # cross-attention: that must not be guessed.
-        unsaid = self.parts == (0, 1) and self._explicit(projection) is None
-        if num_parts < len(roles) or (unsaid and (num_parts > 3 or (len(roles) == 2 and num_parts < 3))):
+        unsaid = given is None and self._explicit(projection) is None
+        if num_parts <= max(places) or (unsaid and (num_parts > 3 or (is_fused and num_parts < 3))):
             raise self._error(
                 f"{projection.name}: {layout} has {num_parts} parts; say with quintic.QKClip(parts=(i, j)) which one "
                 f"is the queries and which one the keys, or describe the weight with quintic.QKClip(layouts=...)"
             )
-        rest: list[Role] = ["none"] * (num_parts - len(roles))
-        return Features(layout.groups, tuple(zip((*roles, *rest), layout.sizes, strict=True)))
+        return places
 
     def _per_head(self, projection: _Projection, features: int) -> int:
         if self.num_heads < 1 or features < 1 or features % self.num_heads:
