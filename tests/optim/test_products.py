@@ -95,7 +95,6 @@ def states():
     return [
         float32_products("cuda").fp32_precision,
         float32_products("cpu").fp32_precision,
-        torch.get_float32_matmul_precision(),
         cuda.allow_fp16_accumulation,
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
