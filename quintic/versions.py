@@ -17,6 +17,7 @@ __all__ = [
     "GLUON_NEEDS",
     "HARNESS_NEEDS",
     "OPTIMIZER_NEEDS",
+    "STRIDED_NEEDS",
     "Float32Products",
     "OneSetting",
     "all_gather_single",
@@ -25,6 +26,7 @@ __all__ = [
     "float32_products",
     "gluon_is_known",
     "gluon_names",
+    "moves_strided_shards",
     "release",
     "torch_version",
     "varlen_takes_groups",
@@ -120,6 +122,15 @@ def all_gather_single() -> Callable[..., Any]:
 
     renamed: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
     return renamed or dist.all_gather_into_tensor
+
+
+STRIDED_NEEDS = "2.11"
+"""The first PyTorch of those tried that moves DTensors rightly to and from `_StridedShard`, of FSDP2 beside TP."""
+
+
+def moves_strided_shards() -> bool:
+    """Return whether `DTensor.redistribute` is right with `_StridedShard`: 2.9 still misplaces rows, in silence."""
+    return release(torch_version() or "") >= release(STRIDED_NEEDS)
 
 
 # ---------- Triton
