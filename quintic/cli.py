@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from quintic.errors import ConfigError, OtherRankError, QuinticError
 from quintic.launch import check_launcher, environment_number, install_command, with_program
 from quintic.streams import complete_streams, drop_output
+from quintic.versions import HARNESS_NEEDS, OPTIMIZER_NEEDS, release, torch_version
 
 __all__ = ["OPTION_ALIASES", "main"]
 
@@ -134,6 +135,7 @@ def _run(arguments: list[str]) -> int:
             from quintic.commands.options import answer_early
 
             answer_early(name, options)
+        _check_torch(name)
         return int(importlib.import_module(_COMMANDS[name]).run(options))
     except SystemExit as stop:  # after --help
         return int(stop.code or 0)
@@ -147,6 +149,19 @@ def _unaliased(argument: str) -> str:
 def _check_single_process(name: str) -> None:
     if environment_number("WORLD_SIZE", 1) > 1:
         raise ConfigError(f"quintic {name} runs in one process: start it without torchrun (WORLD_SIZE is above 1)")
+
+
+def _check_torch(name: str) -> None:
+    """Check that PyTorch is new enough for the commands, of which only the optimizer supports older ones."""
+    installed = torch_version()
+    if installed is None or release(installed) >= release(HARNESS_NEEDS):
+        return
+    if environment_number("LOCAL_RANK", 0):
+        raise OtherRankError("the first rank of this host says what is wrong")
+    raise ConfigError(
+        f"quintic {name} needs PyTorch {HARNESS_NEEDS} or newer, and {installed} is installed: "
+        f"run {install_command('train')} (the optimizer by itself needs {OPTIMIZER_NEEDS})"
+    )
 
 
 def _has_current_folder() -> bool:

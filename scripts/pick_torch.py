@@ -53,7 +53,7 @@ class Facts:
 
     system: str  # platform.system(): "Linux", "Darwin", "Windows"
     nvidia_gpu: bool
-    floor: str  # the oldest PyTorch that pyproject.toml allows
+    floor: str  # the oldest PyTorch that pyproject.toml allows for what is set up
     host_torch: str | None = None  # PyTorch of the Python that runs this file, if it can be imported
     offers: tuple[Offer, ...] = ()  # best first
 
@@ -74,12 +74,15 @@ def at_least(version: str, floor: str) -> bool:
     return ours > least or (ours == least and not is_pre)
 
 
-def torch_floor(pyproject: Mapping[str, Any]) -> str:
-    """Return the oldest PyTorch that `pyproject` allows."""
-    for requirement in pyproject["project"]["dependencies"]:
-        if match := re.match(r"torch\s*>=\s*([\d.]+)", requirement):
-            return match[1]
-    raise ValueError("pyproject.toml: no line 'torch>=...' in the dependencies")
+def torch_floor(pyproject: Mapping[str, Any], extras: Sequence[str]) -> str:
+    """Return the oldest PyTorch that `pyproject` allows with these extras: training needs a newer one."""
+    project = pyproject["project"]
+    optional = project.get("optional-dependencies", {})
+    needs = [*project["dependencies"], *(need for extra in extras for need in optional.get(extra, ()))]
+    floors = [match[1] for need in needs if (match := re.match(r"torch\s*>=\s*([\d.]+)", need))]
+    if not floors:
+        raise ValueError("pyproject.toml: no line 'torch>=...' in the dependencies")
+    return max(floors, key=release)
 
 
 def has_nvidia_gpu() -> bool:

@@ -330,7 +330,7 @@ def build(extras: Sequence[str], exact: bool) -> None:
     """Make `.venv` ready for `extras`, from what is there or from nothing."""
     begun = time.monotonic()
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    floor = torch_floor(pyproject)
+    floor = torch_floor(pyproject, extras)
     before = read_record()
     torch = installed_torch(VENV_PYTHON) if is_usable(before, exact) else None
     is_update = torch is not None and at_least(torch, floor)

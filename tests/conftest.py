@@ -5,9 +5,11 @@ import gc
 import importlib.util
 import os
 import random
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,35 @@ if IS_WORKER:
 hypothesis.settings.register_profile("quintic", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("quintic"), max_examples=25)
 hypothesis.settings.load_profile("quintic")
+
+
+class _TestFile(pytest.Module):
+    """A file of tests; skipped, with its reason, if it imports a package of an extra that is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return list(super().collect())
+        except self.CollectError as error:
+            missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+            if extra := _extras_of_modules().get(missing or ""):
+                pytest.skip(f"{missing} is not installed: pip install 'quintic[{extra}]'", allow_module_level=True)
+            raise
+
+
+def _extras_of_modules() -> dict[str, str]:
+    """Return for each module that an extra of pyproject.toml installs the first extra that does."""
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text("utf-8"))["project"]
+    found: dict[str, str] = {}
+    for extra, needs in project["optional-dependencies"].items():
+        for need in needs:
+            distribution = re.split(r"[<>=~! ;\[]", need, maxsplit=1)[0]
+            found.setdefault({"pyyaml": "yaml"}.get(distribution, distribution.replace("-", "_")), extra)
+    return found
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Let a file that this environment cannot import be skipped."""
+    return _TestFile.from_parent(parent, path=module_path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

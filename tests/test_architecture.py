@@ -22,10 +22,11 @@ REPOSITORY = Path(__file__).parents[1]
 LINE_LIMIT = 400
 
 # What a part of the package may import from the rest of it. Parts not named may import everything.
-# `errors` and `durable` are open to all; a part may always import itself.
+# `errors`, `durable` and `versions` are open to all; a part may always import itself.
 MAY_IMPORT = {
     "errors": set(),
     "durable": set(),
+    "versions": set(),
     "streams": set(),
     "launch": set(),
     "kernels": set(),
@@ -75,6 +76,10 @@ HARNESS = [
 MAY_READ_ENVIRONMENT = {"cli", "train.config", "launch", "kernels.dispatch"}
 MAY_COMMUNICATE_IN_OPTIM = {"optim.comms.collectives"}
 MAY_RENAME = {"durable"}
+MAY_ASK_VERSIONS = {"versions"}
+VERSIONED = {"torch", "triton"}
+# Can be imported where a package that is not PyTorch's is installed.
+OF_OTHERS = {"torch.utils.tensorboard"}
 MAY_NOT_PRINT = {"optim", "model", "data", "kernels", "integrations"}
 
 
@@ -151,7 +156,7 @@ def wrong_directions(module: Module) -> list[str]:
     """Imports against the arrows between the parts."""
     if module.part not in MAY_IMPORT:
         return []
-    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable"}
+    allowed = MAY_IMPORT[module.part] | {module.part, "errors", "durable", "versions"}
     found = []
     for line, name in imports(module):
         if is_in(name, "quintic"):
@@ -240,6 +245,58 @@ def environment_reads(module: Module) -> list[str]:
     return found
 
 
+def version_questions(module: Module) -> list[str]:
+    """A question for PyTorch's or Triton's version, or whether one has a name yet, outside the one file for these."""
+    if module.name in MAY_ASK_VERSIONS:
+        return []
+    # Names that stand for a part of either: imported, or assigned from such a part.
+    bound = {"torch", "triton"}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias, name in zip(node.names, names_of(node, module), strict=True):
+                if name.partition(".")[0] in VERSIONED or is_in(name, "quintic.kernels.jit"):
+                    bound.add(alias.asname or alias.name.partition(".")[0])
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and root_of(node.value) in bound:
+            bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+    def is_part(node: ast.AST) -> bool:
+        return root_of(node) in bound
+
+    found = []
+    for node in ast.walk(module.tree):
+        what = ""
+        if isinstance(node, ast.Attribute):
+            # `torch.version.hip` and `.cuda` say how it was built.
+            of_import = isinstance(node.value, ast.Call) and "import_module" in ast.unparse(node.value)
+            is_version = node.attr == "__version__" and (of_import or is_part(node))
+            what = ast.unparse(node) if is_version else ""
+        elif isinstance(node, ast.Call) and node.args:
+            function = ast.unparse(node.func).rpartition(".")[2]
+            asks = function in ("hasattr", "signature", "getattr_static") or (function, len(node.args)) == (
+                "getattr",
+                3,
+            )
+            of_metadata = function == "version" and getattr(node.args[0], "value", None) in VERSIONED
+            what = ast.unparse(node) if of_metadata or (asks and is_part(node.args[0])) else ""
+        elif isinstance(node, ast.Try):
+            caught = " ".join(ast.unparse(handler.type) for handler in node.handlers if handler.type)
+            if "ImportError" in caught or "AttributeError" in caught or "ModuleNotFoundError" in caught:
+                named = [name for line in node.body for inner in ast.walk(line) for name in names_of(inner, module)]
+                tried = [name for name in named if name.partition(".")[0] in VERSIONED and name not in OF_OTHERS]
+                what = f"try: {', '.join(tried)}" if tried else ""
+        if what:
+            found.append(f"line {node.lineno}: {what}")
+    return found
+
+
+def root_of(node: ast.AST) -> str:
+    """Return the name that a chain of attributes begins with; "" for anything else."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def stray_renames(module: Module) -> list[str]:
     """A file or folder renamed outside the one file that flushes it to disk before and its folder after."""
     if module.name in MAY_RENAME:
@@ -302,6 +359,7 @@ RULES: list[Rule] = [
     untyped_groups,
     private_reads,
     environment_reads,
+    version_questions,
     stray_renames,
     awareness_of_tests,
     prints,
@@ -345,6 +403,20 @@ def test_every_file_keeps_the_rule(rule: Rule):
         (private_reads, "rehearsal.rehearse", "optimizer._pending_steps()\n"),
         (environment_reads, "optim.muon", "import os\nx = os.environ['X']\n"),
         (environment_reads, "train.loop", "from os import getenv\n"),
+        (version_questions, "optim.muon", "import torch\nx = torch.__version__\n"),
+        (version_questions, "optim.muon", "import importlib.metadata as m\nx = m.version('torch')\n"),
+        (version_questions, "kernels.jit", "import importlib\nx = importlib.import_module('triton').__version__\n"),
+        (version_questions, "optim.muon", "import torch\nx = hasattr(torch.optim, 'Muon')\n"),
+        (version_questions, "train.loop", "import torch.distributed as dist\nx = getattr(dist, 'f', None) or dist.g\n"),
+        (
+            version_questions,
+            "train.loop",
+            "def f():\n    from torch.nn import attention\n    hasattr(attention, 'x')\n",
+        ),
+        (version_questions, "kernels.launch", "from quintic.kernels.jit import triton\nx = hasattr(triton, 'knobs')\n"),
+        (version_questions, "optim.muon", "import torch\ns = torch.backends.cuda\nx = getattr(s, 'a', 1)\n"),
+        (version_questions, "optim.muon", "from torch import bmm\nimport inspect\nx = inspect.signature(bmm)\n"),
+        (version_questions, "optim.muon", "try:\n    from torch.optim import Muon\nexcept ImportError:\n    pass\n"),
         (stray_renames, "data.hub", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "partial.replace(path)\n"),
         (stray_renames, "train.runs", "partial.rename(path)\n"),
@@ -380,6 +452,14 @@ def test_the_rule_finds_a_violation(rule: Rule, name: str, source: str):
         (private_reads, "optim.muon", "x = optimizer._current\n"),
         (private_reads, "optim.clip", "x = optimizer.current\n"),
         (environment_reads, "kernels.dispatch", "import os\nx = os.environ['X']\n"),
+        (version_questions, "versions", "import torch\nx = torch.__version__\n"),
+        (version_questions, "cli", "import quintic\nx = quintic.__version__\n"),
+        (version_questions, "optim.muon", "import torch\nx = torch.version.hip, getattr(torch, name)\n"),
+        (
+            version_questions,
+            "optim.muon",
+            "import torch\np = torch.zeros(1)\nx = getattr(p, 'a', 1), hasattr(p, 'b')\n",
+        ),
         (stray_renames, "durable", "import os\nos.replace(a, b)\n"),
         (stray_renames, "data.hub", "text.replace('a', 'b')\nreplace(a, b)\n"),
         (prints, "cli", "print('hello')\n"),

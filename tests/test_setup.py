@@ -123,9 +123,12 @@ def test_versions_compare_as_numbers_and_previews_come_before_their_release(pick
 
 
 def test_the_floor_is_read_from_pyproject(pick):
-    assert pick.torch_floor({"project": {"dependencies": ["numpy", "torch>=2.11"]}}) == "2.11"
+    project = {"dependencies": ["numpy", "torch>=2.8"], "optional-dependencies": {"train": ["torch>=2.11"], "dev": []}}
+    assert pick.torch_floor({"project": project}, []) == "2.8"
+    assert pick.torch_floor({"project": project}, ["dev"]) == "2.8"
+    assert pick.torch_floor({"project": project}, ["dev", "train"]) == "2.11"  # as a number: "2.8" > "2.11" as text
     with pytest.raises(ValueError, match="torch>="):
-        pick.torch_floor({"project": {"dependencies": ["torchvision>=1"]}})
+        pick.torch_floor({"project": {"dependencies": ["torchvision>=1"]}}, [])
 
 
 # ----------------------------------------------------------------------------------------- look

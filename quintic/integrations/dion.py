@@ -67,7 +67,7 @@ class DionMuon(DropIn):
         cautious_wd: decay only where update and weight agree in sign.
         epsilon: of AdamW groups; in Muon groups a guard of the norm, up to 1e-6, which is not needed here.
         nesterov: look one gradient ahead.
-        adjust_lr: `"spectral_norm"` is `adjust_lr="unit_rms"`, `"rms_norm"` is `"match_rms_adamw"`, None is None.
+        adjust_lr: `"spectral_norm"` is our `adjust_lr="unit_rms"`, `"rms_norm"` is `"match_rms_adamw"`, None is None.
         flatten: take tensors of three and more dimensions as one matrix each; else those of three as stacks.
         use_gram_newton_schulz: `orthogonalizer="gram"`.
         use_triton: makes no difference here: on CUDA devices kernels are used in any case.

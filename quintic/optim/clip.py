@@ -15,7 +15,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, group_ranks, has_process_group, start_all_gather
 from quintic.optim.comms.communicators import Communicators
 from quintic.optim.comms.sharing import AVERAGING, dividing_ranks, layouts_of
-from quintic.optim.layout.layouts import local_tensor, reject_sparse, reject_uncut, writable_gradient
+from quintic.optim.layout.layouts import local_tensor, placed_as, reject_sparse, reject_uncut, writable_gradient
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.rules.batches import alike, scale_
 from quintic.optim.rules.device_memory import host_tensor, upload
@@ -177,7 +177,7 @@ def _own_gradient(name: str, param: Any) -> Tensor | None:
     cut, wanted = getattr(gradient, "placements", None), getattr(param, "placements", None)
     if cut != wanted and cut is not None and wanted is not None:
         # Kept, so that `step` need not do it again.
-        param.grad = gradient = gradient.redistribute(param.device_mesh, wanted)
+        param.grad = gradient = placed_as(name, param, gradient)
     return local_tensor(gradient)
 
 

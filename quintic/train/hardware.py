@@ -21,6 +21,7 @@ from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.model.fp8 import Fp8Recipe
 from quintic.train.config import RunConfig, in_options
+from quintic.versions import torch_version
 
 __all__ = [
     "Hardware",
@@ -283,7 +284,7 @@ def git_state() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter for a result."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch_version() or ""}
     for package in ("quintic", "triton", "numpy", "tokenizers"):
         try:
             versions[package] = importlib.metadata.version(package)

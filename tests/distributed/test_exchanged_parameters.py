@@ -175,7 +175,7 @@ def check_layouts(rank, world_size):
     mesh = DeviceMesh(DEVICE, torch.arange(world_size))
 
     def laid_out(value, *placements):
-        return nn.Parameter(distribute_tensor(value, mesh, list(placements), src_data_rank=None))
+        return nn.Parameter(distribute_tensor(value.clone(), mesh, list(placements), src_data_rank=None))
 
     value = model_of()[0].weight.detach()
     copies = laid_out(value, Replicate())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from harness import DEVICE, run
+from newer import needs_torch
 from torch import nn
 
 import quintic
@@ -148,6 +149,7 @@ def exported(rank, world_size, comms):
     return found
 
 
+@needs_torch("2.9", "torch.optim.Muon")
 @pytest.mark.parametrize("comms", ["sharded", "replicated"])
 def test_divided_state_is_exported_whole(comms):
     [alone] = run(exported, 1, "none")

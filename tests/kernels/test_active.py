@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from newer import check_gluon, needs_torch
 from torch._subclasses import fake_tensor
 
 import quintic
@@ -54,10 +55,11 @@ def test_the_device_is_the_one_that_is_there(monkeypatch):
         active("cuda:77")
 
 
+@needs_torch("2.9", "row maxima of FlexAttention")
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_hopper_with_everything_installed(dtype):
-    pytest.importorskip("triton")
+    check_gluon()
     others = {"orthogonalize": "triton (hopper)", "attention": "fa3", "max_logits": "flex"}
     assert active(dtype=dtype) == dict.fromkeys(WITH_KERNELS, "triton") | others
 

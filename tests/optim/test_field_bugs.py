@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from newer import torch_muon
 from torch import nn
 
 import quintic
@@ -80,7 +81,7 @@ def test_twenty_steps_equal_torch_muon_with_its_conventions(adjust, nesterov, dt
     scale = "spectral" if adjust == "original" else adjust
     lr = 0.02 if adjust == "original" else 0.01
     first = Muon(ours, lr=lr, weight_decay=0.1, orthogonalizer="newton_schulz", adjust_lr=scale, nesterov=nesterov)
-    second = torch.optim.Muon(theirs, lr=lr, weight_decay=0.1, adjust_lr_fn=adjust, nesterov=nesterov)
+    second = torch_muon()(theirs, lr=lr, weight_decay=0.1, adjust_lr_fn=adjust, nesterov=nesterov)
     start = [param.detach().clone() for param in ours]
     for _ in range(20):
         for p, q in zip(ours, theirs, strict=True):

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from newer import torch_muon
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
@@ -29,7 +30,7 @@ def theirs(model, named=True):
         group = groups[algorithm]
         return list(zip(group["param_names"], group["params"], strict=True)) if named else group["params"]
 
-    muon = torch.optim.Muon(params("muon"), lr=0.02, weight_decay=0.1, momentum=0.95)
+    muon = torch_muon()(params("muon"), lr=0.02, weight_decay=0.1, momentum=0.95)
     adamw = torch.optim.AdamW(params("adamw"), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     return muon, adamw
 
@@ -134,7 +135,7 @@ def test_state_saved_under_the_names_of_the_model_finds_its_parameters():
 
 def test_names_given_go_before_names_saved():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    muon = torch.optim.Muon(list(model.named_parameters()))
+    muon = torch_muon()(list(model.named_parameters()))
     step(model, muon, seed=0)
     optimizer = ours(model)
     assert import_state(optimizer, muon.state_dict(), source="torch", names=["1.weight", None]) == ["1.weight"]
@@ -145,7 +146,7 @@ def test_names_given_go_before_names_saved():
 
 def test_a_parameter_that_was_never_stepped_keeps_its_state():
     model = model_of()
-    muon = torch.optim.Muon([model[1].weight, model[2].weight])
+    muon = torch_muon()([model[1].weight, model[2].weight])
     frozen = nn.Parameter(torch.zeros(3, 3))
     muon.add_param_group({"params": [frozen]})
     model[1].weight.grad = torch.ones(9, 6)

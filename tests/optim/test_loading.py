@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from newer import torch_muon
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -209,7 +210,7 @@ def test_saved_options_that_do_not_fit_change_nothing():
             lambda params: torch.optim.AdamW(params),
             r"state of torch\.optim\.AdamW, not.*import_state\(.*\"torch\", names",
         ),
-        (lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]), r"state of torch\.optim\.Muon, not"),
+        (lambda params: torch_muon()([p for p in params if p.ndim == 2]), r"state of torch\.optim\.Muon, not"),
         (lambda params: torch.optim.SGD(params, momentum=0.9), "state of another optimizer, not of quintic.Muon"),
     ],
 )

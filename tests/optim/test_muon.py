@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from newer import torch_muon
 from torch import nn
 
 import quintic
@@ -112,7 +113,7 @@ def test_equals_torch_muon():
     ours, theirs = parameter(12, 8), parameter(12, 8)
     theirs.data.copy_(ours)
     first = Muon([ours], lr=0.02, weight_decay=0.1, orthogonalizer="newton_schulz")
-    second = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
+    second = torch_muon()([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
     for _ in range(5):
         give_gradients([ours])
         theirs.grad = ours.grad.clone()

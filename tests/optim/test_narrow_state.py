@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from newer import torch_muon
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -407,7 +408,7 @@ def test_copies_keep_the_dtype_and_go_on_alike(copied):
 def test_state_goes_to_pytorch_and_back():
     params, optimizer = stepped(state_dtype="bf16")
     exported = export_torch_state(optimizer)
-    muon = torch.optim.Muon([(name, params[name]) for name in ("matrix", "wide", "row", "nothing")])
+    muon = torch_muon()([(name, params[name]) for name in ("matrix", "wide", "row", "nothing")])
     muon.load_state_dict(exported["muon"])
     assert torch.equal(
         muon.state[params["matrix"]]["momentum_buffer"], optimizer.state[params["matrix"]]["momentum_buffer"]

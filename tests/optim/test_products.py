@@ -2,11 +2,14 @@ import contextlib
 
 import pytest
 import torch
+from newer import needs_torch
 from polar import polar_factor
 
 import quintic
+from quintic.optim.polar import orthogonalize as module
 from quintic.optim.polar.orthogonalize import nothing_ambient
 from quintic.optim.polar.products import multiply
+from quintic.versions import OneSetting, can_forbid_splits, float32_products
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
@@ -54,7 +57,14 @@ def switch_default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("ambient", AMBIENTS)
+# Before it there was one setting of how float32 is multiplied, for all devices.
+NEEDS_SWITCHES = needs_torch("2.9", "a setting of the precision of each device")
+
+
+@pytest.mark.parametrize(
+    "ambient",
+    [pytest.param(name, marks=NEEDS_SWITCHES) if name == "bf16 everywhere" else name for name in AMBIENTS],
+)
 @pytest.mark.parametrize("method", ["polar_express", "newton_schulz", "gram", "auto", "svd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_global_setting_changes_a_bit(ambient, method, dtype):
@@ -83,8 +93,8 @@ def states():
     """All that the guard may touch."""
     cuda = torch.backends.cuda.matmul
     return [
-        cuda.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,
+        float32_products("cuda").fp32_precision,
+        float32_products("cpu").fp32_precision,
         cuda.allow_fp16_accumulation,
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
@@ -98,7 +108,7 @@ CUDA = torch.backends.cuda.matmul
 @pytest.mark.parametrize(
     ("dtype", "name", "loose", "exact"),
     [
-        (torch.float32, "fp32_precision", "tf32", "ieee"),
+        pytest.param(torch.float32, "fp32_precision", "tf32", "ieee", marks=NEEDS_SWITCHES),
         (torch.float16, "allow_fp16_accumulation", True, False),
         (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
         (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
@@ -115,6 +125,7 @@ def test_switches_of_cuda_are_off_inside_and_as_before_outside(dtype, name, loos
         assert states() == before
 
 
+@pytest.mark.skipif(not can_forbid_splits(), reason=f"split sums cannot be forbidden in PyTorch {torch.__version__}")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_forbidden_split_of_sums_is_forbidden_again(dtype):
     name = f"allow_{'fp' if dtype == torch.float16 else 'bf'}16_reduced_precision_reduction"
@@ -128,6 +139,7 @@ def test_a_forbidden_split_of_sums_is_forbidden_again(dtype):
         setattr(CUDA, name, True)
 
 
+@NEEDS_SWITCHES
 def test_an_inherited_precision_stays_inherited():
     matmul = torch.backends.mkldnn.matmul
     with switch(matmul, "fp32_precision", "none"):
@@ -143,6 +155,31 @@ def test_the_legacy_precision_is_readable_afterwards():
         with nothing_ambient("cpu", torch.float32), nothing_ambient("cuda", torch.float32):
             pass
         assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("name", ["highest", "high", "medium"])
+def test_the_legacy_precision_is_full_inside(name, raises, device_type):
+    with precision(name):
+        with contextlib.suppress(ZeroDivisionError), nothing_ambient(device_type, torch.float32):
+            assert float32_products(device_type).fp32_precision == "ieee"
+            if raises:
+                raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == name
+
+
+@pytest.mark.parametrize("name", ["highest", "high", "medium"])
+def test_one_setting_for_all_devices_serves_as_well(name, monkeypatch):
+    """As PyTorch 2.8 has it; what it is read through is tried with later versions, too, which still have it."""
+    setting = OneSetting()
+    monkeypatch.setattr(module, "_FLOAT32_PRODUCTS", {"cpu": setting, "cuda": setting})
+    with precision(name):
+        for device_type in ("cpu", "cuda"):
+            with nothing_ambient(device_type, torch.float32):
+                assert torch.get_float32_matmul_precision() == "highest"
+                assert setting.fp32_precision == "ieee"
+            assert torch.get_float32_matmul_precision() == name
 
 
 @pytest.mark.parametrize("method", ["polar_express", "gram"])

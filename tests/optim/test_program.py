@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from newer import check_gluon
 
 from quintic.kernels.products.choose_products import choose_products
 from quintic.optim.polar import program as module
@@ -250,7 +251,9 @@ def test_no_tile_overwrites_what_may_still_be_read(segments):
 @contextlib.contextmanager
 def queue_on_the_cpu(tile, order):
     """Let `run_queue` run what follows instead of the kernel: tiles in any order that the counters allow."""
-    hopper_program = pytest.importorskip("quintic.kernels.products.hopper_program")
+    check_gluon()
+    from quintic.kernels.products import hopper_program
+
     gram, apply = hopper_program.GRAM.value, hopper_program.APPLY.value
 
     def run(pair, squares, result, table, scalars):
@@ -342,7 +345,9 @@ def test_the_queue_gives_other_dtypes(dtype):
 @settings(max_examples=50)
 @given(data=st.data(), m=st.integers(1, 700), n=st.integers(1, 700))
 def test_tables_tell_how_many_tiles_are_finished_before(data, m, n):
-    hopper_program = pytest.importorskip("quintic.kernels.products.hopper_program")
+    check_gluon()
+    from quintic.kernels.products import hopper_program
+
     tile = hopper_program.TILE.value
     kinds = [constant.value for constant in (hopper_program.GRAM, hopper_program.SQUARE, hopper_program.APPLY)]
     index, number = st.integers(0, 4), st.floats(-9, 9, width=32)
@@ -386,6 +391,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_small_products_are_queued_and_large_ones_launched(gpu, dtype):
+    check_gluon()
     shapes = [(1, 256, 256), (12, 768, 768), (3, 3072, 768), (100, 2048, 2048), (1, 8192, 8192)]
     expected = ["queue", "queue", "queue", "hopper", "hopper"]
     assert [choose_products(torch.Size(shape), dtype, CUDA) for shape in shapes] == expected

@@ -251,6 +251,7 @@ VISION = [
 
 @pytest.mark.parametrize(("path", "name", "config", "options"), VISION, ids=[case[1] for case in VISION])
 def test_rows_of_packed_vision_attention(path, name, config, options):
+    pytest.importorskip("transformers")
     config = getattr(
         importlib.import_module(f"transformers.models.{path.replace('modeling', 'configuration')}"), config
     )(**options)

@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 from host_graphs import capture_on_hosts
+from newer import needs_torch
 from torch import nn
 
 import quintic
@@ -259,6 +260,7 @@ def test_copies_of_copies_are_refused():
         Muon([{"params": [params["c"]], "tied_to": "a"}])
 
 
+@needs_torch("2.10", "a gradient of another dtype")
 @pytest.mark.parametrize("missing", [0, 1])
 def test_gradients_wider_than_their_parameters(missing):
     """The one that gets the gradient alone has the dtype that `grad_dtype` asks for."""

@@ -8,6 +8,7 @@ import torch
 from allocated import peak_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from newer import check_gluon
 from torch import nn
 
 from quintic import Experts, Heads, Matrix, Muon, Rows
@@ -109,8 +110,7 @@ def test_products_one_by_one(method, shape):
 @pytest.mark.parametrize("method", ["polar_express", "gram"])
 @pytest.mark.parametrize("shape", [(256, 256), (264, 1400), (1400, 264)], ids=str)
 def test_the_queue(method, shape, monkeypatch):
-    pytest.importorskip("triton")
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    check_gluon()
     import quintic.kernels.products.hopper_program as hopper_program
 
     monkeypatch.setattr(hopper_program, "run_program", lambda *tensors: None)

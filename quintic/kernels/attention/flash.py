@@ -19,6 +19,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from quintic.versions import varlen_takes_groups
+
 __all__ = ["FlashName", "attend", "obstacle_to_flash"]
 
 FlashName = Literal["varlen", "fa3", "fa4"]
@@ -238,6 +240,4 @@ def _varlen_arguments(starts: Tensor, longest: int) -> dict[str, Any]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _varlen_takes_groups() -> bool:
     """Return whether this PyTorch's kernel takes fewer key than query heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_takes_groups()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintic.versions import flex_returns_maxima
+
 __all__ = [
     "block_mask_of",
     "flex_function",
@@ -82,10 +84,8 @@ def _compiled_flex_and_maxima() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def returns_maxima(q_BTHD: Tensor) -> bool:
     """Return whether FlexAttention can return maxima for these queries: its CPU kernel cannot."""
-    from torch.nn.attention import flex_attention
-
     dtype_fits = q_BTHD.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return q_BTHD.is_cuda and dtype_fits and q_BTHD.shape[3] >= 16 and hasattr(flex_attention, "AuxRequest")
+    return q_BTHD.is_cuda and dtype_fits and q_BTHD.shape[3] >= 16 and flex_returns_maxima()
 
 
 def visibility(document_BT: Tensor | None, window: int | None, causal: bool) -> Callable[..., Tensor]:

@@ -1,12 +1,11 @@
 """The choice of kernels for the products of an orthogonalisation."""
 
-import functools
-import importlib
 from typing import Literal
 
 import torch
 
 from quintic.kernels.dispatch import fits_copy_engine
+from quintic.versions import gluon_is_known
 
 __all__ = ["ProductKernels", "choose_products", "queued_matrices"]
 
@@ -17,13 +16,6 @@ there (`hopper.py`), or symmetric products anywhere (`symmetric.py`), with cuBLA
 # Multiplications of one product, a batch of them together, up to which the queue is better: beyond that a launch takes
 # less time than its product, and each tile costs the queue more (H200, 2026-11, docs/development/LOG.md).
 _QUEUE_LIMIT = 5e10
-
-
-@functools.cache
-def _gluon_is_known() -> bool:
-    """Return whether this Triton is one that the Gluon kernels were tried with: Gluon is young and its names move."""
-    version = importlib.import_module("triton").__version__.split(".")
-    return (3, 6) <= (int(version[0]), int(version[1])) <= (3, 9)
 
 
 def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *, anywhere: bool = False) -> int:
@@ -39,7 +31,7 @@ def queued_matrices(m: int, n: int, dtype: torch.dtype, device: torch.device, *,
     if device.type != "cuda" or not fits_copy_engine(m, n, dtype):
         return 0
     is_there = not anywhere and torch.cuda.is_available()
-    if is_there and not (_gluon_is_known() and torch.cuda.get_device_capability(device) == (9, 0)):
+    if is_there and not (gluon_is_known() and torch.cuda.get_device_capability(device) == (9, 0)):
         return 0
     return int(_QUEUE_LIMIT // (min(m, n) ** 2 * max(m, n)))
 
@@ -51,7 +43,7 @@ def choose_products(shape: torch.Size, dtype: torch.dtype, device: torch.device)
     """
     from quintic.kernels.products.symmetric import can_multiply
 
-    if device.type == "cuda" and _gluon_is_known():
+    if device.type == "cuda" and gluon_is_known():
         from quintic.kernels.products.hopper import can_multiply_on_hopper
 
         if can_multiply_on_hopper(shape, dtype, device):

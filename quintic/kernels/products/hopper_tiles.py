@@ -10,8 +10,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
-from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quintic.versions import gluon_names
 
 __all__ = [
     "BLOCK_K",
@@ -35,11 +36,7 @@ STAGES = gl.constexpr(5)
 # Rows of tiles computed one after the other, so that the L2 cache still holds their operands.
 GROUP = gl.constexpr(8)
 
-# Newer versions of Triton have other names for these.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load, tma_store, reinterpret, group_barrier = gluon_names()
 
 # How a block of one matrix of a batch lies in shared memory, for the copy engine and the tensor cores alike.
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintic.versions import all_gather_single
+
 __all__ = [
     "Pending",
     "ProcessGroup",
@@ -34,8 +36,7 @@ __all__ = [
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 
-# Renamed in PyTorch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = all_gather_single()
 
 
 class Pending:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from quintic.versions import STRIDED_NEEDS, moves_strided_shards, torch_version
+
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -31,6 +33,7 @@ __all__ = [
     "local_tensor",
     "mesh_layout",
     "numel_of",
+    "placed_as",
     "reject_sparse",
     "reject_uncut",
     "relative",
@@ -38,6 +41,8 @@ __all__ = [
     "size_of",
     "writable_gradient",
 ]
+
+_MOVES_STRIDED = moves_strided_shards()
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Per dimension of the logical tensor the range (start, stop); where start == stop the box is empty."""
@@ -257,10 +262,26 @@ def local_gradients(params: Sequence[Tensor], names: Sequence[str]) -> list[Tens
             continue
         # Hundreds of them in every step, nearly all cut as their parameters, and most by the very same object.
         if gradient._spec is not param._spec and gradient.placements != param.placements:
-            gradient = gradient.redistribute(param.device_mesh, param.placements)
+            gradient = placed_as(names[number], param, gradient)
         local = gradient._local_tensor
         gradients[number] = local if type(local) is Tensor else _waited_for(local)
     return gradients
+
+
+def placed_as(name: str, param: Any, gradient: Any) -> Any:
+    """Return a DTensor's gradient with the placements of its parameter; all ranks of the mesh must call it.
+
+    Raises:
+        ValueError: this PyTorch would misplace rows; the message names the parameter.
+    """
+    placements = (*gradient.placements, *param.placements)
+    if not _MOVES_STRIDED and any(type(placement).__name__ == "_StridedShard" for placement in placements):
+        raise ValueError(
+            f"{name}: its gradient has placements {_text(gradient.placements)} and the parameter "
+            f"{_text(param.placements)}, between which PyTorch {torch_version()} misplaces rows; give it the "
+            f"parameter's placements, or use PyTorch {STRIDED_NEEDS}"
+        )
+    return gradient.redistribute(param.device_mesh, param.placements)
 
 
 def _waited_for(local: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from quintic.optim.polar.products import padded_side
 from quintic.optim.polar.program import multiplier, products_of, run_products, run_queue
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.sums import norms
+from quintic.versions import Float32Products, can_forbid_splits, float32_products
 
 __all__ = ["apply_form", "apply_function", "nothing_ambient", "orthogonalize"]
 
@@ -48,6 +49,9 @@ _REDUCTIONS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
+
+_CAN_FORBID_SPLITS = can_forbid_splits()
+_FLOAT32_PRODUCTS = {device_type: float32_products(device_type) for device_type in ("cpu", "cuda")}
 
 # Functions below are opaque to the compiler, too, because its graphs would run under the global settings that
 # `nothing_ambient` keeps away.
@@ -246,13 +250,10 @@ def nothing_ambient(device_type: str, dtype: torch.dtype) -> contextlib.Abstract
         stack.enter_context(torch.autocast(device_type, enabled=False))
     if device_type == "cuda" and dtype in _REDUCTIONS:
         stack.enter_context(_full_reductions(dtype))
-    switches: Any = None
-    if device_type == "cuda" and dtype == torch.float32:
-        switches = torch.backends.cuda.matmul
-    elif device_type == "cpu" and dtype != torch.float64:
-        switches = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    if switches is not None and switches.fp32_precision not in ("ieee", "none"):
-        stack.enter_context(_full_float32(switches))
+    if (device_type == "cuda" and dtype == torch.float32) or (device_type == "cpu" and dtype != torch.float64):
+        switches = _FLOAT32_PRODUCTS[device_type]
+        if switches.fp32_precision not in ("ieee", "none"):
+            stack.enter_context(_full_float32(switches))
     return stack
 
 
@@ -262,7 +263,7 @@ def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
     name = _REDUCTIONS[dtype]
     reduced = getattr(switches, name)
     # Newer versions keep a second switch in the same setting: whether the sum may be split at all.
-    split = getattr(switches, f"{name}_split_k", True)
+    split = getattr(switches, f"{name}_split_k") if _CAN_FORBID_SPLITS else True
     accumulation = switches.allow_fp16_accumulation
     try:
         if reduced or not split:
@@ -278,7 +279,7 @@ def _full_reductions(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full_float32(switches: Any) -> Iterator[None]:
+def _full_float32(switches: Float32Products) -> Iterator[None]:
     """Set `switches.fp32_precision` to full precision."""
     before = switches.fp32_precision
     switches.fp32_precision = "ieee"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
-from quintic.optim.layout.layouts import mesh_layout, size_of
+from quintic.optim.layout.layouts import mesh_layout, placed_as, size_of
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
     from torch.distributed.tensor import DTensor
@@ -187,7 +187,7 @@ class PartialGradients:
         if is_made and param in self._made:  # on all ranks
             return None
         addend = zeros(param, self._known[param]) if is_made or param.grad is None else param.grad
-        total: Tensor = addend.redistribute(param.device_mesh, param.placements)
+        total: Tensor = placed_as(self._names[param], param, addend)
         return None if is_made else total
 
     def _disagreement(self, param: Tensor, first: str, known: Cut, second: str, cut: Cut) -> str:

@@ -23,7 +23,7 @@ from quintic.optim.comms.collectives import (
 )
 from quintic.optim.comms.sharing import AVERAGING, bound_ranks
 from quintic.optim.groups.options import Group
-from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, reject_sparse
+from quintic.optim.layout.layouts import gradient_dtype, local_gradients, local_tensor, placed_as, reject_sparse
 from quintic.optim.layout.views import View
 from quintic.optim.muon import Muon, muon_in
 from quintic.optim.plan.members import direction_dtype, form_of
@@ -178,7 +178,7 @@ def _gradient_of(parameter: Parameter, cut: Cut | None, early: OfGroup | None) -
     """Return this rank's box of the gradient, averaged over ranks where the optimizer does that."""
     if cut is not None and parameter.param.grad is None:
         param: Any = parameter.param
-        return local_tensor(zeros(param, cut).redistribute(param.device_mesh, param.placements))
+        return local_tensor(placed_as(parameter.name, param, zeros(param, cut)))
     (gradient,) = local_gradients([parameter.param], [parameter.name])
     if gradient is not None:
         reject_sparse(parameter.name, gradient)

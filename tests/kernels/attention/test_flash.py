@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from newer import needs_torch
 
 from quintic.kernels.attention import flash
 from quintic.kernels.attention.attention import attention, attention_with_max_logits, choose_attention, document_mask
@@ -17,6 +18,7 @@ from quintic.model.gpt import GPT, GPTConfig
 
 BOS = 0
 CUDA = torch.device("cuda")
+NEEDS_VARLEN = needs_torch("2.11", "torch.nn.attention.varlen with windows")
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute", "varlen": "torch.nn.attention.varlen"}
 
 
@@ -300,6 +302,7 @@ def nothing_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without)
 
 
+@NEEDS_VARLEN
 @pytest.mark.usefixtures("nothing_installed")
 @pytest.mark.parametrize(
     ("installed", "capability", "chosen"),
@@ -365,6 +368,7 @@ def test_other_dtypes_are_errors(install):
         choose_attention("fa3", device=CUDA, dtype=torch.float32)
 
 
+@NEEDS_VARLEN
 def test_a_version_too_old_is_said(install):
     calls = Calls()
 
@@ -378,6 +382,7 @@ def test_a_version_too_old_is_said(install):
     assert choose_attention("auto", device=CUDA, dtype=torch.bfloat16) == "varlen"
 
 
+@NEEDS_VARLEN
 @pytest.mark.parametrize(
     "error",
     [ImportError("undefined symbol: _ZN3c10"), AttributeError("no TiledCopy"), ModuleNotFoundError("x", name="x")],

@@ -8,16 +8,17 @@ import sys
 
 import pytest
 import torch
+from newer import check_gluon
 
-pytest.importorskip("triton")
+check_gluon()
 
-import quintic
-from quintic.kernels.products.choose_products import choose_products
-from quintic.kernels.products.hopper import TILE, hopper_multiply
-from quintic.optim.polar.forms import resolve
-from quintic.optim.polar.orthogonalize import apply_form, nothing_ambient
-from quintic.optim.polar.products import multiply
-from quintic.optim.polar.program import products_of, run_products, run_queue
+import quintic  # noqa: E402
+from quintic.kernels.products.choose_products import choose_products  # noqa: E402
+from quintic.kernels.products.hopper import TILE, hopper_multiply  # noqa: E402
+from quintic.optim.polar.forms import resolve  # noqa: E402
+from quintic.optim.polar.orthogonalize import apply_form, nothing_ambient  # noqa: E402
+from quintic.optim.polar.products import multiply  # noqa: E402
+from quintic.optim.polar.program import products_of, run_products, run_queue  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from newer import check_gluon
 
-triton = pytest.importorskip("triton")
+check_gluon()
 
 import compiling  # noqa: E402
+import triton  # noqa: E402
 from triton.runtime.jit import mangle_type  # noqa: E402
 
 from quintic.kernels.products import hopper, hopper_program  # noqa: E402
