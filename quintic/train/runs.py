@@ -144,7 +144,8 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
     Args:
         runs_dir: the folder of all runs.
         name: None for the run that was started last.
-        is_speedrun_enough: find speedruns, too, which have a log, and no configuration or model to go on with.
+        is_speedrun_enough: find speedruns, too, which have a log and may have models, and no configuration to go on
+            with.
 
     Raises:
         ConfigError: there is none.
@@ -155,8 +156,8 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
             return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
-                advice = f"`quintic report` draws it (--run {name})"
-                raise ConfigError(f"{folder} is a speedrun, which saves no model; {advice}")
+                advice = "`quintic sample`, `eval` and `report` take it"
+                raise ConfigError(f"{folder} is a speedrun, which cannot go on or be repeated from it; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder
