@@ -44,10 +44,12 @@ from quintic.errors import ConfigError, DataError
 from quintic.report.records import wrong_in
 from quintic.report.words import finite
 
-__all__ = ["METRICS_FILE", "RunHistory", "read_metrics"]
+__all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 """The name of the log in a run's folder."""
+SOURCE_FILE = "source.json"
+"""The name of what it keeps of the source that ran; beside it may be a .diff."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, curve_of, line_chart, upper_edge
-from quintic.report.history import RunHistory
+from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
 from quintic.report.tasks import about_tasks
@@ -80,10 +81,29 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         typed=run.get("command"),
         repeat=history.repeat,
         ranks=history.ranks,
+        sources=_sources(folder),
         commit=str(git.get("commit") or ""),
         dirty=bool(git.get("dirty")),
     )
     return path
+
+
+def _sources(folder: Path) -> list[tuple[str, list[tuple[str, Any]], str]]:
+    """The source that ran, of each part of the run: a title, facts, and what differed from the commit."""
+    sources = []
+    name = Path(SOURCE_FILE)
+    for path in sorted(folder.glob(f"{name.stem}*{name.suffix}")):
+        facts = json_object(path)
+        facts.pop("files", None)
+        step = path.stem.rpartition("-")[2].lstrip("0")
+        title = f"Source from step {step} on" if path.name != SOURCE_FILE else "Source"
+        diff = path.with_suffix(".diff")
+        try:
+            text = diff.read_text(encoding="utf-8", errors="replace") if facts.get("diff_bytes") else ""
+        except OSError:
+            text = f"{diff.name} is gone."
+        sources.append((title, [(in_words(key), value) for key, value in facts.items()], text))
+    return sources
 
 
 def _status(history: RunHistory) -> str:

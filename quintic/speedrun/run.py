@@ -32,7 +32,6 @@ from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
     Stopwatch,
     choose_hardware,
-    code_facts,
     machine_facts,
     multiplies_fp8,
     peak_memory_bytes,
@@ -40,6 +39,7 @@ from quintic.train.hardware import (
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
 from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted, run_folder
+from quintic.train.saving.source import code_facts
 
 __all__ = ["RaceResult", "save_model", "speedrun", "train"]
 

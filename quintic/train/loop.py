@@ -32,6 +32,7 @@ from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, hold_run
+from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
@@ -128,6 +129,8 @@ def train(
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
+            if ranks.from_first(lambda: keep_source(run_dir, run.step)):
+                progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
         try:
             _make_steps(run, log, progress, stop_requests)
             return _finish(run, log, progress, stop_requests)

@@ -1,7 +1,7 @@
 """Run folders: making, naming, finding and locking them.
 
-<runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at
-a time holds
+<runs-dir>/<run>/config.json, tokenizer.json, source.json and source.diff (saving/source.py), metrics.jsonl,
+checkpoints/, report.html, and .lock, which one process at a time holds
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import load_config, to_dict
+from quintic.train.saving.source import source_files
 
 __all__ = [
     "CONFIG_FILE",
@@ -82,7 +83,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
         folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
     try:
         with new_folder(folder) as unfinished:
-            for file, content in files.items():
+            for file, content in {**files, **source_files()}.items():
                 (unfinished / file).write_text(content, encoding="utf-8")
             if _is_taken(folder):
                 raise _exists(folder)

@@ -30,7 +30,6 @@ from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import (
     Hardware,
     Stopwatch,
-    code_facts,
     compile_seconds,
     machine_facts,
     matrix_rate,
@@ -39,6 +38,7 @@ from quintic.train.hardware import (
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
 from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.saving.background import Background
+from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due
 from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 

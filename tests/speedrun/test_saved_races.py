@@ -18,10 +18,11 @@ from harness import run as run_ranks
 
 from quintic.cli import main
 from quintic.data.tokenizer import Tokenizer
+from quintic.durable import json_object
 from quintic.errors import CheckpointError
 from quintic.eval.row_models import BatchedSpeedrun
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
-from quintic.report.history import METRICS_FILE, read_metrics
+from quintic.report.history import METRICS_FILE, SOURCE_FILE, read_metrics
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, preset
 from quintic.speedrun.race import Race
 from quintic.speedrun.run import save_model, train
@@ -65,7 +66,8 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs_dir / "race"
 
 
-def test_a_run_keeps_its_models_and_its_tokenizer(finished: Path) -> None:
+def test_a_run_keeps_its_models_its_tokenizer_and_its_source(finished: Path) -> None:
+    assert json_object(finished / SOURCE_FILE)["code"] == read_metrics(finished / METRICS_FILE)[0]["code"]
     assert [step_of(path) for path in checkpoints(finished)] == [40, 30, 15]
     for path in checkpoints(finished):
         assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors", "state.json"]
@@ -121,10 +123,22 @@ def loaded(run_dir: Path) -> tuple[SpeedrunGPT, dict[str, Any]]:
     return model.eval(), checkpoint.state()
 
 
-def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(shards: Path, tmp_path: Path) -> None:
-    weights = []
-    for name, save_every in (("plain", 0), ("saving", 3)):
-        race = race_of(shards)
+@pytest.mark.usefixtures("same_threads")
+def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    weights, made = [], Race.train_step
+
+    def step(self: Race, number: int, *given: Any) -> Any:
+        result = made(self, number, *given)
+        if number == 5:
+            after_six.update({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
+        return result
+
+    monkeypatch.setattr(Race, "train_step", step)
+    for name, save_every in (("saving", 3), ("plain", 0)):
+        race, after_six = race_of(shards), {}
         train(race, tmp_path / name, facts={}, warm_up=False, save_every=save_every, say=lambda text: None)
         weights.append({name: tensor.clone() for name, tensor in race.model.state_dict().items()})
     assert [step_of(path) for path in checkpoints(tmp_path / "saving")] == [10, 9, 6, 3]
@@ -133,17 +147,11 @@ def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(shard
     model, _ = loaded(tmp_path / "saving")
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in model.state_dict().items())
     assert model.rotary.windows == (48, 160)  # of the last validation
-
-    race = race_of(shards)
-    for number in range(6):
-        race.train_step(number, race.stream)
-    race.stream.close()
-    shutil.rmtree(checkpoints(tmp_path / "saving")[0])
-    shutil.rmtree(checkpoints(tmp_path / "saving")[0])
+    for step in (10, 9):
+        shutil.rmtree(tmp_path / "saving" / "checkpoints" / f"step-{step:06d}")
     model, state = loaded(tmp_path / "saving")
     assert state["step"] == 6
-    expected = race.model.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, after_six[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_save_survives_a_crash_at_any_moment(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def test_a_new_run_holds_its_configuration_and_nothing_else(tmp_path: Path) -> N
     wanted = config(tmp_path / "deep" / "runs", "first", depth=3)
     folder = create_run(wanted)
     assert folder == tmp_path / "deep" / "runs" / "first"
-    assert list(folder.iterdir()) == [folder / CONFIG_FILE]
+    names = {path.name for path in folder.iterdir()}
+    assert {CONFIG_FILE, SOURCE_FILE} <= names <= {CONFIG_FILE, SOURCE_FILE, "source.diff"}
     assert load_config(folder / CONFIG_FILE) == wanted
     assert list(folder.parent.iterdir()) == [folder]
 
