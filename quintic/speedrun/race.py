@@ -152,7 +152,10 @@ class Race:
         Weights, optimizer and random state are then restored, in the same memory.
         """
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
-        steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
+        first, untie = {*self.track.starts}, self.track.untie_step
+        if untie - untie % ADAMW_EVERY not in first and untie not in first and untie < self.track.steps:
+            first.add(untie - 1)
+        steps = [start + number for start in sorted(first) for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
         stream = chunk_stream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
         with torch.random.fork_rng(devices=devices), closing(stream):

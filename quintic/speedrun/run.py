@@ -56,7 +56,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
     chosen = preset(name)
     track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
-    track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
+    changes = {name: getattr(options, name) for name in ("eval_every", "pass_tokens", "untie_at")}
+    track = replace(track, **changes)
     model = ranks.agree(lambda: without(chosen.model, options.without))
     run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
     ranks.from_first(lambda: check_new_run(Config(run=run)))
@@ -117,7 +118,7 @@ def train(
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
     say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
-    tokens, seconds = 0, 0.0
+    tokens, seconds, scores = 0, 0.0, list[tuple[float, int]]()
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
         collected()  # once, and no more before the end
@@ -130,6 +131,7 @@ def train(
                 say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
                 record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
                 log.write("eval", **record)
+                scores += [] if bpb is None else [(bpb, number)]
                 if not math.isfinite(loss):  # on all ranks, of which one says so
                     diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
                     raise diverged if ranks.is_first else ranks.failed_elsewhere()
@@ -138,7 +140,8 @@ def train(
             if number < track.steps:
                 tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
         peak = peak_memory_bytes(race.device)
-        log.write("final", **record, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
+        least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
+        log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
         if ranks.is_first:
             write_report(run_dir)
         save_model(race, run_dir, track.steps)
@@ -179,6 +182,7 @@ def _train(
             seconds=seconds,
             loss=loss,
             lr={group["name"]: group["initial_lr"] * settings.rate for group in race.optimizer.param_groups},
+            lr_multiplier=settings.rate,
             momentum=settings.momentum,
             epoch=epoch,
             tokens_per_second=settings.batch_tokens / took,

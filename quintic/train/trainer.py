@@ -22,6 +22,7 @@ from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
+from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
@@ -76,8 +77,7 @@ class Trainer:
             weights=config.optim.weights,
             parallelism=self.parallelism,
         )
-        if hardware.fp8 is not None:
-            self.model.use_fp8(hardware.fp8)
+        self.fp8_layers = {} if hardware.fp8 is None else self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)
@@ -354,6 +354,7 @@ class Trainer:
             f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
             f"Plan: {self.total * self.scale.batch_tokens / summary['train_tokens']:.1f} times through the text with "
             f"{optimizer}; run folder {self.run_dir}",
+            *fp8_lines(self.fp8_layers),
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -370,6 +371,7 @@ class Trainer:
                 "flops_per_token": self.flops_per_token,
                 "width": self.model.config.width,
                 "heads": self.model.config.num_heads,
+                **({"fp8_layers": fp8_lines(self.fp8_layers)} if self.fp8_layers else {}),
                 **{f"parameters_{name}": count for name, count in parameters.items()},
             },
             "data": self.dataset.summary(),

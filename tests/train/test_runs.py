@@ -16,7 +16,7 @@ import pytest
 from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
-from quintic.report.history import METRICS_FILE
+from quintic.report.history import METRICS_FILE, SOURCE_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
