@@ -80,7 +80,8 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from quintic.data.dataset import Dataset
-    from quintic.train.hardware import choose_hardware, machine_facts, package_versions
+    from quintic.train.hardware import choose_hardware, machine_facts
+    from quintic.train.saving.source import package_versions
     from quintic.train.schedule import is_due
     from quintic.train.trainer import Trainer
 

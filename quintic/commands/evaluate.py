@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 
-from quintic.commands.inputs import TrainedModel, trained_model
+import torch
+
+from quintic.commands.inputs import RaceText, TrainedModel, trained_model
 from quintic.commands.options import eval_options
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
@@ -18,8 +20,12 @@ from quintic.errors import DataError
 from quintic.eval.baselines import reference_scores, target_text, xz_bpb
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
-from quintic.eval.score import document_sums, score_from_sums
+from quintic.eval.row_models import BatchedSpeedrun
+from quintic.eval.score import bits_per_byte, document_sums, score_from_sums
 from quintic.eval.text import text_batches
+from quintic.speedrun.race import score_batches
+from quintic.speedrun.shards import RaceData
+from quintic.speedrun.stream import validation_batches
 from quintic.streams import say_waiting
 from quintic.train.config import Config
 
@@ -35,9 +41,11 @@ def run(arguments: list[str]) -> int:
     trained = trained_model(options.runs_dir, options.run, options.device)
     if isinstance(trained.dataset, Dataset):
         verify(trained.dataset, again=options.verify)  # its training text makes the bigram model
-    elif options.data is None and suite is None:
+    elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:
         raise DataError(f"{trained.dataset}; --data scores other text, --core answers tasks")
-    if isinstance(trained.dataset, Dataset) or options.data is not None:
+    if isinstance(trained.dataset, RaceText) and options.data is None:
+        _score_race(trained, trained.dataset, options.tokens)
+    elif not isinstance(trained.dataset, DataError) or options.data is not None:
         _score_text(trained, options.data, options.tokens)
     else:
         print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
@@ -78,7 +86,24 @@ def _score_text(trained: TrainedModel, data: str | None, max_tokens: int | None)
         print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
     else:
         compressed = xz_bpb(target_text(trained.tokenizer, batches))
-        print(f"for comparison: xz -9 {compressed:.4f} (no byte-bigram model: the run's training text is gone)")
+        print(f"for comparison: xz -9 {compressed:.4f} (no byte-bigram model: the run's training text is not at hand)")
+
+
+def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -> None:
+    """Print the score of the shard on which a speedrun was validated, in the chunks of the race."""
+    assert isinstance(trained.model, BatchedSpeedrun)
+    model, tokens = trained.model.model, min(text.tokens, max_tokens or text.tokens)
+    chunk = min(text.chunk, tokens)
+    tokens -= tokens % chunk
+    data = RaceData("", (), text.path, model.config.vocab_size, model.config.bos_id, trained.tokenizer)
+    lengths = torch.zeros(model.config.vocab_size, dtype=torch.int64, device=model.head.device)
+    lengths[: trained.tokenizer.vocab_size] = torch.from_numpy(trained.tokenizer.token_bytes())
+    say_waiting(f"Scoring {text.path}")
+    nats, num_bytes = score_batches(model, validation_batches(data, tokens, chunk), lengths).tolist()
+    print(
+        f"{bits_per_byte(nats, num_bytes):.4f} bits per byte ({nats / tokens:.4f} nats per token) over "
+        f"{int(num_bytes):,} bytes of text, with document starts, as the race counts"
+    )
 
 
 def _batches_of(data: str, tokenizer: Tokenizer, config: Config, max_tokens: int | None) -> list[Batch]:

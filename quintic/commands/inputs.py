@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from quintic.commands.presets import gpu_small_preset
 from quintic.commands.text import prepared, verify
@@ -14,34 +16,52 @@ from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.data.loader import Loader, validation_rows
 from quintic.data.shards import prepare_command
 from quintic.data.tokenizer import Tokenizer
-from quintic.errors import ConfigError, DataError
+from quintic.errors import CheckpointError, ConfigError, DataError
 from quintic.eval.core_tasks import load_core
-from quintic.model.gpt import GPT
+from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
+from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.words import duration
 from quintic.streams import say_waiting
 from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint
-from quintic.train.config import Config, DataConfig
+from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import choose_hardware, matrix_rate
 from quintic.train.loop import check_trackers
 from quintic.train.recipe import build_model, empty_model, model_config, scale_of
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
 
-__all__ = ["TrainedModel", "check_options", "check_text", "duration_lines", "text_to_resume", "trained_model"]
+__all__ = [
+    "RaceText",
+    "TrainedModel",
+    "check_options",
+    "check_text",
+    "duration_lines",
+    "text_to_resume",
+    "trained_model",
+]
 
 # A run that takes longer says so before it begins, with the fastest that this machine could make it.
 _LONG_SECONDS = 3600
+
+
+class RaceText(NamedTuple):
+    """The shard on which a speedrun was validated, and how much of it, in chunks of so many tokens."""
+
+    path: Path
+    tokens: int
+    chunk: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """The model of a run, and what it was trained with."""
 
-    model: GPT
+    model: LanguageModel
     tokenizer: Tokenizer
     config: Config
-    dataset: Dataset | DataError
-    """The text as it was prepared; if it is gone or damaged, the error that says so."""
+    """Of a speedrun no more than what scoring text needs."""
+    dataset: Dataset | RaceText | DataError
+    """The text as it was prepared; if it is gone or damaged, the error that says so. A speedrun scores its shard."""
 
 
 def check_options(config: Config) -> None:
@@ -152,13 +172,17 @@ def trained_model(runs_dir: Path, run: str | None, device: Literal["auto", "cpu"
     Raises:
         QuinticError: there is no such model, or its text is gone and the run has kept no tokenizer.
     """
-    run_dir = find_run(runs_dir, run)
-    config = load_config(run_dir / CONFIG_FILE)
+    run_dir = find_run(runs_dir, run, is_speedrun_enough=True)
     if not checkpoints(run_dir):
-        hint = "it gets one every --save-every steps, and when it ends or is stopped; if it has, name another --run"
+        is_race = not (run_dir / CONFIG_FILE).is_file()
+        end = "when it ends" if is_race else "when it ends or is stopped"
+        hint = f"it gets one every --save-every steps, and {end}; if it has, name another --run"
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
     checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
+    if not (run_dir / CONFIG_FILE).is_file():
+        return _trained_race(run_dir, checkpoint, device)
+    config = load_config(run_dir / CONFIG_FILE)
     dataset: Dataset | DataError
     try:
         dataset = _text_of(run_dir, checkpoint.state()["dataset"], config.data)
@@ -181,3 +205,45 @@ def trained_model(runs_dir: Path, run: str | None, device: Literal["auto", "cpu"
     )
     load_model_weights(checkpoint, model)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, config=config, dataset=dataset)
+
+
+def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto", "cpu", "cuda"]) -> TrainedModel:
+    """Load a model that a speedrun saved, in the dtype of its weights.
+
+    Raises:
+        CheckpointError: the checkpoint is of a version with another model.
+        DataError: the run had no tokenizer, or one that starts documents with another token than its shards.
+    """
+    state = checkpoint.state()
+    try:
+        sizes = SpeedrunConfig(**state["speedrun"])
+        text = RaceText(Path(state["validation"]), state["validation_tokens"], state["validation_chunk"])
+        computing = RunConfig(device=device, dtype=state["dtype"])
+        seq_len = state["document_tokens"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: does not describe a speedrun's model of this version of quintic ({error}); use the "
+            "version that made the run"
+        ) from None
+    if not (run_dir / TOKENIZER_FILE).exists():
+        raise DataError(
+            f"{run_dir}: was trained without a tokenizer, so its tokens are no text; put the one that made the shards "
+            f"there, as {TOKENIZER_FILE}"
+        )
+    tokenizer = Tokenizer.load(run_dir / TOKENIZER_FILE)
+    if tokenizer.bos_id != sizes.bos_id:
+        raise DataError(
+            f"{run_dir / TOKENIZER_FILE}: starts documents with token {tokenizer.bos_id}, the run's shards with "
+            f"{sizes.bos_id}; put the tokenizer that made the shards there"
+        )
+    hardware = choose_hardware(computing)
+    with torch.device("meta"):
+        model = SpeedrunGPT(sizes, attention=hardware.attention, dtype=hardware.dtype)
+    model = model.to_empty(device=hardware.device)
+    load_model_weights(checkpoint, model)
+    return TrainedModel(
+        model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size).eval(),
+        tokenizer=tokenizer,
+        config=Config(model=ModelConfig(seq_len=seq_len)),
+        dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is gone"),
+    )

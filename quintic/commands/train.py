@@ -112,6 +112,8 @@ def _print_result(result: Result) -> None:
         f"(xz -9 needs {result.baselines['xz_bpb']:.3f} for the same text, a byte-bigram model "
         f"{result.baselines['bigram_bpb']:.3f}; lower is better)"
     )
+    if result.least and result.least["least_bpb"] < result.score.bpb:
+        print(f"least:      {result.least['least_bpb']:.4f} bits per byte, at step {result.least['least_bpb_step']:,}")
     print(f"report:     {result.report}")
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quintic.data.tokenizer import Tokenizer
-from quintic.model.gpt import GPT
+from quintic.eval.row_models import LanguageModel
 
 __all__ = ["GENERAL_PROMPTS", "default_prompts", "generate_batch", "sample_text"]
 
@@ -39,7 +39,7 @@ def default_prompts(data: str) -> tuple[str, ...]:
 
 @torch.no_grad()
 def generate_batch(
-    model: GPT,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
@@ -102,7 +102,7 @@ def generate_batch(
 
 
 def sample_text(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompts: tuple[str, ...],
     *,

@@ -11,6 +11,8 @@ Sources: P. Micikevicius et al., FP8 Formats for Deep Learning (2022), https://a
 and their names are torchao's (https://github.com/pytorch/ao).
 """
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,12 +31,25 @@ from quintic.kernels.linear.fp8_quantize import (
 )
 from quintic.kernels.loss.loss import Fp8Scales
 
-__all__ = ["Fp8Recipe", "Fp8Scaling", "dynamic_fp8_linear", "head_scales", "pays_in_fp8", "takes_fp8"]
+__all__ = [
+    "FP8_BOTH",
+    "FP8_FORWARD",
+    "Fp8Recipe",
+    "Fp8Scaling",
+    "dynamic_fp8_linear",
+    "fp8_lines",
+    "head_scales",
+    "obstacle_to_fp8_layer",
+    "takes_fp8",
+]
 
 Fp8Scaling = Literal["tensorwise", "rowwise"]
 
 # "auto" is tensorwise, in the layers that become faster.
 Fp8Recipe = Literal["auto", Fp8Scaling]
+
+# The passes in which a layer multiplies in 8 bits.
+FP8_BOTH, FP8_FORWARD = "forward and backward", "forward alone"
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -51,9 +66,39 @@ def takes_fp8(weight: Tensor) -> bool:
     return all(size % MULTIPLE == 0 and size >= _SMALLEST for size in weight.shape)
 
 
-def pays_in_fp8(weight: Tensor) -> bool:
-    """Return whether a layer with this weight is faster in 8 bits, forward and backward."""
-    return takes_fp8(weight) and min(weight.shape) >= _SMALLEST_THAT_PAYS
+def obstacle_to_fp8_layer(weight: Tensor, *, needs_gain: bool) -> str:
+    """Return why a layer with this weight does not multiply in 8 bits, forward and backward; empty where it does.
+
+    Args:
+        weight: of the layer.
+        needs_gain: leave out layers that would not become faster.
+    """
+    if any(size % MULTIPLE for size in weight.shape):
+        return f"a size is no multiple of {MULTIPLE}"
+    if min(weight.shape) < _SMALLEST:
+        return f"a size is below {_SMALLEST}"
+    if needs_gain and min(weight.shape) < _SMALLEST_THAT_PAYS:
+        return f"a size is below {_SMALLEST_THAT_PAYS:,}: 8 bits would be slower"
+    return ""
+
+
+def fp8_lines(layers: Mapping[str, str]) -> list[str]:
+    """Describe the result of `GPT.use_fp8` for people: which layers multiply in 8 bits, and why others do not."""
+    names: dict[str, list[str]] = {}
+    for name, use in layers.items():
+        names.setdefault(use, []).append(name)
+    none = "" if FP8_BOTH in names or FP8_FORWARD in names else "--fp8 changes nothing in this model: "
+    uses = sorted(names, key=lambda use: (use not in (FP8_BOTH, FP8_FORWARD), use))
+    return [
+        f"{none or '8-bit products: '}{use if use in (FP8_BOTH, FP8_FORWARD) else f'none, as {use},'} in "
+        f"{len(names[use])} of {len(layers)} linear layers ({', '.join(_without_numbers(names[use]))})"
+        for use in uses
+    ]
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    """Return names of layers with a star for each number, each once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
 def dynamic_fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Scaling, *, kernels: KernelsOption = "auto") -> Tensor:

@@ -26,7 +26,7 @@ from quintic.kernels.attention.max_logits import MaxLogits
 from quintic.kernels.lookup.lookup import plan_lookup
 from quintic.kernels.loss.loss import softcap_cross_entropy
 from quintic.model.cache import KVCache
-from quintic.model.fp8 import Fp8Recipe, head_scales, pays_in_fp8, takes_fp8
+from quintic.model.fp8 import FP8_BOTH, FP8_FORWARD, Fp8Recipe, head_scales, obstacle_to_fp8_layer, takes_fp8
 from quintic.model.layers import Block, Linear, divided_as, learns, rms_norm, rotary_tables
 from quintic.model.lookup import LookupLayer
 from quintic.model.sizes import GPTConfig
@@ -185,7 +185,7 @@ class GPT(nn.Module):
             reduction=reduction,
         )
 
-    def use_fp8(self, recipe: Fp8Recipe) -> int:
+    def use_fp8(self, recipe: Fp8Recipe) -> dict[str, str]:
         """Multiply in 8 bits from now on in training: in the head, and in linear layers.
 
         Weights stay as they are. Evaluation, and whatever needs no gradient, keeps the dtype of the activations.
@@ -196,18 +196,23 @@ class GPT(nn.Module):
                 that do not. The head has one for each tensor with all of them.
 
         Returns:
-            How many linear layers multiply in 8 bits in both passes, the head among them.
+            Of each linear layer by name, in which passes it multiplies in 8 bits, or why it does not: `FP8_BOTH`,
+            `FP8_FORWARD`, or a reason.
         """
-        linears = [module for module in self.modules() if isinstance(module, Linear) and takes_fp8(module.weight)]
-        for linear in linears:
-            if recipe != "auto":
-                linear.fp8 = recipe
-            elif linear is self.head or pays_in_fp8(linear.weight):
-                linear.fp8 = "tensorwise"
-        for block in self._blocks():
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
+        found = {
+            name: obstacle_to_fp8_layer(linear.weight, needs_gain=recipe == "auto" and linear is not self.head)
+            for name, linear in linears.items()
+        }
+        for name, linear in linears.items():
+            if not found[name]:
+                linear.fp8, found[name] = "tensorwise" if recipe == "auto" else recipe, FP8_BOTH
+        for index, block in enumerate(self._blocks()):
             mlp = block.mlp
             mlp.fp8_forward = recipe == "auto" and takes_fp8(mlp.up.weight) and mlp.up.fp8 is None
-        return sum(linear.fp8 is not None for linear in linears)
+            if mlp.fp8_forward:
+                found |= {f"blocks.{index}.mlp.{part}": FP8_FORWARD for part in ("up", "down")}
+        return found
 
     @torch.no_grad()
     def allocate_lookups(self, rows_per_token: Tensor, *, mean_rows: float) -> None:

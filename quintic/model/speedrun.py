@@ -13,6 +13,7 @@ dimension. Where this model departs from the race's:
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +138,9 @@ class SpeedrunGPT(nn.Module):
         document_starts: Tensor | None = None,
         loss_weights: Tensor | None = None,
         longest_document: int | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return the loss in nats, a float32 scalar: the weighted sum of the cross entropies of all tokens' targets.
+        """Return the loss in nats, float32: the weighted sum of the cross entropies of all tokens' targets.
 
         Args:
             inputs: (T,) int64 tokens; a document starts at the first of them and at each `bos_id`.
@@ -149,6 +151,7 @@ class SpeedrunGPT(nn.Module):
                 the first within a document and with `multi_token` only, and last of the longest token that the next
                 token begins with, where there is one. None: of the next token alone.
             longest_document: tokens that no document exceeds; None for T.
+            reduction: `"sum"` for a scalar, `"none"` for the loss of each token, (T,).
 
         Raises:
             ValueError: there are no windows yet, or the attention needs `document_starts`.
@@ -174,8 +177,23 @@ class SpeedrunGPT(nn.Module):
             ignore_index=IGNORED,
             transposed=True,
             fp8=fp8,
-            reduction="sum",
+            reduction=reduction,
         )
+
+    def logits(self, inputs: Tensor, positions: Tensor, *, document_starts: Tensor | None = None) -> Tensor:
+        """Return the logits of the tokens that follow some of a row's: (N, vocab_size) float32, after the soft cap.
+
+        Args:
+            inputs: (T,) int64 tokens, as for `forward`.
+            positions: (N,) int64 places in the row.
+            document_starts: as for `forward`.
+        """
+        x_NC = self._trunk(self._row(inputs, document_starts, None))[positions]
+        logits_NV = (x_NC @ self.head).float()
+        if not self.config.sigmoid_logits:
+            return _TANH_CAP * torch.tanh(logits_NV / _TANH_CAP)
+        height, shift, width = _SIGMOID_CAP
+        return height * torch.sigmoid((logits_NV + shift) / width)
 
     def _row(self, inputs: Tensor, document_starts: Tensor | None, longest: int | None) -> FlatRow:
         """Return the row of these tokens: embeddings, documents, rotary angles and masks for all layers."""

@@ -4,26 +4,28 @@ Every record has a ``kind``; the other fields depend on it:
 
     run      time, name, config, machine, versions, git, code, model, data, total_steps, command, repeat, ranks; of a
              speedrun track and warmup_seconds
-    train    step, tokens, seconds, loss, bpb, lr, momentum, weight_decay, smoothed_loss, least_loss, epoch, flops,
-             tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and grad_norm, the
-             last of them on all where gradients are clipped, before that; where the loss jumped spike, on_spike; of a
-             speedrun stage
+    train    step, tokens, seconds, loss, bpb, lr, lr_multiplier, momentum, weight_decay, smoothed_loss, least_loss,
+             epoch, flops, tokens_per_second, mfu, peak_memory_bytes, times_ms; on some steps grad_rms, update_rms and
+             grad_norm, the last of them on all where gradients are clipped, before that; where the loss jumped spike,
+             on_spike; of a speedrun stage
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
     resume   step, time
     rollback step, spike_step
-    final    step, loss, bpb, seconds, baselines, breakdown, smoothed_loss, least_loss, flops, peak_memory_bytes; and
-             without the first ten steps of each process tokens_per_second, mfu, first_step_extra_seconds,
-             compile_seconds; of a speedrun tokens
+    final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
+             flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
+             first_step_extra_seconds, compile_seconds; of a speedrun tokens
 
 The last samples come after the final record.
 
 ``step`` counts from 1, an evaluation before the first has 0; ``tokens`` and ``seconds`` are totals since the start of
 training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
-``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss`` its least so far; ``epoch``
-counts from 0; ``flops`` are those so far. ``mfu`` is the share of ``machine.matrix_flops_per_second``, measured at the
-start. ``spike`` counts standard deviations above the smoothed loss; ``rollback`` goes from ``spike_step`` to ``step``.
+``least_bpb`` is the least on the validation text, after ``least_bpb_step`` steps. ``lr_multiplier`` is the schedule's
+factor on all learning rates. ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss``
+its least so far; ``epoch`` counts from 0; ``flops`` are those so far. ``mfu`` is the share of
+``machine.matrix_flops_per_second``, measured at the start. ``spike`` counts standard deviations above the smoothed
+loss; ``rollback`` goes from ``spike_step`` to ``step``.
 ``code`` is the SHA-256 of the package's source files.
 ``repeat`` is the command that repeats the run, with everything that was chosen for it written out.
 
@@ -44,10 +46,12 @@ from quintic.errors import ConfigError, DataError
 from quintic.report.records import wrong_in
 from quintic.report.words import finite
 
-__all__ = ["METRICS_FILE", "RunHistory", "read_metrics"]
+__all__ = ["METRICS_FILE", "SOURCE_FILE", "RunHistory", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 """The name of the log in a run's folder."""
+SOURCE_FILE = "source.json"
+"""The name of what it keeps of the source that ran; beside it may be a .diff."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -166,6 +170,12 @@ class RunHistory:
     def steps(self) -> int:
         """Number of steps that the run has made, also those since its last evaluation."""
         return max(int(records[-1]["step"]) for records in (self.train, self.evals) if records)
+
+    @property
+    def least(self) -> Mapping[str, Any] | None:
+        """The evaluation with the fewest bits per byte, the first of equal ones; None where none is finite."""
+        scored = [record for record in self.evals if finite(record.get("bpb")) is not None]
+        return min(scored, key=lambda record: float(record["bpb"]), default=None)
 
     def newest(self, field: str) -> float | None:
         """Return a number of the final record, else of the last training step; None where there is none."""

@@ -7,11 +7,11 @@ from typing import Any
 __all__ = ["wrong_in"]
 
 _TEXTS = ("kind", "name", "time", "command", "repeat", "code", "on_spike")
-_COUNTS = ("step", "total_steps", "spike_step", "epoch", "stage", "ranks")
+_COUNTS = ("step", "total_steps", "spike_step", "least_bpb_step", "epoch", "stage", "ranks")
 _NUMBERS = (
-    "tokens", "seconds", "loss", "bpb", "bpb_stderr", "core", "core_stderr", "momentum", "weight_decay",
-    "tokens_per_second", "smoothed_loss", "least_loss", "flops", "mfu", "peak_memory_bytes", "grad_norm", "spike",
-    "first_step_extra_seconds", "compile_seconds", "warmup_seconds",
+    "tokens", "seconds", "loss", "bpb", "bpb_stderr", "core", "core_stderr", "lr_multiplier", "momentum",
+    "weight_decay", "tokens_per_second", "smoothed_loss", "least_loss", "least_bpb", "flops", "mfu",
+    "peak_memory_bytes", "grad_norm", "spike", "first_step_extra_seconds", "compile_seconds", "warmup_seconds",
 )  # fmt: skip
 _NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown", "centred", "accuracy")
 _MAPPINGS = ("config", "machine", "versions", "git", "model", "data", "track")

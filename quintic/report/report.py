@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quintic.durable import json_object
 from quintic.report.charts import MAX_POINTS, Chart, Curve, curve_of, line_chart, upper_edge
-from quintic.report.history import RunHistory
+from quintic.report.history import SOURCE_FILE, RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.speed import about_speed
 from quintic.report.tasks import about_tasks
@@ -80,10 +81,29 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
         typed=run.get("command"),
         repeat=history.repeat,
         ranks=history.ranks,
+        sources=_sources(folder),
         commit=str(git.get("commit") or ""),
         dirty=bool(git.get("dirty")),
     )
     return path
+
+
+def _sources(folder: Path) -> list[tuple[str, list[tuple[str, Any]], str]]:
+    """The source that ran, of each part of the run: a title, facts, and what differed from the commit."""
+    sources = []
+    name = Path(SOURCE_FILE)
+    for path in sorted(folder.glob(f"{name.stem}*{name.suffix}"), key=lambda path: (path.name != name.name, path.name)):
+        facts = json_object(path)
+        facts.pop("files", None)
+        step = path.stem.rpartition("-")[2].lstrip("0")
+        title = f"Source from step {step} on" if path.name != SOURCE_FILE else "Source"
+        diff = path.with_suffix(".diff")
+        try:
+            text = diff.read_text(encoding="utf-8", errors="replace") if facts.get("diff_bytes") else ""
+        except OSError:
+            text = f"{diff.name} is gone."
+        sources.append((title, [(in_words(key), value) for key, value in facts.items()], text))
+    return sources
 
 
 def _status(history: RunHistory) -> str:
@@ -124,10 +144,17 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     last = (history.train or history.evals)[-1]
     model, machine = history.run.get("model") or {}, history.run.get("machine") or {}
     trained_on = "trained on this device" if history.ranks == 1 else f"trained on {history.ranks:,} of this device"
+    least = history.least if len(history.evals) > 1 else None
+    tokens, per_parameter, of = finite(last.get("tokens")), finite(model.get("parameters")), ""
+    scaling = [finite(model.get(f"parameters_{part}")) for part in ("blocks", "head")]
+    if all(scaling):  # as --tokens-per-param counts
+        per_parameter, of = sum(filter(None, scaling)), " of matrices and head"
     facts: list[tuple[Any, Callable[[Any], str], str]] = [
         (_newest(history, "loss"), "{:.3f}".format, "validation loss (nats per token)"),
         (finite(model.get("parameters")), large_number, "parameters (numbers that were learnt)"),
-        (finite(last.get("tokens")), large_number, "tokens read"),
+        (tokens, large_number, "tokens read"),
+        (tokens and per_parameter and tokens / per_parameter, "{:.3g}".format, f"tokens read per parameter{of}"),
+        (least and least["bpb"], "{:.4f}".format, f"bits per byte at the least, at step {(least or last)['step']:,}"),
         (finite(history.final.get("seconds")) or finite(last.get("seconds")), duration, "of training"),
         (history.newest("flops"), large_number, "floating-point operations"),
         (history.newest("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g}\u00a0GiB", "of memory at most"),

@@ -42,6 +42,10 @@ class SpeedrunOptions(BaseRunConfig):
     """Steps between validations."""
     val_tokens: int = SPEEDRUN.validation_tokens
     """Validation tokens."""
+    untie_at: int | None = None
+    """Step at which head and embedding part, that of --steps for never; by default where the third stage begins."""
+    save_every: int = 0
+    """Steps between saves of the model, all of which are kept (0: only at the end)."""
     capture: bool = True
     """Replay passes as CUDA graphs, on a GPU."""
 
@@ -50,6 +54,7 @@ class SpeedrunOptions(BaseRunConfig):
         super().__post_init__()
         check_at_least(1, shards=self.shards, pass_tokens=self.pass_tokens)
         check_at_least(1, eval_every=self.eval_every, val_tokens=self.val_tokens)
+        check_at_least(0, save_every=self.save_every, untie_at=self.untie_at)
         check_at_most(10**6, steps=self.steps)
 
 

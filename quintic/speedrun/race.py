@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import torch
@@ -19,7 +19,7 @@ from quintic.speedrun.stream import FlatBatch, chunk_stream, validation_batches
 from quintic.train.distributed import ALONE, Ranks
 from quintic.train.hardware import Hardware
 
-__all__ = ["Race"]
+__all__ = ["Race", "score_batches"]
 
 
 class Race:
@@ -57,7 +57,7 @@ class Race:
         self.track, self.data, self.ranks = track, data, ranks
         self.hardware, self.device = hardware, hardware.device
         self.stream = chunk_stream(data, track, itertools.count(), ranks=ranks, device=self.device)
-        self.validation = validation_batches(data, track, ranks=ranks)
+        self.validation = validation_batches(data, track.validation_tokens, track.validation_chunk, ranks=ranks)
         with torch.device("meta"):
             model = SpeedrunGPT(config, attention=hardware.attention, dtype=hardware.dtype)
         self.model = model.to_empty(device=self.device)
@@ -140,12 +140,9 @@ class Race:
         """
         self._set_windows(self.track.at(number))
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in (one.to(self.device, starts=True) for one in self.validation[:batches]):
-            sums[0] += self.model(batch.inputs, batch.targets, document_starts=batch.document_starts)
-            sums[1] += self._token_bytes[batch.targets].sum()
+        sums = score_batches(self.model, self.validation[:batches], self._token_bytes)
         self.model.train()
-        nats, num_bytes = self.ranks.total(sums.cpu()).tolist()
+        nats, num_bytes = self.ranks.total(sums).tolist()
         tokens = len(self.validation[:batches]) * self.track.validation_chunk * self.ranks.size
         return nats / tokens, bits_per_byte(nats, num_bytes) if num_bytes else None
 
@@ -155,7 +152,10 @@ class Race:
         Weights, optimizer and random state are then restored, in the same memory.
         """
         weights, state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
-        steps = [start + number for start in self.track.starts for number in range(ADAMW_EVERY)]
+        first, untie = {*self.track.starts}, self.track.untie_step
+        if untie - untie % ADAMW_EVERY not in first and untie not in first and untie < self.track.steps:
+            first.add(untie - 1)
+        steps = [start + number for start in sorted(first) for number in range(ADAMW_EVERY)]
         devices = [self.device] if self.device.type == "cuda" else []
         stream = chunk_stream(self.data, self.track, itertools.cycle(steps), ranks=self.ranks, device=self.device)
         with torch.random.fork_rng(devices=devices), closing(stream):
@@ -175,3 +175,19 @@ class Race:
         self.stream.close()
         if self.passes is not None:
             self.passes.close()
+
+
+@torch.no_grad()
+def score_batches(model: SpeedrunGPT, batches: Sequence[FlatBatch], token_bytes: Tensor) -> Tensor:
+    """Return the nats of text and its bytes: (2,) float64 on the CPU.
+
+    Args:
+        model: in evaluation, with its windows set.
+        batches: rows of documents, on the CPU.
+        token_bytes: (vocab_size,) int64 bytes of each token, on the model's device.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)
+    for batch in (one.to(token_bytes.device, starts=True) for one in batches):
+        sums[0] += model(batch.inputs, batch.targets, document_starts=batch.document_starts)
+        sums[1] += token_bytes[batch.targets].sum()
+    return sums.cpu()

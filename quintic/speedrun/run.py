@@ -1,7 +1,7 @@
 """A speedrun from its options to its last validation: the parts, the loop, the clock and the log.
 
-The clock is the race's: it runs while the model trains, and stands still in the warm-up and in validations. The log's
-times and losses of steps are measured on the device and read when the clock stands still.
+The clock is the race's: it runs while the model trains, and stands still in the warm-up, in validations and while the
+model is saved. The log's times and losses of steps are measured on the device and read when the clock stands still.
 
 Source: the rules of the clock follow the modded-nanogpt speedrun.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +26,22 @@ from quintic.speedrun.presets import FP8_FEATURES, SpeedrunOptions, preset, with
 from quintic.speedrun.race import Race
 from quintic.speedrun.shards import open_data
 from quintic.stopping import StopRequests
+from quintic.train.checkpoint import save_checkpoint
 from quintic.train.config import BaseRunConfig, Config, RunConfig
 from quintic.train.distributed import Ranks, check_gpus
 from quintic.train.hardware import (
     Stopwatch,
     choose_hardware,
-    code_facts,
     machine_facts,
     multiplies_fp8,
     peak_memory_bytes,
 )
 from quintic.train.loop import rare_collections
 from quintic.train.metrics import MetricsLog
-from quintic.train.runs import check_new_run, discard_unstarted, run_folder
+from quintic.train.runs import TOKENIZER_FILE, check_new_run, discard_unstarted, run_folder
+from quintic.train.saving.source import code_facts
 
-__all__ = ["RaceResult", "speedrun", "train"]
+__all__ = ["RaceResult", "save_model", "speedrun", "train"]
 
 
 class RaceResult(NamedTuple):
@@ -54,7 +56,8 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     """Run a preset with these options, print its result, and log it with the command line; all ranks must call it."""
     chosen = preset(name)
     track = ranks.agree(lambda: chosen.track.scaled(options.steps).validated(options.val_tokens))
-    track = replace(track, eval_every=options.eval_every, pass_tokens=options.pass_tokens)
+    changes = {name: getattr(options, name) for name in ("eval_every", "pass_tokens", "untie_at")}
+    track = replace(track, **changes)
     model = ranks.agree(lambda: without(chosen.model, options.without))
     run = RunConfig(**{field.name: getattr(options, field.name) for field in fields(BaseRunConfig)})
     ranks.from_first(lambda: check_new_run(Config(run=run)))
@@ -66,12 +69,13 @@ def speedrun(name: str, options: SpeedrunOptions, *, command: str, ranks: Ranks)
     data = ranks.once_per_host(lambda: open_data(options, model))
     capture = options.capture and hardware.device.type == "cuda"
     race = ranks.agree(lambda: Race(track, model, data, hardware, ranks=ranks, seed=options.seed, capture=capture))
-    run_dir = ranks.from_first(lambda: run_folder(options, name, {}))
+    files = {} if data.tokenizer is None else {TOKENIZER_FILE: data.tokenizer.definition}
+    run_dir = ranks.from_first(lambda: run_folder(options, name, files))
     bits = "; nothing in 8 bits, for which it takes a GPU of compute capability 8.9" if without_fp8 else ""
     print(f"Computing on {ranks.size} x {hardware}{bits}; {track.steps:,} steps; run folder {run_dir}")
     facts = {"command": command, "config": {**asdict(options), "preset": name}}
     try:
-        result = train(race, run_dir, facts=facts, warm_up=options.warm_up)
+        result = train(race, run_dir, facts=facts, warm_up=options.warm_up, save_every=options.save_every)
     except BaseException:
         if ranks.is_first:
             discard_unstarted(run_dir)
@@ -89,6 +93,7 @@ def train(
     *,
     facts: Mapping[str, Any],
     warm_up: bool = True,
+    save_every: int = 0,
     say: Callable[[str], None] = print,
 ) -> RaceResult:
     """Train and score a model; all ranks must call it.
@@ -98,9 +103,11 @@ def train(
         run_dir: the folder of the run; the first rank writes `metrics.jsonl` and `report.html` there.
         facts: command and configuration, for the log.
         warm_up: compile before the clock starts rather than in the steps.
+        save_every: steps between saves of the model, besides the one at the end; 0 for none.
         say: takes lines for people.
 
     Raises:
+        CheckpointError: the model cannot be saved; log and report are there.
         DivergedError: a validation loss is not finite.
         QuinticError: text that cannot be used.
     """
@@ -111,26 +118,33 @@ def train(
         race.warm_up()
     warmup_seconds = time.perf_counter() - began
     say(f"Warm-up took {warmup_seconds:.1f} s; the clock starts")
-    tokens, seconds = 0, 0.0
+    tokens, seconds, scores = 0, 0.0, list[tuple[float, int]]()
     log_file = run_dir / METRICS_FILE if ranks.is_first else None
     with closing(race), rare_collections() as collected, MetricsLog(log_file) as log:
         collected()  # once, and no more before the end
         log.write("run", **_facts(race), name=run_dir.name, warmup_seconds=warmup_seconds, **facts)
-        scored = [*range(0, track.steps, track.eval_every), track.steps]
-        for number, following in itertools.pairwise([*scored, track.steps]):
-            loss, bpb = race.evaluate(number)
-            say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
-            record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
-            log.write("eval", **record)
-            if not math.isfinite(loss):  # on all ranks, of which one says so
-                diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
-                raise diverged if ranks.is_first else ranks.failed_elsewhere()
+        scored = {*range(0, track.steps, track.eval_every), track.steps}
+        saved = set(range(save_every, track.steps, save_every)) if save_every else set()
+        for number, following in itertools.pairwise([*sorted(scored | saved), track.steps]):
+            if number in scored:
+                loss, bpb = race.evaluate(number)
+                say(f"step {number}/{track.steps}  validation {loss:.4f}  {_time(seconds, number)}")
+                record = {"step": number, "tokens": tokens, "seconds": seconds, "loss": loss, "bpb": bpb}
+                log.write("eval", **record)
+                scores += [] if bpb is None else [(bpb, number)]
+                if not math.isfinite(loss):  # on all ranks, of which one says so
+                    diverged = DivergedError(f"{run_dir}: the validation loss of step {number} is {loss}: it diverged")
+                    raise diverged if ranks.is_first else ranks.failed_elsewhere()
+            if number in saved:
+                save_model(race, run_dir, number)
             if number < track.steps:
                 tokens, seconds = _train(race, log, range(number, following), tokens, seconds, say)
         peak = peak_memory_bytes(race.device)
-        log.write("final", **record, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
+        least = dict(zip(("least_bpb", "least_bpb_step"), min(scores), strict=True)) if scores else {}
+        log.write("final", **record, **least, peak_memory_bytes=peak, tokens_per_second=tokens / seconds)
         if ranks.is_first:
             write_report(run_dir)
+        save_model(race, run_dir, track.steps)
     return RaceResult(loss=loss, bpb=bpb, seconds=seconds)
 
 
@@ -168,6 +182,7 @@ def _train(
             seconds=seconds,
             loss=loss,
             lr={group["name"]: group["initial_lr"] * settings.rate for group in race.optimizer.param_groups},
+            lr_multiplier=settings.rate,
             momentum=settings.momentum,
             epoch=epoch,
             tokens_per_second=settings.batch_tokens / took,
@@ -176,6 +191,27 @@ def _train(
     if requests.is_stopped():
         raise KeyboardInterrupt
     return tokens, ended
+
+
+def save_model(race: Race, run_dir: Path, step: int) -> None:
+    """Save the model after so many steps, with its windows of now, and what it is and is scored on.
+
+    All ranks must call it, and the first one, which has all of the weights, writes a checkpoint without an optimizer.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing half written remains.
+    """
+    track = race.track
+    state = {
+        "speedrun": asdict(race.model.config),
+        "dtype": str(race.hardware.dtype).removeprefix("torch."),
+        "document_tokens": max(stage.document_tokens for stage in track.stages),
+        "validation": str(race.data.validation.resolve()),
+        "validation_tokens": track.validation_tokens,
+        "validation_chunk": track.validation_chunk,
+    }
+    save = partial(save_checkpoint, run_dir, step=step, model=race.model, optimizer=None, state=state)
+    race.ranks.from_first(lambda: save(keep=track.steps + 1))
 
 
 def _time(seconds: float, steps: int) -> str:

@@ -6,6 +6,7 @@ uint16. Files whose names have `val` in them are for validation, those with `tra
 Source: the format is that of llm.c and the modded-nanogpt speedrun.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,13 +17,22 @@ import numpy.typing as npt
 
 from quintic.data.hub import download
 from quintic.data.sources import open_source
-from quintic.data.tokenizer import Tokenizer
+from quintic.data.tokenizer import Tokenizer, byte_alphabet
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 from quintic.model.speedrun_sizes import IGNORED, SpeedrunConfig
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions
 
-__all__ = ["RaceData", "Tokens", "open_data", "prefixes", "read_shard", "vocabulary_of", "write_shard"]
+__all__ = [
+    "RaceData",
+    "Tokens",
+    "byte_tokenizer",
+    "open_data",
+    "prefixes",
+    "read_shard",
+    "vocabulary_of",
+    "write_shard",
+]
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -45,7 +55,12 @@ class RaceData(NamedTuple):
     validation: Path
     vocab_size: int  # tokens are smaller
     bos_id: int  # the token that begins a document
-    vocabulary: tuple[bytes, ...] | None  # the bytes of each token, none for special ones; None where it is not at hand
+    tokenizer: Tokenizer | None  # with which the shards were made; None where it is not at hand
+
+    @property
+    def vocabulary(self) -> tuple[bytes, ...] | None:
+        """The bytes of each token, none for special ones; None without a tokenizer."""
+        return None if self.tokenizer is None else _vocabulary(self.tokenizer, self.bos_id)
 
 
 def prefixes(vocabulary: Sequence[bytes]) -> list[int]:
@@ -126,17 +141,25 @@ def open_data(options: SpeedrunOptions, model: SpeedrunConfig) -> RaceData:
     train = train[: options.shards]
     for path in (*train, validation[0]):
         read_shard(path, count=0)  # header and size: later ones are read in the middle of the run
-    vocabulary = None
+    loaded = None
     if model.bos_id == BYTES_BOS:
-        vocabulary = tuple(bytes([value]) for value in range(BYTES_BOS))
+        loaded = byte_tokenizer()
     elif tokenizer is not None:
-        vocabulary = vocabulary_of(tokenizer, bos_id=model.bos_id, cache_dir=data_dir / "hub")
-        if len(vocabulary) > model.vocab_size:
+        loaded = Tokenizer.load(tokenizer, cache_dir=data_dir / "hub")
+        if loaded.vocab_size > model.vocab_size:
             raise DataError(
-                f"--tokenizer {tokenizer}: has {len(vocabulary):,} tokens, the model {model.vocab_size:,}; give the "
+                f"--tokenizer {tokenizer}: has {loaded.vocab_size:,} tokens, the model {model.vocab_size:,}; give the "
                 "one with which the shards were made"
             )
-    return RaceData(source, tuple(train), validation[0], model.vocab_size, model.bos_id, vocabulary)
+    return RaceData(source, tuple(train), validation[0], model.vocab_size, model.bos_id, loaded)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer whose tokens are the 256 bytes, and `BYTES_BOS` before each document."""
+    stage = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return Tokenizer(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": stage, "decoder": stage}))
 
 
 def _downloaded(source: str, cache_dir: Path, num_shards: int) -> tuple[list[Path], list[Path]]:
@@ -177,5 +200,9 @@ def _bytes_of_python(data_dir: Path) -> Path:
 
 def vocabulary_of(tokenizer: str, *, bos_id: int, cache_dir: Path | None = None) -> tuple[bytes, ...]:
     """Return the bytes of each token of a tokenizer (see `Tokenizer.load`), none for special ones and for `bos_id`."""
-    loaded = Tokenizer.load(tokenizer, cache_dir=cache_dir)
-    return tuple(b"" if number == bos_id else loaded.decode_bytes([number]) for number in range(loaded.vocab_size))
+    return _vocabulary(Tokenizer.load(tokenizer, cache_dir=cache_dir), bos_id)
+
+
+def _vocabulary(tokenizer: Tokenizer, bos_id: int) -> tuple[bytes, ...]:
+    numbers = range(tokenizer.vocab_size)
+    return tuple(b"" if number == bos_id else tokenizer.decode_bytes([number]) for number in numbers)

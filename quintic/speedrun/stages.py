@@ -56,7 +56,7 @@ class Track:
     momentum: tuple[float, float] = (0.85, 0.95)  # least and most
     momentum_rise_steps: int  # first steps, in which the momentum rises
     momentum_fall_steps: int  # last steps, in which it falls
-    untie_stage: int = 2  # at its beginning head and embedding part
+    untie_at: int | None = None  # the step at which head and embedding part; None for the beginning of the third stage
     chunks: int = 8  # of a batch; each begins with a document, and a rank reads `chunks / ranks` of them per step
     pass_tokens: int = 65_536  # tokens up to which a rank's chunks go through the model together
     eval_every: int  # steps between validations
@@ -76,8 +76,11 @@ class Track:
 
     @property
     def untie_step(self) -> int:
-        """The step after which head and embedding part, the first odd one of its stage: only odd steps move them."""
-        return self.starts[self.untie_stage] | 1
+        """The step after which head and embedding part, the first odd one from `untie_at` on: only odd steps move them.
+
+        Where the run ends before it, they stay one.
+        """
+        return (self.starts[2] if self.untie_at is None else self.untie_at) | 1
 
     def at(self, step: int) -> StepSettings:
         """Return the settings of a step from 0; those of the final validation for `steps`."""

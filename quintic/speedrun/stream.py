@@ -116,13 +116,18 @@ def _batches(
                     waiting.clear()
 
 
-def validation_batches(data: RaceData, track: Track, *, ranks: Ranks = ALONE) -> list[FlatBatch]:
+def validation_batches(data: RaceData, tokens: int, chunk: int, *, ranks: Ranks = ALONE) -> list[FlatBatch]:
     """Return a rank's chunks of the validation text, on the CPU: of each `ranks.size` chunks, rank r has the r-th.
+
+    Args:
+        data: the text.
+        tokens: to score, from the beginning of the shard.
+        chunk: tokens scored at once.
+        ranks: the processes that share the text.
 
     Raises:
         DataError: the shard cannot be used or is too short, or the numbers do not fit each other.
     """
-    tokens, chunk = track.validation_tokens, track.validation_chunk
     if tokens % (chunk * ranks.size):
         raise DataError(
             f"{tokens:,} validation tokens are no whole number of chunks of {chunk:,} for each of {ranks.size} ranks; "

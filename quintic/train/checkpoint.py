@@ -60,7 +60,8 @@ __all__ = [
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
-_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_STATE = "state.json"
+_FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 _METADATA, _PIECES = ".metadata", re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -81,7 +82,7 @@ def save_checkpoint(
     *,
     step: int,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     state: dict[str, Any],
     keep: int,
     keep_due: int = 0,
@@ -96,7 +97,7 @@ def save_checkpoint(
         run_dir: the run's folder.
         step: optimizer steps made.
         model: its `state_dict` is saved.
-        optimizer: its parameters must be named.
+        optimizer: its parameters must be named. None to save the model alone, which cannot be trained further.
         state: JSON-able; `step` is added. Of several ranks that of the first one is saved.
         keep: checkpoints to keep, the newest up to this step, this one included, >= 1.
         keep_due: keep also the newest of a step that is a multiple of this; 0 for no other.
@@ -116,9 +117,12 @@ def save_checkpoint(
     if background is not None:
         background.wait()  # its copies are in memory until then
     final = run_dir / _FOLDER / f"step-{step:06d}"
-    tensors, groups = optimizer_tensors(optimizer)
-    text = json.dumps({**state, "step": step, "optimizer_groups": groups})
-    copies = {"model": copies_on_host(model.state_dict()), "optimizer": copies_on_host(tensors)}
+    copies = {"model": copies_on_host(model.state_dict())}
+    state = {**state, "step": step}
+    if optimizer is not None:
+        tensors, state["optimizer_groups"] = optimizer_tensors(optimizer)
+        copies["optimizer"] = copies_on_host(tensors)
+    text = json.dumps(state)
     if background is None:
         _write(final, copies, text, keep, keep_due, ranks)
     else:
@@ -134,7 +138,9 @@ def _write(
     temporary = folder / ranks.from_first(lambda: f".{final.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
 
-    @_naming_failures(final, temporary, needed)
+    is_resumable = "optimizer" in tensors
+
+    @_naming_failures(final, temporary, needed, is_resumable)
     def begin() -> None:
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -142,12 +148,12 @@ def _write(
         remove_unfinished(folder)
         temporary.mkdir()
 
-    @_naming_failures(final, temporary, needed)
+    @_naming_failures(final, temporary, needed, is_resumable)
     def write() -> dict[str, Any]:
         """Write this rank's files; return their fingerprints."""
         if ranks.size == 1:
-            save_tensors(tensors["model"], temporary / _WEIGHTS)
-            save_tensors(tensors["optimizer"], temporary / _OPTIMIZER)
+            for part, content in tensors.items():
+                save_tensors(content, temporary / _FILES[part])
         else:
             _write_pieces(temporary, tensors, ranks)
         if ranks.is_first:
@@ -155,7 +161,7 @@ def _write(
         own = [path for path in sorted(temporary.iterdir()) if _writer(path) == ranks.rank]
         return {path.name: _fingerprint(path) for path in own}
 
-    @_naming_failures(final, temporary, needed)
+    @_naming_failures(final, temporary, needed, is_resumable)
     def publish() -> None:
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         replace(temporary, final, discard_old=True)  # a run that was resumed from an older step comes by again
@@ -308,7 +314,7 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
     if not (checkpoint.path / _METADATA).exists():
         from safetensors.torch import load_file
 
-        whole: dict[str, Tensor] = load_file(checkpoint.path / {"model": _WEIGHTS, "optimizer": _OPTIMIZER}[part])
+        whole: dict[str, Tensor] = load_file(checkpoint.path / _FILES[part])
         return whole
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -331,16 +337,17 @@ def _read(checkpoint: Checkpoint, part: str, own: Mapping[str, Tensor]) -> dict[
 
 
 @contextlib.contextmanager
-def _naming_failures(final: Path, temporary: Path, needed: int) -> Iterator[None]:
+def _naming_failures(final: Path, temporary: Path, needed: int, is_resumable: bool) -> Iterator[None]:
     """Remove a half-written checkpoint after an error; where the disk cannot be written, say what to do."""
     try:
         yield
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
+            way = "continue the run with --resume" if is_resumable else "repeat the run"
             raise CheckpointError(
                 f"{final}: cannot be written ({error.strerror or error}); free {math.ceil(needed / 2**20)} MiB, then "
-                "continue the run with --resume, or choose another --runs-dir"
+                f"{way}, or choose another --runs-dir"
             ) from None
         raise
 
@@ -360,8 +367,8 @@ def _damage(path: Path) -> str:
     """Describe the damage of a checkpoint folder; empty where there is none."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        tensors = {_METADATA} if _METADATA in manifest else {_WEIGHTS, _OPTIMIZER}
-        missing = {*tensors, _STATE} - set(manifest)
+        # A model that was saved alone has no file of the optimizer.
+        missing = {_METADATA if _METADATA in manifest else _FILES["model"], _STATE} - set(manifest)
         if missing:
             return f"{_MANIFEST} does not list {min(missing)}"
         for name, expected in manifest.items():

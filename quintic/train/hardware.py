@@ -1,11 +1,8 @@
 """The hardware of a run: device, precision, attention, and the facts of the machine for the record."""
 
 import ctypes
-import hashlib
-import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,27 +11,22 @@ from typing import Any
 
 import torch
 
-import quintic
 from quintic.errors import ConfigError
 from quintic.kernels.attention.attention import AttentionName, choose_attention
 from quintic.kernels.dispatch import cpu_multiplies_bfloat16
 from quintic.kernels.linear.fp8_quantize import obstacle_to_fp8
 from quintic.model.fp8 import Fp8Recipe
 from quintic.train.config import RunConfig, in_options
-from quintic.versions import torch_version
 
 __all__ = [
     "Hardware",
     "Stopwatch",
     "check_memory",
     "choose_hardware",
-    "code_facts",
     "compile_seconds",
-    "git_state",
     "machine_facts",
     "matrix_rate",
     "multiplies_fp8",
-    "package_versions",
     "peak_memory_bytes",
 ]
 
@@ -258,39 +250,6 @@ def _host_memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say it
         return None
-
-
-def code_facts() -> dict[str, Any]:
-    """Return the git state, the hash of this package's source files and the package versions, for the log."""
-    root, digest = Path(quintic.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return {"git": git_state(), "code": digest.hexdigest(), "versions": package_versions()}
-
-
-def git_state() -> dict[str, Any]:
-    """Return commit and whether files differ from it, where the current folder is in a git checkout; else nothing."""
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", *arguments], capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL
-            ).stdout.strip()
-            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": commit, "dirty": bool(changes)}
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter for a result."""
-    versions = {"python": platform.python_version(), "torch": torch_version() or ""}
-    for package in ("quintic", "triton", "numpy", "tokenizers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _cpu_name() -> str:

@@ -45,17 +45,20 @@ def with_lookups(sizes: GPTConfig, model: ModelConfig) -> GPTConfig:
     return dataclasses.replace(sizes, l3_embeddings=min(embeddings, sizes.vocab_size * sizes.l3_k_max))
 
 
-def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> None:
+def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> str:
     """Allocate the rows of the lookup layers' tables, from the first rows of the training text in the run's order.
 
     Every rank may call it by itself: the answer depends on the text, the seed and the sizes alone.
+
+    Returns:
+        A line for people; empty for a model without lookup layers.
 
     Raises:
         DataError: the text does not fill a row.
     """
     sizes = model.config
     if not sizes.l3_layers:
-        return
+        return ""
     with Loader(dataset, "train", rows=1, seq_len=sizes.seq_len, seed=seed, prefetch=0) as loader:
         sample = torch.cat([next(loader).inputs for _ in range(_SAMPLE_ROWS)])
     shares = torch.from_numpy(
@@ -67,4 +70,11 @@ def allocate_lookups(model: GPT, dataset: Dataset, *, seed: int) -> None:
             bos_id=sizes.bos_id,
         )
     )
-    model.allocate_lookups(shares, mean_rows=float(shares[sample].double().mean()))
+    mean_rows = float(shares[sample].double().mean())
+    model.allocate_lookups(shares, mean_rows=mean_rows)
+    mean = sizes.l3_embeddings / sizes.vocab_size
+    return (
+        f"L3 allocation: {sizes.l3_embeddings:,} rows for {sizes.vocab_size:,} tokens, {int(shares.min())} to "
+        f"{int(shares.max())} each (--l3-k-max {sizes.l3_k_max}), {mean:.1f} on average, {mean_rows:.1f} for a token "
+        "of the text"
+    )

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from quintic.data.dataset import Dataset
 from quintic.errors import CheckpointError, DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.eval.score import Score
-from quintic.report.history import METRICS_FILE
+from quintic.report.history import METRICS_FILE, RunHistory
 from quintic.report.progress import Progress
 from quintic.report.report import write_report
 from quintic.stopping import StopRequests
@@ -32,6 +32,7 @@ from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, hold_run
+from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
 
@@ -60,6 +61,8 @@ class Result:
     baselines: dict[str, float]
     seconds: float
     """Training time, without evaluations."""
+    least: Mapping[str, Any]
+    """`least_bpb` of all evaluations, and its `least_bpb_step`."""
 
 
 def train(
@@ -104,13 +107,14 @@ def train(
         for line in ranks.agree(lambda: scale_lines(config, vocab_size=dataset.vocab_size, shares=shares)):
             say(line)
         run = ranks.agree(lambda: Trainer(config, dataset, run_dir, hardware, ranks))
+        allocation = ""
         if checkpoint is not None:
             ranks.agree(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
         else:
-            allocate_lookups(run.model, dataset, seed=config.run.seed)
+            allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
         ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
-        for line in run.describe():
+        for line in filter(None, [*run.describe(), allocation]):
             say(line)
         if resume_step is not None:
             ranks.from_first(lambda: set_aside_later(run_dir, resume_step, message=say))
@@ -128,6 +132,8 @@ def train(
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
             log.write("resume", step=run.step, time=now)
+            if ranks.from_first(lambda: keep_source(run_dir, run.step)):
+                progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
         try:
             _make_steps(run, log, progress, stop_requests)
             return _finish(run, log, progress, stop_requests)
@@ -215,7 +221,8 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         run.background.wait()
     with progress.busy("compressing the validation text with xz, for comparison"):
         final = run.finish()
-    log.write("final", **final)
+    least = _least_score(run)
+    log.write("final", **final, **least)
     report = run.ranks.from_first(lambda: write_report(run.run_dir))
     try:
         samples = _sample(run, progress)
@@ -237,8 +244,21 @@ def _finish(run: Trainer, log: MetricsLog, progress: Progress, stop_requests: St
         score=run.last_score(),
         samples=samples,
         baselines=final["baselines"],
+        least=least,
         seconds=run.seconds,
     )
+
+
+def _least_score(run: Trainer) -> dict[str, Any]:
+    """Return the fields of the log that tell the run's least bits per byte; none where its log is gone."""
+
+    def find() -> Mapping[str, Any] | None:
+        with contextlib.suppress(QuinticError):
+            return RunHistory.load(run.run_dir).least
+        return None
+
+    least = run.ranks.from_first(find)
+    return {} if least is None else {"least_bpb": least["bpb"], "least_bpb_step": least["step"]}
 
 
 def _evaluate(run: Trainer, log: MetricsLog, progress: Progress) -> None:

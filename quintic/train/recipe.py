@@ -391,6 +391,7 @@ def apply_schedule(optimizer: quintic.Muon, config: Config, step: int, total: in
             group["momentum"] = momentum
     return {
         "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},
+        "lr_multiplier": multiplier,
         "momentum": momentum,
         "weight_decay": next(g["weight_decay"] for g in optimizer.param_groups if g["name"] == "matrices"),
     }

@@ -1,7 +1,7 @@
 """Run folders: making, naming, finding and locking them.
 
-<runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at
-a time holds
+<runs-dir>/<run>/config.json, tokenizer.json, source.json and source.diff (saving/source.py), metrics.jsonl,
+checkpoints/, report.html, and .lock, which one process at a time holds
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
 from quintic.train.saved_config import load_config, to_dict
+from quintic.train.saving.source import source_files
 
 __all__ = [
     "CONFIG_FILE",
@@ -82,7 +83,7 @@ def run_folder(run: BaseRunConfig, kind: str, files: Mapping[str, str]) -> Path:
         folder = next(run.runs_dir / name for name in names if not _is_taken(run.runs_dir / name))
     try:
         with new_folder(folder) as unfinished:
-            for file, content in files.items():
+            for file, content in {**files, **source_files()}.items():
                 (unfinished / file).write_text(content, encoding="utf-8")
             if _is_taken(folder):
                 raise _exists(folder)
@@ -144,7 +145,8 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
     Args:
         runs_dir: the folder of all runs.
         name: None for the run that was started last.
-        is_speedrun_enough: find speedruns, too, which have a log, and no configuration or model to go on with.
+        is_speedrun_enough: find speedruns, too, which have a log and may have models, and no configuration to go on
+            with.
 
     Raises:
         ConfigError: there is none.
@@ -155,8 +157,8 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
             return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
-                advice = f"`quintic report` draws it (--run {name})"
-                raise ConfigError(f"{folder} is a speedrun, which saves no model; {advice}")
+                advice = "`quintic sample`, `eval` and `report` take it"
+                raise ConfigError(f"{folder} is a speedrun, which cannot go on or be repeated from it; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)
         return folder

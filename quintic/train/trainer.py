@@ -22,6 +22,7 @@ from quintic.eval.core_tasks import load_core
 from quintic.eval.generate import GENERAL_PROMPTS, default_prompts, sample_text
 from quintic.eval.score import Score, bits_per_byte, document_sums, score_from_sums
 from quintic.kernels.attention.attention import needs_document_starts
+from quintic.model.fp8 import fp8_lines
 from quintic.model.gpt import GPT
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.checkpoint import Checkpoint, load_model_weights, restore_optimizer, save_checkpoint
@@ -30,7 +31,6 @@ from quintic.train.distributed import ALONE, Parallelism, Ranks, rows_at_once
 from quintic.train.hardware import (
     Hardware,
     Stopwatch,
-    code_facts,
     compile_seconds,
     machine_facts,
     matrix_rate,
@@ -39,6 +39,7 @@ from quintic.train.hardware import (
 from quintic.train.recipe import apply_schedule, build_model, build_optimizer, model_config, scale_of, with_batch
 from quintic.train.saved_config import repeat_command, to_dict
 from quintic.train.saving.background import Background
+from quintic.train.saving.source import code_facts
 from quintic.train.schedule import is_due, reading_lines
 from quintic.train.watch import LossWatch, RmsMeter, StepTimes
 
@@ -76,8 +77,7 @@ class Trainer:
             weights=config.optim.weights,
             parallelism=self.parallelism,
         )
-        if hardware.fp8 is not None:
-            self.model.use_fp8(hardware.fp8)
+        self.fp8_layers = {} if hardware.fp8 is None else self.model.use_fp8(hardware.fp8)
         if hardware.compile:
             self.model.compile_parts()
         self.scale = scale_of(config, self.model)
@@ -355,6 +355,7 @@ class Trainer:
             f"{summary['train_tokens'] / 1e6:.2f}M tokens of a {self.dataset.vocab_size:,}-token vocabulary",
             f"Plan: {passes} with {optimizer}; run folder {self.run_dir}",
             *warnings,
+            *fp8_lines(self.fp8_layers),
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -371,6 +372,7 @@ class Trainer:
                 "flops_per_token": self.flops_per_token,
                 "width": self.model.config.width,
                 "heads": self.model.config.num_heads,
+                **({"fp8_layers": fp8_lines(self.fp8_layers)} if self.fp8_layers else {}),
                 **{f"parameters_{name}": count for name, count in parameters.items()},
             },
             "data": self.dataset.summary(),

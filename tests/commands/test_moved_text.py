@@ -91,7 +91,7 @@ def test_a_model_whose_text_is_gone_and_has_changed_is_still_used(
     }
     capsys.readouterr()
     assert main(["eval", "--data", str(elsewhere / "text" / "more.txt")]) == 0
-    assert "(no byte-bigram model: the run's training text is gone)" in capsys.readouterr().out
+    assert "(no byte-bigram model: the run's training text is not at hand)" in capsys.readouterr().out
     (elsewhere / "core").mkdir()
     item = {"query": "def model", "choices": ["step", "loss"], "gold": 0}
     (elsewhere / "core" / "copa.jsonl").write_text((json.dumps(item) + "\n") * 12)

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from quintic.model import layers
-from quintic.model.fp8 import dynamic_fp8_linear, head_scales, pays_in_fp8, takes_fp8
+from quintic.model.fp8 import (
+    FP8_BOTH,
+    FP8_FORWARD,
+    dynamic_fp8_linear,
+    fp8_lines,
+    head_scales,
+    obstacle_to_fp8_layer,
+    takes_fp8,
+)
 from quintic.model.gpt import GPT, GPTConfig
 from quintic.model.layers import Linear
 from quintic.train.recipe import build_model
@@ -132,23 +140,54 @@ def test_sizes_that_suit_8_bits():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_of_the_blocks_take_part_and_gates_do_not(recipe):
     built = model()
-    assert built.use_fp8(recipe) == 13
+    uses = built.use_fp8(recipe)
+    assert list(uses.values()).count(FP8_BOTH) == 13
+    assert {name for name, use in uses.items() if use == FP8_BOTH} == {
+        name for name, module in built.named_modules() if isinstance(module, Linear) and module.fp8 == recipe
+    }
     taking = {name for name, module in built.named_modules() if isinstance(module, Linear) and module.fp8 == recipe}
     parts = ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down")
     assert taking == {"head"} | {f"blocks.{layer}.{part}" for layer in range(2) for part in parts}
-    assert model(depth=1).use_fp8(recipe) == 0  # width 64
+    assert FP8_BOTH not in model(depth=1).use_fp8(recipe).values()  # width 64
 
 
 def test_auto_takes_the_head_and_what_becomes_faster():
     sizes = [(1024, 1024), (4096, 1024), (1008, 4096), (1024, 1032)]
-    assert [pays_in_fp8(torch.empty(size)) for size in sizes] == [True, True, False, False]
+    assert [obstacle_to_fp8_layer(torch.empty(size), needs_gain=True) for size in sizes] == [
+        "",
+        "",
+        "a size is below 1,024: 8 bits would be slower",
+        "a size is no multiple of 16",
+    ]
     for width, expected in ((128, {"head"}), (1024, {"head", "blocks.0.attention.query", "blocks.0.mlp.down"})):
         built = GPT(GPTConfig(vocab_size=320, depth=1, width=width, head_dim=32, num_kv_heads=2, seq_len=32, bos_id=0))
-        count = built.use_fp8("auto")
+        uses = built.use_fp8("auto")
+        count = list(uses.values()).count(FP8_BOTH)
+        assert (uses["blocks.0.mlp.up"] == uses["blocks.0.mlp.down"] == FP8_FORWARD) == (width == 128)
         taking = {name for name, one in built.named_modules() if isinstance(one, Linear) and one.fp8 == "tensorwise"}
         assert expected <= taking
         assert len(taking) == count == (1 if width == 128 else 5)  # keys and values are of 64 channels
         assert built.blocks[0].mlp.fp8_forward == (width == 128)
+
+
+def test_people_are_told_which_layers_are_in_8_bits_and_why_others_are_not():
+    built = model()
+    count = sum(isinstance(module, Linear) for module in built.modules())
+    small = "attention.query, blocks.*.attention.key, blocks.*.attention.value, blocks.*.attention.out"
+    rest = count - 1 - 12
+    assert fp8_lines(built.use_fp8("auto"))[:3] == [
+        f"8-bit products: forward alone in 4 of {count} linear layers (blocks.*.mlp.up, blocks.*.mlp.down)",
+        f"8-bit products: forward and backward in 1 of {count} linear layers (head)",
+        f"8-bit products: none, as a size is below 1,024: 8 bits would be slower, in 8 of {count} linear layers "
+        f"(blocks.*.{small})",
+    ]
+    [gates] = fp8_lines(built.use_fp8("auto"))[3:]
+    assert f"none, as a size is no multiple of 16, in {rest} of {count} linear layers (" in gates
+
+    lines = fp8_lines(model(depth=1).use_fp8("auto"))
+    assert all(line.startswith("--fp8 changes nothing in this model: none, as a size is ") for line in lines)
+    assert any("a size is below 128" in line for line in lines)
+    assert fp8_lines({}) == []
 
 
 def test_an_mlp_whose_layers_are_not_in_8_bits_is_so_forward(monkeypatch):

@@ -55,7 +55,11 @@ class WithCopies(Wrapped):
     @classmethod
     def opened(cls, func, value):
         value, is_wrapped = super().opened(func, value), isinstance(value, Wrapped)
-        return value.clone() if is_wrapped and func.overloadpacket in (torch.ops.aten.unsqueeze, torch.ops.aten.view) else value
+        return (
+            value.clone()
+            if is_wrapped and func.overloadpacket in (torch.ops.aten.unsqueeze, torch.ops.aten.view)
+            else value
+        )
 
 
 class Rounded(Wrapped):

@@ -203,22 +203,28 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     assert "\x1b" not in output.getvalue()
 
 
-FIGURES = {"smoothed_loss": 3.5, "grad_norm": 0.12345, "mfu": 0.3456, "peak_memory_bytes": 3 * 2**30, "epoch": 2}
+FIGURES = {
+    "lr_multiplier": 0.85,
+    "smoothed_loss": 3.5,
+    "grad_norm": 0.12345,
+    "mfu": 0.3456,
+    "peak_memory_bytes": 3 * 2**30,
+    "epoch": 2,
+}
 
 
 def test_figures_of_model_and_machine_are_shown() -> None:
     progress, output, _ = plain()
     progress.train(record(1, **FIGURES))
     assert output.getvalue() == (
-        "step 1/1,000 (0.1 %)  loss 3.220 (mean 3.500)  gradient 0.12  123,457 tokens/s  MFU 34.6 %  3.0 GiB  epoch 2  "
-        "0:00 elapsed, time left not known yet\n"
+        "step 1/1,000 (0.1 %)  loss 3.220 (mean 3.500)  gradient 0.12  rates x 0.850  123,457 tokens/s  "
+        "MFU 34.6 %  3.0 GiB  epoch 2  0:00 elapsed, time left not known yet\n"
     )
     progress, output = live(width=200)
     with progress:
         progress.train(record(250, **FIGURES))
-    assert "loss 3.220 (mean 3.500) · gradient 0.12 · 123,457 tokens/s · MFU 34.6 % · 3.0 GiB · epoch 2" in screen(
-        output.getvalue()
-    )
+    expected = "loss 3.220 (mean 3.500) · gradient 0.12 · 123,457 tokens/s · rates x 0.850 · MFU 34.6 % · 3.0 GiB"
+    assert f"{expected} · epoch 2" in screen(output.getvalue())
 
 
 @pytest.mark.parametrize(("action", "more"), [("warn", ""), ("rollback", ""), ("skip", "; its update is left out")])

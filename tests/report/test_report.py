@@ -1,5 +1,6 @@
 """The page of a run: right figures, nothing loaded from elsewhere, every state of a run drawn."""
 
+import json
 import math
 import os
 import re
@@ -168,6 +169,46 @@ def test_what_the_machine_did_is_on_the_page(tmp_path: Path) -> None:
         "quintic train --depth 4",
     ):
         assert expected in text, expected
+
+
+def test_the_least_score_and_tokens_per_parameter_are_among_the_figures(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write("run", name="n", model={"parameters": 5000, "parameters_blocks": 600, "parameters_head": 400})
+        for step, bpb in ((0, 8.0), (10, 2.0), (20, 1.5), (30, 1.5), (40, float("nan")), (50, 1.75)):
+            log.write("train", step=step + 1, tokens=500 * step, loss=1.0)
+            log.write("eval", step=step, tokens=500 * step, seconds=step, loss=2 * bpb, bpb=bpb)
+    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
+    assert "1.5000 bits per byte at the least, at step 20" in text
+    assert "25 tokens read per parameter of matrices and head" in text
+    (tmp_path / "metrics.jsonl").unlink()
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:  # a speedrun
+        log.write("run", name="n", model={"parameters": 5000})
+        log.write("train", step=1, tokens=20_000, loss=1.0)
+        log.write("eval", step=1, tokens=20_000, loss=1.0)
+    text = read(write_report(tmp_path)).text.replace("\u00a0", " ")
+    assert "4 tokens read per parameter " in text
+    assert "at the least" not in text
+
+
+def test_the_source_that_ran_is_on_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "The source that ran" not in read(write_report(folder)).text
+    facts = {"version": "1.2", "commit": "c0ffee", "dirty": True, "untracked": ["new.py"], "code": "f00"}
+    (folder / "source.json").write_text(json.dumps({**facts, "diff_bytes": 30, "files": {"a.py": "0123abcd"}}))
+    (folder / "source.diff").write_text(f"-old\n+{EVIL}\n")
+    (folder / "source-from-step-000020.json").write_text(json.dumps({"version": "1.3", "commit": "decade"}))
+    page = read(write_report(folder))
+    for words in (
+        "The source that ran Source version 1.2 commit c0ffee uncommitted changes yes",
+        'files that git does not know ["new.py"]',
+        f"What differed from the commit -old +{' '.join(EVIL.split())}",
+        "Source from step 20 on version 1.3 commit decade",
+    ):
+        assert words in page.text, words
+    assert "0123abcd" not in page.text
+    (folder / "source.diff").unlink()
+    (folder / "source-from-step-000020.json").write_text("{damaged")
+    assert "source.diff is gone" in read(write_report(folder)).text
 
 
 def test_standard_errors_are_said_and_drawn(tmp_path: Path) -> None:

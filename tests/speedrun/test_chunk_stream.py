@@ -97,7 +97,7 @@ def write(folder: Path, shards: list[list[int]]) -> list[Path]:
 
 def data_of(paths: list[Path]) -> RaceData:
     """Data whose last file is the one for validation, too."""
-    kind = {"vocab_size": 2**16, "bos_id": BOS, "vocabulary": None}
+    kind = {"vocab_size": 2**16, "bos_id": BOS, "tokenizer": None}
     return RaceData(source="", train=tuple(paths), validation=paths[-1], **kind)
 
 
@@ -123,7 +123,7 @@ def stream_of(paths: list[Path], *settings: Settings, chunks: int, passes=None, 
 
 def validation(path: Path, *, tokens: int, chunk: int, ranks: Ranks = ALONE) -> list[Batch]:
     track = replace(TINY, validation_tokens=tokens, validation_chunk=chunk)
-    return validation_batches(data_of([path]), track, ranks=ranks)
+    return validation_batches(data_of([path]), track.validation_tokens, track.validation_chunk, ranks=ranks)
 
 
 def lists(batch) -> tuple[list[int], list[int], list[int]]:

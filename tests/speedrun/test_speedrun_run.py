@@ -160,6 +160,20 @@ def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_p
     assert torch.equal(race.model.rotary.frequencies, grown)
 
 
+@pytest.mark.parametrize(("untie_at", "parted"), [(2, 5), (8, 8)])
+def test_head_and_embedding_part_where_they_are_told_to(untie_at: int, parted: int, shards: Path) -> None:
+    """Untied after step 3, with AdamW's next step the fifth; or not within the eight steps."""
+    data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
+    track = replace(TRACK.scaled(8), untie_at=untie_at)
+    with closing(Race(track, TINY.model, data, HARDWARE, seed=3)) as race:
+        race.warm_up()
+        same = []
+        for number in range(8):
+            race.train_step(number, race.stream)
+            same.append(torch.equal(race.model.inputs.embedding, race.model.head.mT))
+    assert same == [number < parted for number in range(8)]
+
+
 @pytest.mark.slow
 def test_a_warm_up_leaves_no_trace(alone, shards: Path, tmp_path: Path, same_threads: None) -> None:
     torch.set_num_threads(1)

@@ -1,5 +1,7 @@
 """The stages of the speedrun against the numbers of the race's table."""
 
+from dataclasses import replace
+
 import pytest
 
 from quintic.errors import ConfigError
@@ -74,6 +76,14 @@ def test_head_and_embedding_part_once_after_the_first_odd_step_of_the_third_stag
     even = SPEEDRUN.scaled(200)
     assert even.starts[2] % 2 == 0 or even.untie_step == even.starts[2]
     assert even.untie_step % 2 == 1
+
+
+@pytest.mark.parametrize(
+    ("untie_at", "expected"), [(0, [1]), (1, [1]), (100, [101]), (101, [101]), (1284, []), (1285, []), (5000, [])]
+)
+def test_head_and_embedding_part_at_any_step(untie_at: int, expected: list[int]):
+    track = replace(SPEEDRUN, untie_at=untie_at)
+    assert [step for step in range(SPEEDRUN.steps) if track.at(step).unties] == expected
 
 
 @pytest.mark.parametrize("steps", [8, 24, 165, 200, 600, 1285, 2570])

@@ -122,7 +122,9 @@ def test_the_text_that_comes_with_python_becomes_bytes(tmp_path: Path):
     assert 1_000_000 < len(train) < 3_000_000
     document = train[1 : np.flatnonzero(train == BYTES_BOS)[1]]
     assert document.astype(np.uint8).tobytes().decode("utf-8").isprintable() is False  # whole text, with line ends
-    assert data.vocabulary == tuple(bytes([value]) for value in range(256))
+    assert data.vocabulary == (*(bytes([value]) for value in range(256)), b"")  # the last starts documents
+    assert data.tokenizer.bos_id == BYTES_BOS
+    assert data.tokenizer.encode("na\u00efve \n <|bos|>") == list("na\u00efve \n <|bos|>".encode())
     before = data.validation.stat().st_mtime_ns
     assert opened("python", tmp_path).validation.stat().st_mtime_ns == before
 

@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -18,12 +17,11 @@ from quintic.train.config import RunConfig
 from quintic.train.hardware import (
     check_memory,
     choose_hardware,
-    git_state,
     machine_facts,
     matrix_rate,
-    package_versions,
     peak_memory_bytes,
 )
+from quintic.train.saving.source import package_versions
 
 
 @pytest.fixture
@@ -240,28 +238,6 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         check_memory(3 * 2**29, torch.device("cpu"))
     monkeypatch.delattr(os, "sysconf")
     check_memory(2**62, torch.device("cpu"))  # unknown
-
-
-def test_the_state_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_state() == {}
-
-    def git(*arguments: str) -> str:
-        names = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", *names, *arguments], check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    assert git_state() == {}  # no commit yet
-    (tmp_path / "file").write_text("a")
-    git("add", "file")
-    git("commit", "-qm", "first")
-    (tmp_path / "untracked").write_text("a")
-    assert git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (tmp_path / "file").write_text("b")
-    assert git_state()["dirty"] is True
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state() == {}
 
 
 def test_a_stopwatch_tells_what_lies_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:

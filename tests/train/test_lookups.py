@@ -210,3 +210,16 @@ def test_the_plan_shows_the_tables(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert main(["plan", "--depth", "2", "--l3-layers", "1"]) == 0
     assert re.search(r"^lookup tables +adamw ", capsys.readouterr().out, flags=re.MULTILINE)
     assert "--l3-layers 2: must be layers from 0 to 1" in error_of(capsys, "plan", "--depth", "2", "--l3-layers", "2")
+
+
+def test_people_are_told_how_the_rows_are_allocated(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    wanted = tiny_config(tiny_dataset, tmp_path, l3_layers="0", l3_embeddings=700, l3_k_max=6)
+    model = build(wanted, tiny_dataset.vocab_size)
+    line = lookups.allocate_lookups(model, tiny_dataset, seed=0)
+    shares = model.lookup_offsets.diff().tolist()
+    assert line == (
+        f"L3 allocation: 700 rows for {tiny_dataset.vocab_size} tokens, {min(shares)} to 6 each (--l3-k-max 6), "
+        f"{700 / tiny_dataset.vocab_size:.1f} on average, {model.lookup_mean_rows.item():.1f} for a token of the text"
+    )
+    assert max(shares) == 6
+    assert lookups.allocate_lookups(build(config(), tiny_dataset.vocab_size), tiny_dataset, seed=0) == ""

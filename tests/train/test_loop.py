@@ -253,6 +253,17 @@ def test_the_final_record_and_the_report_are_there_before_samples(
     assert "finished after 6 steps" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
+def test_the_least_score_of_all_evaluations_is_in_the_final_record(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([9.0, 3.0, 2.0, 2.5])
+    evaluate = Trainer.evaluate
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) | {"bpb": next(scores)})
+    result = run(tiny_config(tiny_dataset, tmp_path, run="run", eval_every=2), tiny_dataset)
+    assert result.least == {"least_bpb": 2.0, "least_bpb_step": 4}
+    assert {**RunHistory.load(result.run_dir).final, **result.least} == RunHistory.load(result.run_dir).final
+
+
 def test_a_failure_between_steps_leaves_a_report(
     tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

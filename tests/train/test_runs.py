@@ -16,7 +16,7 @@ import pytest
 from durability import disk_events, durable_names
 
 from quintic.errors import ConfigError
-from quintic.report.history import METRICS_FILE
+from quintic.report.history import METRICS_FILE, SOURCE_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
 from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
@@ -31,7 +31,8 @@ def test_a_new_run_holds_its_configuration_and_nothing_else(tmp_path: Path) -> N
     wanted = config(tmp_path / "deep" / "runs", "first", depth=3)
     folder = create_run(wanted)
     assert folder == tmp_path / "deep" / "runs" / "first"
-    assert list(folder.iterdir()) == [folder / CONFIG_FILE]
+    names = {path.name for path in folder.iterdir()}
+    assert {CONFIG_FILE, SOURCE_FILE} <= names <= {CONFIG_FILE, SOURCE_FILE, "source.diff"}
     assert load_config(folder / CONFIG_FILE) == wanted
     assert list(folder.parent.iterdir()) == [folder]
 
@@ -135,7 +136,9 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "race").mkdir()
     (tmp_path / "race" / METRICS_FILE).write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"race is a speedrun, which saves no model; `quintic report` draws it"):
+    with pytest.raises(
+        ConfigError, match=r"race is a speedrun, which cannot go on or be repeated from it; `quintic sample`, `eval`"
+    ):
         find_run(tmp_path, "race")
     with pytest.raises(ConfigError, match=r"notes is not a run: it has no config\.json; check --run and --runs-dir"):
         find_run(tmp_path, "notes")

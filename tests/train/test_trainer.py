@@ -260,3 +260,15 @@ def test_tensorboard_gets_the_run(tiny_dataset: Dataset, tmp_path: Path) -> None
     events = list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1
     assert b"eval/bpb" in events[0].read_bytes()
+
+
+def test_people_and_log_are_told_what_is_in_8_bits(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    config = tiny_config(tiny_dataset, tmp_path)
+    hardware = replace(choose_hardware(config.run), fp8="tensorwise")
+    trainer = Trainer(config, tiny_dataset, tmp_path, hardware)
+    lines = [line for line in trainer.describe() if line.startswith("--fp8 changes nothing in this model: none, as")]
+    assert lines == trainer.facts()["model"]["fp8_layers"]
+    assert lines
+    plain = make(tiny_dataset, tmp_path)
+    assert not any("8" in line and "bit" in line for line in plain.describe())
+    assert "fp8_layers" not in plain.facts()["model"]
