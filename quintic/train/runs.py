@@ -1,7 +1,7 @@
 """Run folders: making, naming, finding and locking them.
 
-<runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, and .lock, which one process at
-a time holds
+<runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, with --wandb wandb-id.txt, and
+.lock, which one process at a time holds
 """
 
 import contextlib
@@ -10,12 +10,13 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import lock, new_folder
+from quintic.durable import lock, new_folder, write_atomically
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
@@ -30,12 +31,14 @@ __all__ = [
     "find_run",
     "hold_run",
     "run_folder",
+    "wandb_id",
 ]
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 """Kept so that the model can be used when its prepared text is gone; runs made by older versions do not have it."""
 _LOCK_FILE = ".lock"
+_WANDB_FILE = "wandb-id.txt"
 
 # Errors of file systems without locks.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
@@ -99,6 +102,20 @@ def discard_unstarted(folder: Path) -> None:
     with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
         if not (folder / METRICS_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def wandb_id(folder: Path) -> str:
+    """Return the id by which Weights & Biases knows a run, and keep it in the run's folder for when it is resumed.
+
+    It is drawn at random: runs of one name are made in several places, and the service would take them for one. The
+    copy of a folder under another name gets an id of its own: the service would drop its steps as already seen.
+    """
+    file = folder / _WANDB_FILE
+    number, _, name = file.read_text(encoding="utf-8").rstrip("\n").partition(" ") if file.exists() else ("", "", "")
+    if not number or name != folder.name:
+        number = secrets.token_hex(8)
+        write_atomically(file, f"{number} {folder.name}\n")
+    return number
 
 
 @contextlib.contextmanager
