@@ -1,6 +1,10 @@
 """Several runs on one page: the figures by hand, medians and ranges of seeds, what differs."""
 
+import itertools
 import math
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,9 @@ import pytest
 from report_pages import read, write_run
 
 from quintic.errors import ConfigError
+from quintic.report import report
 from quintic.report.comparison import write_comparison
+from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
 
 
@@ -340,3 +346,33 @@ def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
     assert found == "stopped never reached other's final validation loss in its 11 steps"
     # A speedrun's name is an option of its own, and no setting.
     assert "setting other stopped seed 5 7" in read(tmp_path / "page.html").text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_pages_fit_a_phone(tmp_path: Path) -> None:
+    name = "a-run-with-quite-a-long-name-2026-11-25_of_somebody"
+    runs = {label: write_run(tmp_path / folder) for label, folder in (("a", "a"), (name, "b"), ("c", "c"))}
+    write_comparison(runs, tmp_path / "comparison.html", title=f"a, {name}, c compared")
+    write_report(runs[name], tmp_path / "run.html")
+    # A browser's own window is 500 pixels wide at least: the page is measured in a frame.
+    said = "<script>onload = () => parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    for page, width in itertools.product(("comparison", "run"), (320, 390, 1280)):
+        text = (tmp_path / f"{page}.html").read_text(encoding="utf-8")
+        (tmp_path / "inner.html").write_text(text.replace("</body>", said), encoding="utf-8")
+        outer = "<p id=w></p><script>onmessage = e => { w.textContent = 'needs ' + e.data }</script>"
+        frame = f"<iframe src=inner.html width={width} height=900 style='border:0'></iframe>"
+        (tmp_path / "outer.html").write_text(f"<!doctype html>{outer}{frame}")
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
+        command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        needed = re.search(r"needs (\d+)", shown)
+        assert needed is not None
+        assert int(needed[1]) <= width, page
+
+
+def test_nothing_on_a_page_is_kept_on_one_line() -> None:
+    # A long command, name or path would run out of its card on a phone.
+    templates = Path(report.__file__).parent / "templates"
+    assert len(list(templates.glob("*.html"))) == 4
+    assert [path.name for path in templates.glob("*.html") if "nowrap" in path.read_text(encoding="utf-8")] == []
