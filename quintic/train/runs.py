@@ -1,7 +1,8 @@
-"""Run folders: making, naming, finding and locking them.
+"""Run folders: making, naming, finding and locking them; and the file of a comparison, which has several runs.
 
 <runs-dir>/<run>/config.json, tokenizer.json, metrics.jsonl, checkpoints/, report.html, with --wandb wandb-id.txt, and
 .lock, which one process at a time holds
+<runs-dir>/<comparison>.json: what the runs of `quintic compare` are made from, so that it can be continued
 """
 
 import contextlib
@@ -13,24 +14,28 @@ import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import lock, new_folder, write_atomically
+from quintic.durable import json_object, lock, new_folder, write_atomically
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
-from quintic.train.saved_config import load_config, to_dict
+from quintic.train.saved_config import from_dict, load_config, to_dict
 
 __all__ = [
     "CONFIG_FILE",
     "TOKENIZER_FILE",
+    "Comparison",
     "check_new_run",
     "create_run",
     "discard_unstarted",
+    "find_comparison",
     "find_run",
     "hold_run",
     "run_folder",
+    "save_comparison",
     "wandb_id",
 ]
 
@@ -183,6 +188,51 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
     if not started:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
     return max(started, key=started.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What the runs of a comparison are made from."""
+
+    path: Path
+    """The file that holds it."""
+    config: Config
+    """Of all runs; the run's name is that of the comparison."""
+    seeds: int
+    command: str
+    """The command line that began it, for the record of each run."""
+
+
+def save_comparison(config: Config, *, seeds: int, command: str) -> None:
+    """Write the file of a comparison; ``config`` must have a name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    config.run.runs_dir.mkdir(parents=True, exist_ok=True)
+    content = {"comparison": {"seeds": seeds, "command": command}, "config": to_dict(config)}
+    write_atomically(config.run.runs_dir / f"{config.run.run}.json", json.dumps(content, indent=2) + "\n")
+
+
+def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
+    """Return the comparison of a name, or the one that was started last.
+
+    Raises:
+        ConfigError: there is none, or its file is damaged.
+    """
+    paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
+    found = {path: json_object(path) for path in paths}
+    started = [path for path in found if isinstance(found[path].get("comparison"), dict)]
+    if not started:
+        what = f"{runs_dir} holds no comparison" if name is None else f"{paths[0]} is not a comparison"
+        raise ConfigError(f"{what} that could be continued; check --run and --runs-dir, or start one: quintic compare")
+    path = max(started, key=lambda path: path.stat().st_mtime)
+    facts = found[path]["comparison"]
+    try:
+        config = from_dict(found[path]["config"], origin=str(path))
+        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 
 def _started(folder: Path) -> float:
