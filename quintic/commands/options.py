@@ -7,7 +7,6 @@ and what they start from.
 
 import dataclasses
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,8 +18,8 @@ from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
-from quintic.train.runs import CONFIG_FILE, find_run
-from quintic.train.saved_config import changed_fields, load_config
+from quintic.train.runs import CONFIG_FILE, find_comparison, find_run
+from quintic.train.saved_config import check_resumed, load_config
 
 __all__ = [
     "ComparisonOptions",
@@ -42,18 +41,6 @@ __all__ = [
 
 # Of one comparison: each is a run of its own.
 _MOST_SEEDS = 1000
-
-# Options of watching and storing a run may change when it is resumed; those of its computation may not.
-_FREE_WHEN_RESUMED = frozenset(
-    {
-        "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
-        "run.shard_ranks", "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every",
-        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
-        "run.wandb",
-    }
-)  # fmt: skip
-
-_LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
 
 _DESCRIPTIONS = {
     "train": "Train a GPT: prepare data if needed, train, evaluate, sample, write a report.",
@@ -93,8 +80,10 @@ class _TrainOptions(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions(FileOptions):
-    """Source of the default options, and how many runs."""
+    """Source of the default options, how many runs, or the comparison to continue."""
 
+    resume: bool = False
+    """Continue the comparison named by --run, or the one started last: its finished runs stay as they are."""
     seeds: int = 1
     """Train with so many seeds, from --seed on, and compare the medians of their runs."""
 
@@ -115,7 +104,7 @@ class Start:
 
     config: Config
     resumed: Path | None
-    """Folder of the run to continue; None for a new one."""
+    """Folder of the run to continue, or file of the comparison; None for a new one."""
     resume_step: int | None = None
     """Step to continue from; None for the newest checkpoint."""
     seeds: int = 1
@@ -324,12 +313,20 @@ def training_options(arguments: list[str], command: str) -> Start:
             option = "--preset" if path is None else "--config"
             raise ConfigError(f"{option}: a resumed run keeps its own configuration; leave it out")
         name, _ = taken(rest, "--run")
-        runs_dir, _ = taken(rest, "--runs-dir")
-        run_dir = find_run(Path(Config().run.runs_dir if runs_dir is None else runs_dir), name)
+        given, _ = taken(rest, "--runs-dir")
+        runs_dir = Path(Config().run.runs_dir if given is None else given)
+        if command == "compare":
+            for option, value in (("--resume-step", step), ("--seeds", seeds)):
+                if value is not None:
+                    raise ConfigError(f"{option}: a resumed comparison goes on with its own runs; leave it out")
+            comparison = find_comparison(runs_dir, name)
+            config = _resumed(comparison.path, comparison.config, rest, command)
+            return Start(config=config, resumed=comparison.path, seeds=comparison.seeds)
+        run_dir = find_run(runs_dir, name)
         if step is not None and not step.isdecimal():
             raise ConfigError(f"--resume-step {step}: needs a whole number of steps")
         return Start(
-            config=_resumed(run_dir / CONFIG_FILE, rest, command),
+            config=_resumed(run_dir / CONFIG_FILE, load_config(run_dir / CONFIG_FILE), rest, command),
             resumed=run_dir,
             resume_step=None if step is None else int(step),
         )
@@ -369,21 +366,12 @@ def _absolute(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=Path(os.path.abspath(data.data_dir)))
 
 
-def _resumed(path: Path, arguments: list[str], command: str) -> Config:
-    saved = load_config(path)
+def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> Config:
+    """Return the configuration of a run or comparison to continue, saved in ``path``, with the options given now."""
     saved, asked = (
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))
     )
-    # Where a run that goes back to checkpoints goes back to depends on when they were due.
-    free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
-    for name, (old, _) in changed_fields(saved, asked).items():
-        if name not in free:
-            option = "--" + name.partition(".")[2].replace("_", "-")
-            why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
-            raise ConfigError(
-                f"{option} cannot change when a run is resumed{why}: leave it out (it is {old}), or start a new run "
-                f"with its other options (quintic train --config {shlex.quote(str(path))} --run NEW {option} ...)"
-            )
+    check_resumed(saved, asked, path)
     unused_options(saved, asked)
     return asked

@@ -48,7 +48,7 @@ class TaskScore:
         label: its name.
         accuracy: share of right answers.
         centred: 0 for chance, 1 for no mistake.
-        stderr: standard error of `centred` over items.
+        stderr: standard error of `centred` over items; None for a single one, which tells nothing of others.
         num_items: items asked.
         num_cropped: those that did not fit the model whole.
     """
@@ -56,7 +56,7 @@ class TaskScore:
     label: str
     accuracy: float
     centred: float
-    stderr: float
+    stderr: float | None
     num_items: int
     num_cropped: int
 
@@ -79,9 +79,15 @@ class CoreScore:
         return math.fsum(task.centred for task in self.tasks) / len(self.tasks)
 
     @property
-    def stderr(self) -> float:
-        """Standard error of `core` over items."""
-        return math.sqrt(math.fsum(task.stderr**2 for task in self.tasks)) / len(self.tasks)
+    def stderr(self) -> float | None:
+        """Standard error of `core` over items; None where it is unknown.
+
+        It is where a task has one item, or the items of each task were all answered alike, rightly or wrongly.
+        """
+        errors = [task.stderr for task in self.tasks if task.stderr is not None]
+        if len(errors) < len(self.tasks) or not any(errors):
+            return None
+        return math.sqrt(math.fsum(error**2 for error in errors)) / len(self.tasks)
 
     @property
     def name(self) -> str:
@@ -149,12 +155,13 @@ def core_score(suite: CoreSuite, sums: Tensor) -> CoreScore:
     results = []
     for task, (correct, num_items, num_cropped) in zip(suite.tasks, sums.tolist(), strict=True):
         accuracy = correct / num_items
+        error = math.sqrt(accuracy * (1 - accuracy) / num_items) / (1 - task.baseline)
         results.append(
             TaskScore(
                 label=task.label,
                 accuracy=accuracy,
                 centred=(accuracy - task.baseline) / (1 - task.baseline),
-                stderr=math.sqrt(accuracy * (1 - accuracy) / num_items) / (1 - task.baseline),
+                stderr=error if num_items > 1 else None,
                 num_items=num_items,
                 num_cropped=num_cropped,
             )
@@ -174,7 +181,8 @@ def core_lines(result: CoreScore) -> list[str]:
         lines.append(f"{cropped:,} of {total:,} {words[0]} longer than the model's rows and lost {words[1]} beginning")
     if result.missing:
         lines.append(f"missing: {', '.join(result.missing)}")
-    lines.append(f"{result.name}: {result.core:.4f} (standard error over items {result.stderr:.4f})")
+    error = f"{result.stderr:.4f}" if result.stderr is not None else "unknown, as these items are too few to tell"
+    lines.append(f"{result.name}: {result.core:.4f} (standard error over items {error})")
     return lines
 
 

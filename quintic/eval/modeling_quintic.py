@@ -5,7 +5,7 @@ attention is PyTorch's own, with masks. Names of weights are the same. Shape suf
 with those before, C width, H query heads, G key/value heads, D channels of a head.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,14 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)
 
 
+@torch.no_grad()
+def _resized(old: nn.Embedding, size: int) -> nn.Embedding:
+    """Return an embedding of `size` tokens with the rows of `old`, and their mean for those that it lacks."""
+    weight = old.weight
+    rows = weight.float().mean(0, keepdim=True).to(weight.dtype).expand(max(0, size - len(weight)), -1)
+    return nn.Embedding.from_pretrained(torch.cat([weight, rows])[:size], freeze=not weight.requires_grad)
+
+
 def _rotate(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     first, second = x_BTHD.chunk(2, dim=-1)
     cos, sin = cos_BTD.unsqueeze(2).to(x_BTHD.dtype), sin_BTD.unsqueeze(2).to(x_BTHD.dtype)
@@ -159,12 +167,24 @@ class QuinticMLP(nn.Module):
 
 
 class QuinticBlock(nn.Module):
-    """Attention and MLP."""
+    """Attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: QuinticConfig, layer: int) -> None:
         super().__init__()
         self.attention = QuinticAttention(config, layer)
         self.mlp = QuinticMLP(config)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        value_embedding_BTC: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        visible_BTS: Tensor,
+        cache: DynamicCache | None,
+    ) -> Tensor:
+        """Return (B, T, C); the arguments are those of `QuinticAttention`."""
+        x_BTC = x_BTC + self.attention(_norm(x_BTC), value_embedding_BTC, rotary, visible_BTS, cache)
+        return x_BTC + self.mlp(_norm(x_BTC))
 
 
 class QuinticLookup(nn.Module):
@@ -196,6 +216,9 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = QuinticConfig
     _no_split_modules = ("QuinticBlock",)
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    # Where a configuration asks for it; exports are untied.
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
     def __init__(self, config: QuinticConfig) -> None:
         super().__init__(config)
@@ -215,6 +238,7 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         self.smear_gate = _linear(config.smear_channels, 1)
         self.smear_scale = nn.Parameter(torch.zeros(1))
         self.backout_scale = nn.Parameter(torch.zeros(1))
+        self.gradient_checkpointing = False
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -237,9 +261,30 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the head."""
         return self.head
 
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the head."""
+        self.head = value
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give everything that has an entry for each token `new_num_tokens` of them; return the token embedding.
+
+        New value embeddings are the mean of the old ones. New tokens have no rows in lookup layers, which pass them on.
+        """
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size = embedding.weight.shape[0]
+        for layer, old in self.value_embeddings.items():
+            if old.weight.shape[0] != size:
+                self.value_embeddings[layer] = _resized(old, size)
+        if self.config.lookup_layers:
+            last = self.lookup_offsets[-1:].expand(max(0, size + 1 - len(self.lookup_offsets)))
+            self.lookup_offsets = torch.cat([self.lookup_offsets, last])[: size + 1]
+        return embedding
+
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: DynamicCache | None = None,
@@ -247,8 +292,10 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: DynamicCache | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits, (B, T, vocab_size) float32 after the soft cap.
 
         Args:
@@ -260,11 +307,21 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: return a cache.
             logits_to_keep: only so many positions at the end, or these; 0 for all.
             cache: `past_key_values`, as transformers calls it from 5.24 on.
+            output_hidden_states: return the residual stream before the blocks and after each, the last one as the head
+                reads it.
+            return_dict: False for a tuple.
             **kwargs: what the loss function takes.
         """
+        if input_ids is None:
+            raise ValueError("give input_ids: value embeddings are looked up by token, which inputs_embeds do not tell")
         config, length = self.config, input_ids.shape[1]
+        checkpointing = self.gradient_checkpointing and self.training
+        if checkpointing:
+            cache = past_key_values = use_cache = None  # blocks are computed twice, and would be added to a cache twice
         if cache is None:
             cache = DynamicCache() if past_key_values is None and use_cache else past_key_values
+        if cache is not None and not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+            raise ValueError("the cache of a Quintic model must be a DynamicCache: leave cache_implementation out")
         past = 0 if cache is None else cache.get_seq_length()
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), past + length)
@@ -281,26 +338,32 @@ class QuinticForCausalLM(PreTrainedModel, GenerationMixin):
         distance_TS = places[total - length :, None] - places
         same_BTS = documents_BS[:, total - length :, None] == documents_BS[:, None, :]
         x0_BTC, halfway_BTC = x_BTC, x_BTC
+        hidden = [x_BTC]
         for layer, block in enumerate(self.blocks):
             x_BTC = self.residual_scales[layer] * x_BTC + self.x0_scales[layer] * x0_BTC
             value_embedding = None
             if block.attention.value_gate is not None:
                 value_embedding = self.value_embeddings[str(layer)](input_ids)
             visible_BTS = same_BTS & (distance_TS >= 0) & (distance_TS < config.windows[layer])
-            x_BTC = x_BTC + block.attention(_norm(x_BTC), value_embedding, rotary, visible_BTS, cache)
-            x_BTC = x_BTC + block.mlp(_norm(x_BTC))
+            arguments = x_BTC, value_embedding, rotary, visible_BTS, cache
+            # The function is set by `gradient_checkpointing_enable`.
+            x_BTC = self._gradient_checkpointing_func(block, *arguments) if checkpointing else block(*arguments)
             if str(layer) in self.lookups:
                 x_BTC = self.lookups[str(layer)](x_BTC, input_ids, self.lookup_offsets)
             if layer == config.backout_layer:
                 halfway_BTC = x_BTC
-        x_BTC = _norm(x_BTC - self.backout_scale * halfway_BTC)
+            hidden.append(x_BTC)
+        hidden[-1] = x_BTC = _norm(x_BTC - self.backout_scale * halfway_BTC)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x_BTC[:, kept]).float()
         logits = config.softcap * torch.tanh(logits / config.softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, cache)  # its third field has either name
+        is_asked = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        # The third field has either name.
+        output = CausalLMOutputWithPast(loss, logits, cache, hidden_states=tuple(hidden) if is_asked else None)
+        return output.to_tuple() if return_dict is False else output
 
     def _smear(
         self, x_BTC: Tensor, input_ids: Tensor, real_BT: Tensor, cache: DynamicCache | None

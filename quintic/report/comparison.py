@@ -1,19 +1,19 @@
 """Several runs side by side on one page, and how much sooner one reaches the result of another.
 
 Here: `write_comparison`; the words of its page are in ``templates/comparison.html``. Not here: the page of one run
-(`report`), drawings (`charts`).
+(`report`), drawings (`charts`), reading the runs and deciding whether they can be compared (`arms`).
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quintic.errors import ConfigError
+from quintic.report.arms import Arm, Point, load_arm, median, tokenizers_differ, unit_of
 from quintic.report.charts import Chart, Curve, line_chart, upper_edge
-from quintic.report.history import METRICS_FILE, RunHistory
+from quintic.report.history import RunHistory
 from quintic.report.page import learning_axes, write_page
 from quintic.report.words import duration, finite, flatten, in_words, large_number
 
@@ -36,40 +36,6 @@ _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 # These differ between any two runs.
 _NOT_SETTINGS = frozenset({"config.run.run", "config.run", "machine.matrix_flops_per_second"})
-# Options that may differ besides the seed where medians are taken: where a run is kept, how it is watched, the device.
-_FREE_AMONG_SEEDS = frozenset(
-    {"run", "runs_dir", "seed", "data", "data_dir", "verify", "device", "threads", "eval_every", "core",
-     "core_every", "core_items", "sample_every", "sample_tokens", "prompts", "save_every", "keep", "rms_every",
-     "tensorboard", "wandb"}
-)  # fmt: skip
-
-
-# An evaluation with a finite loss; other fields of `_FIELDS` are None where the log has no finite number.
-_Point = Mapping[str, Any]
-_FIELDS = ("step", "loss", "bpb", "bpb_stderr", "tokens", "seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """One run, or several that differ in their seeds, and the finite evaluations of each."""
-
-    name: str
-    histories: Sequence[RunHistory]
-    curves: Sequence[Sequence[_Point]]
-
-    def ends(self, field: str) -> list[float | None]:
-        """A field of the last finite evaluation of each run."""
-        return [points[-1][field] for points in self.curves]
-
-    def steps(self) -> list[float | None]:
-        """The number of steps that each run has made, also those since its last evaluation."""
-        return [history.steps for history in self.histories]
-
-    def shared(self) -> list[list[_Point]]:
-        """The points of all runs, for each step at which all were evaluated."""
-        by_step = [{point["step"]: point for point in points} for points in self.curves]
-        steps = set(by_step[0]).intersection(*by_step[1:])
-        return [[points[step] for points in by_step] for step in sorted(steps)]
 
 
 def write_comparison(
@@ -82,6 +48,9 @@ def write_comparison(
     evaluation gets that evaluation's step, since nothing is known before it. Evaluations whose loss was not finite are
     left out. Of several runs under one name, which may differ in their seeds only, medians count.
 
+    Losses are compared in bits per byte, which do not depend on the tokenizer; in nats per token only where a log lacks
+    them and both runs have one tokenizer. Runs that were validated on different texts get no figure.
+
     Args:
         runs: name -> run folder, or several; two names at least. The first is the baseline, the others are candidates.
         out: the HTML file to write; replaced in one move.
@@ -91,7 +60,8 @@ def write_comparison(
         ``baseline``: its name. ``runs``: name -> ``steps`` made, ``tokens``, ``seconds``, ``loss`` and ``bpb`` of the
         last evaluation, and the ``losses`` of each of its runs. ``candidates``: name -> ``steps_to_baseline_loss`` and
         ``percent_of_steps``, the same for ``seconds`` (``seconds_to_baseline_loss``, ``percent_of_seconds``), each None
-        if that loss was never reached (or not timed), ``steps_by_run``, and ``sentence``, which says it in words.
+        if that loss was never reached (or not timed, or cannot be compared), ``steps_by_run``, and ``sentence``, which
+        says it in words.
         ``percent_*`` is relative to the baseline's run up to its last evaluation.
 
     Raises:
@@ -101,7 +71,7 @@ def write_comparison(
     """
     if len(runs) < 2:
         raise ConfigError(f"a comparison needs two runs at least, got {len(runs)}: give a baseline and a candidate")
-    arms = [_load(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
+    arms = [load_arm(name, [folders] if isinstance(folders, str | Path) else folders) for name, folders in runs.items()]
     baseline, *others = arms
     candidates = {arm.name: _against(baseline, arm) for arm in others}
     # Beside the range of several runs the standard error of another would be taken for a range, too.
@@ -119,6 +89,7 @@ def write_comparison(
         lost=[arm.name for arm in arms if any(finite(h.evals[-1].get("loss")) is None for h in arm.histories)],
         unfinished=[arm.name for arm in arms if not all(history.final for history in arm.histories)],
         num_runs=[len(arm.histories) for arm in arms],
+        tokenizers_differ=tokenizers_differ(arms),
         has_errors=errors and any(arm.ends("bpb_stderr") != [None] for arm in arms),
         panels=_learning(arms, errors=errors),
         differences=_differences(arms),
@@ -129,8 +100,8 @@ def write_comparison(
         "baseline": baseline.name,
         "runs": {
             arm.name: {
-                "steps": int(_median(arm.steps()) or 0),
-                **{field: _median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
+                "steps": int(median(arm.steps()) or 0),
+                **{field: median(arm.ends(field)) for field in ("tokens", "seconds", "loss", "bpb")},
                 "losses": arm.ends("loss"),
             }
             for arm in arms
@@ -139,77 +110,21 @@ def write_comparison(
     }
 
 
-def _load(name: str, folders: Sequence[str | Path]) -> _Arm:
-    histories = [RunHistory.load(folder) for folder in folders]
-    curves = [
-        [{field: finite(r.get(field)) for field in _FIELDS} for r in history.evals if finite(r.get("loss")) is not None]
-        for history in histories
-    ]
-    for folder, points in zip(folders, curves, strict=True):
-        if not points:
-            raise ConfigError(
-                f"{Path(folder) / METRICS_FILE} ({name}) has no finite validation loss: let the run evaluate once"
-            )
-    _check_seeds(name, [Path(folder).name for folder in folders], histories)
-    arm = _Arm(name, histories, curves)
-    if not arm.shared():
-        raise ConfigError(f"{name}: its runs were never evaluated at the same step: give them the same --eval-every")
-    return arm
+def _reached(points: Sequence[Point], loss: float, unit: str) -> tuple[float, float | None] | None:
+    """The step, and the seconds, at which the curve first is at or below ``loss``; None for never.
 
-
-def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]) -> None:
-    """Check that the runs of one name differ in their seeds, and in nothing else that changes what they learn."""
-    options_of_runs = [dict(flatten(history.run.get("config") or {})) for history in histories]
-
-    def settings(history: RunHistory, options: Mapping[str, Any]) -> dict[str, str]:
-        kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
-        machine = history.run.get("machine") or {}
-        kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
-        text = _text_of(history)
-        return kept if text is None else kept | {"text and tokenizer": text}
-
-    of_runs = list(map(settings, histories, options_of_runs))
-    differences = []
-    for key in dict.fromkeys(key for entries in of_runs for key in entries):
-        values = dict.fromkeys(entries[key] for entries in of_runs if key in entries)
-        if len(values) > 1:
-            differences.append(f"{key} ({', '.join(values)})")
-    advice = "give each a name of its own (--runs A B), or leave some out"
-    if differences:
-        raise ConfigError(
-            f"{name}={','.join(runs)}: a median is that of runs which differ in their seeds only, and these differ in "
-            f"{'; '.join(differences)}: {advice}"
-        )
-    of_seeds: dict[Any, list[str]] = {}
-    for run, options in zip(runs, options_of_runs, strict=True):
-        seed = next((value for key, value in options.items() if key.split(".")[-1] == "seed"), None)
-        of_seeds.setdefault(seed, []).append(run)
-    for seed, same in of_seeds.items():
-        if seed is not None and len(same) > 1:
-            raise ConfigError(
-                f"{name}={','.join(runs)}: a median is that of runs with different seeds, and {' and '.join(same)} "
-                f"have the same (seed {seed}): {advice}"
-            )
-
-
-def _median(values: Iterable[float | None], missing: float | None = None) -> float | None:
-    """The median with ``missing`` in place of None; None where one is missing still, or the median is not finite."""
-    known = [missing if value is None else value for value in values]
-    if None in known:
-        return None
-    median = statistics.median(value for value in known if value is not None)
-    return median if math.isfinite(median) else None
-
-
-def _reached(points: Sequence[_Point], loss: float) -> tuple[float, float | None] | None:
-    """The step, and the seconds, at which the curve first is at or below ``loss``; None for never."""
+    Args:
+        points: of one run.
+        loss: the loss to reach.
+        unit: field of the points that holds the loss, "bpb" or "loss".
+    """
     for index, after in enumerate(points):
-        if after["loss"] > loss:
+        if after[unit] > loss:
             continue
         if index == 0:
             return after["step"], after["seconds"]
         before = points[index - 1]
-        part = (before["loss"] - loss) / (before["loss"] - after["loss"])
+        part = (before[unit] - loss) / (before[unit] - after[unit])
         step = before["step"] + part * (after["step"] - before["step"])
         if before["seconds"] is None or after["seconds"] is None:
             return step, None
@@ -217,20 +132,28 @@ def _reached(points: Sequence[_Point], loss: float) -> tuple[float, float | None
     return None
 
 
-def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
+def _against(baseline: Arm, arm: Arm) -> dict[str, Any]:
     """The figures of one candidate (see `write_comparison`)."""
-    target, last, last_seconds = (_median(baseline.ends(field)) for field in ("loss", "step", "seconds"))
-    assert target is not None
+    unit, obstacle = unit_of(baseline, arm)
+    reached: list[tuple[float, float | None] | None] = [None] * len(arm.curves)
+    last, last_seconds = (median(baseline.ends(field)) for field in ("step", "seconds"))
+    if not obstacle:
+        target = median(baseline.ends(unit))
+        assert target is not None
+        reached = [_reached(points, target, unit) for points in arm.curves]
     assert last is not None
-    reached = [_reached(points, target) for points in arm.curves]
     steps = [None if at is None else at[0] for at in reached]
-    step = _median(steps, math.inf)
-    seconds = None if step is None else _median([None if at is None else at[1] for at in reached], math.inf)
+    step = median(steps, math.inf)
+    seconds = None if step is None else median([None if at is None else at[1] for at in reached], math.inf)
     num_runs, num_reached = len(steps), sum(at is not None for at in steps)
     whose = f"{baseline.name}'s {'median ' if len(baseline.curves) > 1 else ''}final validation loss"
+    if tokenizers_differ([baseline, arm]):
+        whose += " in bits per byte"
     percent = 100 * step / last if step is not None and last > 0 else None
-    if step is None:
-        sentence = f"{arm.name} never reached {whose} in its {_median(arm.steps()):,.0f} steps"
+    if obstacle:
+        sentence = f"{arm.name} and {baseline.name}: {obstacle}"
+    elif step is None:
+        sentence = f"{arm.name} never reached {whose} in its {median(arm.steps()):,.0f} steps"
         if num_reached:
             sentence = f"{arm.name} reached {whose} in {num_reached} of {num_runs} runs only"
     else:
@@ -243,11 +166,8 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
             spread = f"{form.format(min(some))} to {form.format(max(some))}" if len(some) > 1 else form.format(some[0])
             never = f", never in {num_runs - num_reached}" if num_reached < num_runs else ""
             sentence += f"; median of {num_runs} runs, which took {spread}{never}"
-        if (made := _median(baseline.steps())) is not None and made > last:
+        if (made := median(baseline.steps())) is not None and made > last:
             sentence += f"; {baseline.name} made {made:,.0f} steps, and was last validated after {last:,.0f}"
-    texts = {_text_of(history) for one in (baseline, arm) for history in one.histories} - {None}
-    if len(texts) > 1:
-        sentence += "; but their texts or tokenizers differ, and so their losses cannot be compared"
     return {
         "steps_to_baseline_loss": step,
         "percent_of_steps": percent,
@@ -258,13 +178,7 @@ def _against(baseline: _Arm, arm: _Arm) -> dict[str, Any]:
     }
 
 
-def _text_of(history: RunHistory) -> str | None:
-    """What tells a run's text and tokenizer from others: the key of prepared text, else the source of its shards."""
-    data = history.run.get("data") or {}
-    return data.get("key") or data.get("source")
-
-
-def _spread(points: Sequence[_Point], field: str, *, errors: bool) -> tuple[float, float] | None:
+def _spread(points: Sequence[Point], field: str, *, errors: bool) -> tuple[float, float] | None:
     """The range of several runs; of one, if asked for, its bits per byte with one standard error more and less."""
     values = [point[field] for point in points if point[field] is not None]
     if len(points) == 1 and errors and field == "bpb" and values and (error := points[0]["bpb_stderr"]) is not None:
@@ -272,9 +186,9 @@ def _spread(points: Sequence[_Point], field: str, *, errors: bool) -> tuple[floa
     return (min(values), max(values)) if len(points) > 1 and values else None
 
 
-def _bar(arm: _Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
+def _bar(arm: Arm, *, errors: bool) -> tuple[str, str, float, float, float] | None:
     """Name, text, value and range of an arm's bar."""
-    value = _median(arm.ends("bpb"))
+    value = median(arm.ends("bpb"))
     if value is None:
         return None
     spread = _spread([points[-1] for points in arm.curves], "bpb", errors=errors)
@@ -283,21 +197,24 @@ def _bar(arm: _Arm, *, errors: bool) -> tuple[str, str, float, float, float] | N
     return arm.name, f"{value:.3f}{some}", value, low, high
 
 
-def _results(arms: Sequence[_Arm]) -> list[list[str]]:
+def _results(arms: Sequence[Arm]) -> list[list[str]]:
     """The last finite evaluation of each run and its measurements, as rows of a table."""
 
     def text(values: Sequence[float | None], form: Callable[[float], str]) -> str:
         known = [value for value in values if value is not None]
         if not known:
             return "–"
-        median, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
-        return median if low == high else f"{median} ({low} to {high})"
+        middle, low, high = form(statistics.median(known)), form(min(known)), form(max(known))
+        return middle if low == high else f"{middle} ({low} to {high})"
 
     rows: list[tuple[str, list[list[float | None]], Callable[[float], str]]] = []
     rows.append(("steps", [arm.steps() for arm in arms], "{:,.0f}".format))
     if any(arm.steps() != arm.ends("step") for arm in arms):
         rows.append(("step of this evaluation", [arm.ends("step") for arm in arms], "{:,.0f}".format))
-    rows += [(label, [arm.ends(field) for arm in arms], form) for label, field, form in _ENDS]
+    warning = "; not comparable here" if tokenizers_differ(arms) else ""
+    for label, field, form in _ENDS:
+        words = label.replace("nats per token", f"nats per token{warning}")
+        rows.append((words, [arm.ends(field) for arm in arms], form))
     rows += [
         (label, [[h.newest(field) for h in arm.histories] for arm in arms], form) for label, field, form in _MEASURED
     ]
@@ -311,22 +228,26 @@ def _results(arms: Sequence[_Arm]) -> list[list[str]]:
     ]
 
 
-def _learning(arms: Sequence[_Arm], *, errors: bool) -> dict[str, list[Chart]]:
+def _learning(arms: Sequence[Arm], *, errors: bool) -> dict[str, list[Chart]]:
     """Validation loss and bits per byte of all runs over steps, tokens and time."""
     axes = learning_axes([record for arm in arms for history in arm.histories for record in history.evals])
-    target = _median(arms[0].ends("loss"))
     charts = {"loss": ("Validation loss", "nats per token"), "bpb": ("Validation bits per byte", "bits per byte")}
+    unit = "loss"
+    if tokenizers_differ(arms):
+        unit = "bpb"
+        del charts["loss"]
+    target = None if any(unit_of(arms[0], arm)[1] for arm in arms[1:]) else median(arms[0].ends(unit))
     shared = [arm.shared() for arm in arms]
 
     def draw(field: str, x: str, x_label: str, divisor: float) -> Chart:
         curves = []
         for look, (arm, rows) in enumerate(zip(arms, shared, strict=True)):
-            placed = [(at, row) for row in rows if (at := _median(point[x] for point in row)) is not None]
+            placed = [(at, row) for row in rows if (at := median(point[x] for point in row)) is not None]
             spread = [_spread(row, field, errors=errors) for _, row in placed]
             curve = Curve(
                 label=arm.name + (f" (median and range of {len(arm.curves)} runs)" if len(arm.curves) > 1 else ""),
                 x=[at / divisor for at, _ in placed],
-                y=[_median(point[field] for point in row) for _, row in placed],
+                y=[median(point[field] for point in row) for _, row in placed],
                 spread=spread if any(spread) else (),
                 style="points",
                 look=look,
@@ -339,7 +260,7 @@ def _learning(arms: Sequence[_Arm], *, errors: bool) -> dict[str, list[Chart]]:
             title=charts[field][0],
             x_label=x_label,
             y_label=charts[field][1],
-            references=references if field == "loss" else {},
+            references=references if field == unit else {},
             y_limits=(None, upper_edge(points)),
         )
 
@@ -357,7 +278,7 @@ def _peak_rates(history: RunHistory) -> dict[str, str]:
     return {key: f"{value:.4g}" for key, value in peaks.items()}
 
 
-def _differences(arms: Sequence[_Arm]) -> list[list[str]]:
+def _differences(arms: Sequence[Arm]) -> list[list[str]]:
     """The settings in which the runs differ, as rows of a table."""
 
     def settings(history: RunHistory) -> dict[str, Any]:

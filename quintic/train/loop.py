@@ -31,7 +31,7 @@ from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
-from quintic.train.runs import TOKENIZER_FILE, hold_run
+from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -345,7 +345,7 @@ def _open_log(run: Trainer, resume_step: int | None) -> MetricsLog:
     if options.tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step=resume_step))
     if options.wandb is not None:
-        trackers.append(WandbTracker(options.wandb, name=folder.name, folder=folder, run_id=folder.name))
+        trackers.append(WandbTracker(options.wandb, name=folder.name, folder=folder, run_id=wandb_id(folder)))
     return MetricsLog(folder / METRICS_FILE, resume_step=resume_step, trackers=trackers)
 
 

@@ -1,7 +1,8 @@
-"""Run folders: making, naming, finding and locking them.
+"""Run folders: making, naming, finding and locking them; and the file of a comparison, which has several runs.
 
 <runs-dir>/<run>/config.json, tokenizer.json, source.json and source.diff (saving/source.py), metrics.jsonl,
-checkpoints/, report.html, and .lock, which one process at a time holds
+checkpoints/, report.html, with --wandb wandb-id.txt, and .lock, which one process at a time holds
+<runs-dir>/<comparison>.json: what the runs of `quintic compare` are made from, so that it can be continued
 """
 
 import contextlib
@@ -10,33 +11,40 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from quintic.durable import lock, new_folder
+from quintic.durable import json_object, lock, new_folder, write_atomically
 from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE
 from quintic.train.config import BaseRunConfig, Config
-from quintic.train.saved_config import load_config, to_dict
+from quintic.train.saved_config import from_dict, load_config, to_dict
 from quintic.train.saving.source import source_files
 
 __all__ = [
     "CONFIG_FILE",
     "TOKENIZER_FILE",
+    "Comparison",
     "check_new_run",
     "create_run",
     "discard_unstarted",
+    "find_comparison",
     "find_run",
     "hold_run",
     "run_folder",
+    "save_comparison",
+    "wandb_id",
 ]
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 """Kept so that the model can be used when its prepared text is gone; runs made by older versions do not have it."""
 _LOCK_FILE = ".lock"
+_WANDB_FILE = "wandb-id.txt"
 
 # Errors of file systems without locks.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
@@ -100,6 +108,20 @@ def discard_unstarted(folder: Path) -> None:
     with contextlib.suppress(ConfigError, OSError), hold_run(folder, message=lambda text: None):
         if not (folder / METRICS_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def wandb_id(folder: Path) -> str:
+    """Return the id by which Weights & Biases knows a run, and keep it in the run's folder for when it is resumed.
+
+    It is drawn at random: runs of one name are made in several places, and the service would take them for one. The
+    copy of a folder under another name gets an id of its own: the service would drop its steps as already seen.
+    """
+    file = folder / _WANDB_FILE
+    number, _, name = file.read_text(encoding="utf-8").rstrip("\n").partition(" ") if file.exists() else ("", "", "")
+    if not number or name != folder.name:
+        number = secrets.token_hex(8)
+        write_atomically(file, f"{number} {folder.name}\n")
+    return number
 
 
 @contextlib.contextmanager
@@ -168,6 +190,51 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
     if not started:
         raise ConfigError(f"{runs_dir} holds no run yet; start one with: quintic train")
     return max(started, key=started.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What the runs of a comparison are made from."""
+
+    path: Path
+    """The file that holds it."""
+    config: Config
+    """Of all runs; the run's name is that of the comparison."""
+    seeds: int
+    command: str
+    """The command line that began it, for the record of each run."""
+
+
+def save_comparison(config: Config, *, seeds: int, command: str) -> None:
+    """Write the file of a comparison; ``config`` must have a name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    config.run.runs_dir.mkdir(parents=True, exist_ok=True)
+    content = {"comparison": {"seeds": seeds, "command": command}, "config": to_dict(config)}
+    write_atomically(config.run.runs_dir / f"{config.run.run}.json", json.dumps(content, indent=2) + "\n")
+
+
+def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
+    """Return the comparison of a name, or the one that was started last.
+
+    Raises:
+        ConfigError: there is none, or its file is damaged.
+    """
+    paths = [runs_dir / f"{name}.json"] if name is not None else list(runs_dir.glob("*.json"))
+    found = {path: json_object(path) for path in paths}
+    started = [path for path in found if isinstance(found[path].get("comparison"), dict)]
+    if not started:
+        what = f"{runs_dir} holds no comparison" if name is None else f"{paths[0]} is not a comparison"
+        raise ConfigError(f"{what} that could be continued; check --run and --runs-dir, or start one: quintic compare")
+    path = max(started, key=lambda path: path.stat().st_mtime)
+    facts = found[path]["comparison"]
+    try:
+        config = from_dict(found[path]["config"], origin=str(path))
+        return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 
 
 def _started(folder: Path) -> float:

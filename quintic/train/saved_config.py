@@ -11,7 +11,7 @@ from typing import Any, Literal
 from quintic.errors import ConfigError
 from quintic.train.config import Config
 
-__all__ = ["changed_fields", "from_dict", "load_config", "repeat_command", "to_dict"]
+__all__ = ["changed_fields", "check_resumed", "from_dict", "load_config", "repeat_command", "to_dict"]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -79,6 +79,42 @@ def changed_fields(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
             if values[0] != values[1]:
                 changes[f"{section.name}.{f.name}"] = values
     return changes
+
+
+# Options of watching and storing a run may change when it is resumed; those of its computation may not.
+_FREE_WHEN_RESUMED = frozenset(
+    {
+        "data.data", "data.data_dir", "data.verify", "run.run", "run.runs_dir", "run.threads", "run.parallel",
+        "run.shard_ranks", "run.eval_every", "run.core", "run.core_every", "run.core_items", "run.sample_every",
+        "run.sample_tokens", "run.prompts", "run.save_every", "run.keep", "run.rms_every", "run.tensorboard",
+        "run.wandb",
+    }
+)  # fmt: skip
+
+_LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
+
+
+def check_resumed(saved: Config, asked: Config, path: Path) -> None:
+    """Check that a run can be continued with other options.
+
+    Args:
+        saved: the run's own.
+        asked: the options now.
+        path: the file of `saved`, for the message.
+
+    Raises:
+        ConfigError: they change what the run computes.
+    """
+    # Where a run that goes back to checkpoints goes back to depends on when they were due.
+    free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
+    for name, (old, _) in changed_fields(saved, asked).items():
+        if name not in free:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
+            raise ConfigError(
+                f"{option} cannot change when a run is resumed{why}: leave it out (it is {old}), or start a new run "
+                f"with its other options (quintic train --config {shlex.quote(str(path))} --run NEW {option} ...)"
+            )
 
 
 # Written out whatever they are: who reads the command sees the run, and defaults may change.

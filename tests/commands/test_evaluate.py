@@ -28,7 +28,8 @@ def test_eval_answers_the_tasks_of_core(trained: Path, capsys: pytest.CaptureFix
     assert "items are longer than the model's rows and lost their beginning" in printed  # ten examples in 32 tokens
     assert "missing: hellaswag_zeroshot, jeopardy, " in printed
     assert printed.splitlines()[-1] == (
-        "mean over 2 of the 22 tasks of CORE: -1.0000 (standard error over items 0.0000)"
+        "mean over 2 of the 22 tasks of CORE: -1.0000 (standard error over items unknown, as these items are too few "
+        "to tell)"
     )
     assert error_of(capsys, *options, "--core-items", "0") == "--core-items 0: must be at least 1"
     missing = str(tmp_path / "absent")

@@ -12,7 +12,7 @@ from test_generate import model_of
 
 from quintic.data.dataset import Dataset
 from quintic.errors import DataError
-from quintic.eval.core import answers, core_score, core_sums
+from quintic.eval.core import answers, core_lines, core_score, core_sums
 from quintic.eval.core_prompts import candidates, num_candidates, prompts
 from quintic.eval.core_tasks import CORE_TASKS, CoreSuite, CoreTask, TaskKind, load_core
 from quintic.model.gpt import GPT
@@ -276,6 +276,24 @@ def test_accuracies_are_centred_on_chance() -> None:
     assert result.stderr == pytest.approx(math.hypot(*errors) / 2)
     assert [task.num_cropped for task in result.tasks] == [1, 0]
     assert result.name == "mean over 2 of the 22 tasks of CORE"
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        [[1, 1, 0], [0, 1, 0]],  # one item a task
+        [[3, 8, 0], [1, 1, 0]],  # one task has one item
+        [[8, 8, 0], [0, 8, 0]],  # all items of each task answered alike
+    ],
+)
+def test_a_standard_error_that_items_cannot_tell_is_unknown(sums: list[list[int]]) -> None:
+    result = core_score(suite_of(8, 8), torch.tensor(sums))
+    assert result.stderr is None
+    assert core_lines(result)[-1].endswith("(standard error over items unknown, as these items are too few to tell)")
+    assert "0.0000)" not in core_lines(result)[-1]
+    # One task whose items differ is enough where each has several.
+    result = core_score(suite_of(8, 8), torch.tensor([[8, 8, 0], [4, 8, 0]]))
+    assert result.stderr == pytest.approx(math.sqrt(0.25 / 8) / 0.75 / 2)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
 """Several runs on one page: the figures by hand, medians and ranges of seeds, what differs."""
 
+import itertools
 import math
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,9 @@ import pytest
 from report_pages import read, write_run
 
 from quintic.errors import ConfigError
+from quintic.report import report
 from quintic.report.comparison import write_comparison
+from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
 
 
@@ -92,25 +98,86 @@ def test_comparison_without_times_or_settings(tmp_path: Path) -> None:
     assert "<b> reached a's final validation loss after 1.5 of 2 steps (75.0 %)" in read(tmp_path / "out.html").text
 
 
-def test_losses_of_other_tokens_are_said_not_to_compare(tmp_path: Path) -> None:
-    def sentence(**texts: str | dict[str, str]) -> str:
-        runs = {}
-        for name, text in texts.items():
-            runs[name] = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-            with MetricsLog(runs[name] / "metrics.jsonl") as log:
-                log.write("run", name=name, data={"key": text, "source": "python"} if isinstance(text, str) else text)
-                log.write("eval", step=10, loss=2.0, bpb=1.0)
-        figures = write_comparison(runs, tmp_path / "out.html", title="")
+TEXT = {"source": "python", "val_documents": 4, "val_bytes": 900}
+
+
+def write_text_curve(folder: Path, data: dict[str, Any] | None, ends: list[tuple[float, float | None]]) -> Path:
+    """A run on a text, with losses in nats per token and in bits per byte after each ten steps."""
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        log.write("run", name=folder.name, **({} if data is None else {"data": data}))
+        for number, (loss, bpb) in enumerate(ends, start=1):
+            log.write("eval", step=10 * number, seconds=1.0 * number, loss=loss, bpb=bpb)
+    return folder
+
+
+def test_bits_per_byte_decide_between_tokenizers(tmp_path: Path) -> None:
+    # Small tokens are easy ones: 2 nats of a byte each are 2.9 bits per byte, 4 nats of four bytes each 1.4.
+    good = write_text_curve(tmp_path / "good", {**TEXT, "key": "large"}, [(6.0, 2.25), (4.0, 1.5)])
+    bad = write_text_curve(tmp_path / "bad", {**TEXT, "key": "bytes"}, [(3.0, 4.25), (2.0, 3.0)])
+    out = tmp_path / "page.html"
+    found = write_comparison({"good": good, "bad": bad}, out, title="")["candidates"]["bad"]
+    assert found["sentence"] == "bad never reached good's final validation loss in bits per byte in its 20 steps"
+    assert (found["steps_to_baseline_loss"], found["steps_by_run"]) == (None, [None])
+    text = read(out).text
+    assert "Bits per byte do not depend on the tokenizer, and decide here." in text
+    assert "good's final loss: 1.500" in text
+    assert "Validation loss" not in text  # no curves of nats side by side
+    assert "loss (nats per token; not comparable here) 4.0000 2.0000" in text
+    # The other way round, in nats it would never get there: from 4.25 to 1.75 it passes 3.0 halfway.
+    good = write_text_curve(tmp_path / "again", {**TEXT, "key": "large"}, [(6.0, 4.25), (4.0, 1.75)])
+    found = write_comparison({"bad": bad, "good": good}, out, title="")["candidates"]["good"]
+    assert found["sentence"] == (
+        "good reached bad's final validation loss in bits per byte after 15 of 20 steps (75.0 %)"
+    )
+    assert (found["steps_to_baseline_loss"], found["percent_of_seconds"]) == (15.0, 75.0)
+    # One candidate with another tokenizer among several: each is measured in the unit that both have.
+    same = write_text_curve(tmp_path / "same", {**TEXT, "key": "bytes"}, [(2.0, 3.0)])
+    found = write_comparison({"bad": bad, "good": good, "same": same}, out, title="")["candidates"]
+    assert found["same"]["sentence"] == "same reached bad's final validation loss after 10 of 20 steps (50.0 %)"
+    assert "in bits per byte" in found["good"]["sentence"]
+
+
+def test_medians_of_two_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
+    def runs(name: str, nats: float, bits: tuple[float, ...]) -> list[Path]:
+        folders = []
+        for seed, end in enumerate(bits):
+            folders.append(tmp_path / f"{name}{seed}")
+            with MetricsLog(folders[-1] / "metrics.jsonl") as log:
+                log.write("run", config={"seed": seed}, data={**TEXT, "key": name})
+                log.write("eval", step=100, loss=nats, bpb=end)
+        return folders
+
+    arms = {"a": runs("a", 4.0, (1.0, 1.25, 1.5)), "b": runs("b", 2.0, (1.125, 1.375, 1.625))}
+    found = write_comparison(arms, tmp_path / "page.html", title="")["candidates"]["b"]
+    assert found["steps_by_run"] == [100.0, None, None]  # the median to reach is 1.25 bits
+    assert found["sentence"] == "b reached a's median final validation loss in bits per byte in 1 of 3 runs only"
+
+
+def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(tmp_path: Path) -> None:
+    def sentence(a: dict[str, Any] | None, b: dict[str, Any] | None, bpb: float | None = 1.0) -> str:
+        number = len(list(tmp_path.iterdir()))
+        folders = [write_text_curve(tmp_path / f"{number}-{i}", data, [(2.0, bpb)]) for i, data in enumerate((a, b))]
+        figures = write_comparison(dict(zip("ab", folders, strict=True)), tmp_path / "out.html", title="")
         return str(figures["candidates"]["b"]["sentence"])
 
-    assert sentence(a="text", b="text") == "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
-    differ = "(100.0 %); but their texts or tokenizers differ, and so their losses cannot be compared"
-    assert sentence(a="text", b="other").endswith(differ)
-    # A speedrun's log has no key, but the source of its shards; its tokens are others even of the same text.
-    assert sentence(a="text", b={"source": "python"}).endswith(differ)
-    assert sentence(a={"source": "python"}, b={"source": "hf:a/b"}).endswith(differ)
-    assert sentence(a={"source": "hf:a/b"}, b={"source": "hf:a/b"}).endswith("(100.0 %)")
-    assert sentence(a={}, b="text").endswith("(100.0 %)")  # nothing known of one
+    reached = "b reached a's final validation loss after 10 of 10 steps (100.0 %)"
+    one = {**TEXT, "key": "one"}
+    assert sentence(one, one) == reached
+    assert sentence(one, one, None) == reached  # one tokenizer: nats per token will do
+    assert sentence(one, {**one, "source": "/moved"}) == reached  # the key is that of the content
+    assert sentence(None, one) == reached  # nothing known of one
+    shards = {"source": "hf:a/b", "shards": 3}
+    assert sentence(shards, shards) == reached
+    advice = "`quintic eval --data FILE` scores each run on one text"
+    other = f"b and a: they were validated on different texts, and so their losses cannot be compared; {advice}"
+    for changed in ({"source": "hf:a/b"}, {"val_bytes": 901}, {"val_documents": 5}):
+        assert sentence(one, {**one, "key": "two", **changed}) == other
+    assert sentence(one, {"source": "python", "shards": 3}) == other  # a speedrun's share of the text is another one
+    text = read(tmp_path / "out.html").text
+    assert other in text
+    assert "final loss:" not in text  # no line to reach
+    lacking = "b and a: their tokenizers differ and a log lacks bits per byte, and so their losses cannot be compared"
+    assert sentence(one, {**one, "key": "two"}, None) == lacking
 
 
 def test_comparisons_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
@@ -279,3 +346,33 @@ def test_steps_since_the_last_validation_count(tmp_path: Path) -> None:
     assert found == "stopped never reached other's final validation loss in its 11 steps"
     # A speedrun's name is an option of its own, and no setting.
     assert "setting other stopped seed 5 7" in read(tmp_path / "page.html").text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_pages_fit_a_phone(tmp_path: Path) -> None:
+    name = "a-run-with-quite-a-long-name-2026-11-25_of_somebody"
+    runs = {label: write_run(tmp_path / folder) for label, folder in (("a", "a"), (name, "b"), ("c", "c"))}
+    write_comparison(runs, tmp_path / "comparison.html", title=f"a, {name}, c compared")
+    write_report(runs[name], tmp_path / "run.html")
+    # A browser's own window is 500 pixels wide at least: the page is measured in a frame.
+    said = "<script>onload = () => parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>"
+    for page, width in itertools.product(("comparison", "run"), (320, 390, 1280)):
+        text = (tmp_path / f"{page}.html").read_text(encoding="utf-8")
+        (tmp_path / "inner.html").write_text(text.replace("</body>", said), encoding="utf-8")
+        outer = "<p id=w></p><script>onmessage = e => { w.textContent = 'needs ' + e.data }</script>"
+        frame = f"<iframe src=inner.html width={width} height=900 style='border:0'></iframe>"
+        (tmp_path / "outer.html").write_text(f"<!doctype html>{outer}{frame}")
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
+        command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        needed = re.search(r"needs (\d+)", shown)
+        assert needed is not None
+        assert int(needed[1]) <= width, page
+
+
+def test_nothing_on_a_page_is_kept_on_one_line() -> None:
+    # A long command, name or path would run out of its card on a phone.
+    templates = Path(report.__file__).parent / "templates"
+    assert len(list(templates.glob("*.html"))) == 4
+    assert [path.name for path in templates.glob("*.html") if "nowrap" in path.read_text(encoding="utf-8")] == []

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,33 @@ def test_two_runs_with_the_same_seed_are_the_same(whole: Path, tiny_dataset: Dat
     assert course(again) == course(whole)
     other = run(tiny_config(tiny_dataset, tmp_path, seed=1), tiny_dataset)
     assert final_weights(other) != final_weights(whole)
+
+
+def test_a_resumed_run_goes_on_under_its_wandb_id(
+    tiny_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Run:
+        config = types.SimpleNamespace(update=lambda values, **_: None)
+
+        def log(self, values: dict[str, float], step: int) -> None: ...
+
+        def finish(self) -> None: ...
+
+    def init(**options: Any) -> Run:
+        asked.append(options)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    configs = [tiny_config(tiny_dataset, tmp_path / place, run="run", wandb="project") for place in ("a", "b")]
+    killed_run(3, configs[0], tiny_dataset)
+    run(configs[0], tiny_dataset, resume=tmp_path / "a" / "run")
+    killed_run(3, configs[1], tiny_dataset)
+    assert [options["name"] for options in asked] == ["run"] * 3
+    first, resumed, other = (options["id"] for options in asked)
+    assert first == resumed
+    assert first != other
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from quintic.errors import ConfigError
 from quintic.report.history import METRICS_FILE, SOURCE_FILE
 from quintic.train import runs
 from quintic.train.config import Config, ModelConfig, RunConfig
-from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run
+from quintic.train.runs import CONFIG_FILE, check_new_run, create_run, discard_unstarted, find_run, hold_run, wandb_id
 from quintic.train.saved_config import load_config
 
 
@@ -35,6 +35,22 @@ def test_a_new_run_holds_its_configuration_and_nothing_else(tmp_path: Path) -> N
     assert {CONFIG_FILE, SOURCE_FILE} <= names <= {CONFIG_FILE, SOURCE_FILE, "source.diff"}
     assert load_config(folder / CONFIG_FILE) == wanted
     assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_each_run_has_a_wandb_id_of_its_own_and_keeps_it(tmp_path: Path) -> None:
+    first, second = (create_run(config(tmp_path / place, "base run")) for place in ("here", "there"))
+    ids = {wandb_id(first), wandb_id(second)}
+    assert len(ids) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{16}", one) for one in ids)
+    assert wandb_id(first) == wandb_id(first)
+    kept = wandb_id(first)
+    moved = first.rename(tmp_path / "base run")  # to another folder of runs
+    assert wandb_id(moved) == kept
+    copied = Path(shutil.copytree(moved, tmp_path / "branch"))
+    assert wandb_id(copied) != kept
+    assert wandb_id(moved) == kept
+    shutil.rmtree(moved)
+    assert wandb_id(create_run(config(tmp_path, "base run"))) != kept  # deleted and made again
 
 
 def test_a_new_run_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
