@@ -61,6 +61,14 @@ def test_match_rms_gives_the_update_rms_of_adamw():
     assert float((q * adjust_lr_factor("match_rms_adamw", 300, 70)).square().mean().sqrt()) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("spectral_norm", "unit_rms"), ("rms_norm", "match_rms_adamw"), ("original", "spectral")]
+)
+def test_scales_of_other_libraries_are_named(theirs, ours):
+    with pytest.raises(ValueError, match=f"adjust_lr='{theirs}': choose .*; .* '{theirs}' is '{ours}' here"):
+        adjust_lr_factor(theirs, 2, 1)
+
+
 def test_unknown_adjust_lr_is_named():
     with pytest.raises(ValueError, match="adjust_lr='moonlight'"):
         adjust_lr_factor("moonlight", 1, 1)

@@ -6,7 +6,7 @@ momentum coefficient mu. Muon's step for one batch of matrices is
     m <- m + (1 - mu)(g - m)                          momentum_
     u  = (1 - mu) g + mu m      (or m)                momentum_
     u <- polar factor of u                            orthogonalize.py
-    f  = adjust_lr(m, n)                               adjust_lr_factor
+    f  = adjust_lr(m, n)                              adjust_lr_factor
     f <- f / neuron-wise root mean square of u        neuron_factors_   (NorMuon only)
     w <- w - lr wd w [u w >= 0] - lr f u              apply_
 
@@ -45,6 +45,13 @@ __all__ = [
 AdjustLr = Literal["spectral", "match_rms_adamw", "unit_rms"] | Callable[[int, int], float] | None
 DecayCoupling = Literal["lr", "lr_squared"]
 Cautious = bool | Literal["strict"]
+
+# What to say of dion's values of `adjust_lr`, and PyTorch's of `adjust_lr_fn`, that have other names here.
+_OTHER_SCALES = {
+    "spectral_norm": "; dion's 'spectral_norm' is 'unit_rms' here",
+    "rms_norm": "; dion's 'rms_norm' is 'match_rms_adamw' here",
+    "original": "; PyTorch's 'original' is 'spectral' here",
+}
 
 CPU_PIECE = 2**17
 """Entries of large tensors that go through all operations of a pass together on a CPU: what is computed between stays
@@ -131,6 +138,7 @@ def adjust_lr_factor(scale: AdjustLr, m: int, n: int) -> float:
         return math.sqrt(m / n)
     raise ValueError(
         f"adjust_lr={scale!r}: choose 'spectral', 'match_rms_adamw', 'unit_rms', None or a function of (m, n)"
+        f"{_OTHER_SCALES.get(str(scale), '')}"
     )
 
 
