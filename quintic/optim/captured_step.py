@@ -181,7 +181,7 @@ class CapturedStep:
         places = [
             local_tensor(tensor).data_ptr()
             for param in self._params()
-            for tensor in (param, *state[param].values())
+            for tensor in (param, *state.get(param, {}).values())
             if isinstance(tensor, Tensor)
         ]
         return options, live, places

@@ -5,7 +5,7 @@ parameters, then at the options, which are checked again; then the plan is made 
 and state is made, moved along or left as it is (`upkeep.py`). `StepsMade` counts the steps, and reports the last one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from quintic.optim.comms.comparing import PLANNED_OPTIONS
 from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
-from quintic.optim.groups.options import CHECKED_OPTIONS, Group
+from quintic.optim.groups.options import CHECKED_OPTIONS, Group, needs_state
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.parameters import Parameter, connected_parameters
@@ -56,6 +56,8 @@ class Current:
         self._upkeep = Upkeep()
         self._watched: WatchedParameters | None = None
         """The parameters that something was made for, if anything was."""
+        self._idle: list[Tensor] = []
+        """Frozen parameters that no bucket has, until they require gradients or are given one."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
         """The number of sets of ranks that had told each other of their hosts when the plan was made."""
@@ -123,12 +125,24 @@ class Current:
             self.runner.finish()
         self._upkeep.is_given = True
 
-    def end_load(self, states: States) -> None:
-        """Note that state was loaded; forget that of which nothing is said, as of what no step had used."""
+    def end_load(self, states: States, without: Container[Tensor], names: Mapping[str, str]) -> None:
+        """Record that state was loaded, for all parameters but those `without`; drop what is still at its defaults.
+
+        Frozen parameters without loaded state have none from now on. `names` has the new names of parameters that had
+        made-up ones.
+        """
         self._upkeep.use()
         self._upkeep.drop_unused(states)
+        for number, group in enumerate(self.groups):
+            frozen = {i for i, param in enumerate(group.params) if param in without and not needs_state(param)}
+            if not frozen <= group.idle:
+                self.groups[number] = replace(group, idle=group.idle | frozen)
+                self.outdate()
+        if names:
+            self.orders = self.orders.renamed(names)
+            self.outdate()
         if not states and self.runner is None:
-            self._watched, self.groups = None, []
+            self._watched, self.groups, self._idle = None, [], []
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters that this rank has a part in. All ranks that share parameters must call it."""
@@ -160,13 +174,17 @@ class Current:
         for number, dictionary in enumerate(dictionaries):
             if not dictionary.keys().isdisjoint(WATCHED_KEYS):
                 settle_keys(number, dictionary)
+        if any(map(needs_state, self._idle)):
+            self.outdate()
         same_number = len(self.groups) == len(dictionaries)
         if same_number and not self._upkeep.is_outdated and all(map(Group.is_as_in, self.groups, dictionaries)):
             return
         groups, must_plan = [], False
+        # Freezing a parameter that has state changes nothing: a frozen one that was stepped may be stepped again.
+        awake = {param for group in self.groups for i, param in enumerate(group.params) if i not in group.idle}
         for number, dictionary in enumerate(dictionaries):
             before = self.groups[number] if number < len(self.groups) else None
-            group = Group.of(number, dictionary)
+            group = Group.of(number, dictionary, awake)
             if self._upkeep.is_outdated or before is None or not group.agrees(before, CHECKED_OPTIONS):
                 # Whoever makes a group of vectors Muon's has flattened nothing.
                 was_checked = before is not None and before.algorithm == group.algorithm
@@ -176,6 +194,7 @@ class Current:
             must_plan |= before is None or not group.agrees(before, PLANNED_OPTIONS)
             groups.append(group)
         self.groups = groups
+        self._idle = [group.params[index] for group in groups for index in group.idle]
         if must_plan:
             self.outdate()  # which state there is, and where, follows from these options, too
         elif self.runner is not None:

@@ -164,15 +164,16 @@ def export_torch_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, 
             }
         target["param_groups"].append({**options, "params": indices, "param_names": list(group.param_names)})
         for index, key in zip(indices, saved_group["params"], strict=True):
-            state = saved["state"][key]
-            target["state"][index] = {name: state[name] for name in sorted(STATE_KEYS[algorithm])}
+            state = saved["state"].get(key, {})
+            if not state.keys().isdisjoint(STATE_KEYS[algorithm]):  # frozen parameters have none
+                target["state"][index] = {name: state[name] for name in sorted(STATE_KEYS[algorithm])}
     return exported
 
 
 def _owned(optimizer: Muon) -> dict[str, _Owned]:
     divided, states = divided_parameters(optimizer.typed_groups), optimizer.state
     return {
-        name: _Owned(param, group, states[param], divided.get(param))
+        name: _Owned(param, group, states.get(param, {}), divided.get(param))
         for group in optimizer.param_groups
         for name, param in zip(group["param_names"], group["params"], strict=True)
     }
@@ -286,6 +287,11 @@ def _copies(entry: SavedState, own: _Owned, mode: SecondMoments) -> list[_Copy]:
         raise ValueError(
             f"{entry.name}: saved with the state of {entry.algorithm}, this optimizer steps it with {algorithm}; give "
             f"it the same algorithm (quintic.Rule), or names with None in its place"
+        )
+    if own.state.keys().isdisjoint(STATE_KEYS[algorithm]):
+        raise ValueError(
+            f"{entry.name}: has saved state, but is frozen here (requires_grad=False) and has none; call "
+            f"requires_grad_(True) on it before, or give names with None in its place"
         )
     copies = []
     for key, value in entry.values.items():

@@ -5,8 +5,7 @@ brought up to date whenever it is asked for.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
-from quintic.optim.groups.names import without_wrappers
+from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
 from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
@@ -27,8 +26,7 @@ from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.state.parameters import carry, whole_states
-from quintic.optim.state.parts import divided_parameters
-from quintic.optim.state.state import as_saved
+from quintic.optim.state.state import saved_state
 from quintic.optim.step.runner import Runner
 from quintic.optim.validate import check_apart, check_is_group, check_members, check_params
 
@@ -61,9 +59,10 @@ class _CycledMomentum:
 class OptimizerBase(Optimizer):
     """Groups with names and checked options, and the state of their parameters."""
 
+    _home: dict[str, Any]
+    """The optimizer's own `__dict__`. Wrappers that borrow its class, or copy its attributes, find it by this name and
+    so have the same groups and state."""
     _current: Current
-    _is_state_lent: bool
-    """Whether `state` gives what there is, whatever it is."""
     _cycled: _CycledMomentum
     _steps_made: StepsMade
 
@@ -104,10 +103,11 @@ class OptimizerBase(Optimizer):
         self._cycled.watch(self.param_groups)
 
     def _own(self, name: str) -> Any:
-        """A property's value; wrappers that borrow the class (Lightning's) lack it and ask the wrapped optimizer."""
-        if name not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self.__dict__[name]
+        """A property's value. Before there is one, an AttributeError that names it, as for any other attribute."""
+        try:
+            return self._home[name]
+        except (AttributeError, KeyError):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -118,29 +118,29 @@ class OptimizerBase(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = value
+        self._home["param_groups"] = value
         self._cycled.watch(value)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """State by parameter, of all parameters: what is missing is made for those that are there now.
 
-        Waits for state on its way to host memory (`offload`): ask again after every step.
+        Those that do not require gradients have none. Waits for state on its way to host memory (`offload`): ask again
+        after every step. Other keys than parameters are the user's, and saved with the rest.
         """
         state: defaultdict[Tensor, Any] = self._own("state")
-        if not self._is_state_lent:
-            self._current.give_state(self.param_groups, state)
+        self._current.give_state(self.param_groups, state)
         return state
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.__dict__["state"] = value
+        self._home["state"] = value
         self._current.outdate()
 
     @property
     def typed_groups(self) -> Sequence[Group]:
         """The parameter groups as a step sees them now: checked, frozen and typed."""
-        self._current.look(self.__dict__["param_groups"])
+        self._current.look(self._home["param_groups"])
         return self._current.groups
 
     @property
@@ -149,25 +149,28 @@ class OptimizerBase(Optimizer):
 
         For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
-        self._current.planned(self.param_groups, self.__dict__["state"])
+        self._current.planned(self.param_groups, self._home["state"])
         return self._current
 
     @property
     def runner(self) -> Runner:
         """The runner of the current plan; what was changed is checked first. No state is made."""
-        return self._current.planned(self.param_groups, self.__dict__["state"])
+        return self._current.planned(self.param_groups, self._home["state"])
 
     def connected(self) -> Runner:
         """Return the same, with ranks connected; the plan may depend on their hosts.
 
         All ranks that share parameters must call it.
         """
-        return self._current.connected(self.param_groups, self.__dict__["state"])
+        return self._current.connected(self.param_groups, self._home["state"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`."""
-        return leaves_overflow_to_step(self.__dict__["param_groups"])
+        """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`.
+
+        It sets them on the object that it was given: of a wrapper (`_home`) the optimizer's own step would not see them.
+        """
+        return self.__dict__ is self._home and leaves_overflow_to_step(self._home["param_groups"])
 
     @property
     def steps_made(self) -> StepsMade:
@@ -176,7 +179,7 @@ class OptimizerBase(Optimizer):
 
     def next_pending_steps(self) -> list[int]:
         """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._current.planned(self.param_groups, self.__dict__["state"])
+        self._current.planned(self.param_groups, self._home["state"])
         return self._pending_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,17 +188,28 @@ class OptimizerBase(Optimizer):
         All ranks must call it if a `DTensor` has `normalize="neuron"`, and where `comms` divides state, which
         it returns whole; see `state/parameters.py` and `docs/how-to/checkpoints.md`.
         """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         self._current.rows.check(wait=True)
         state = self._needed_state()
         whole = whole_states(self._current.groups, self._current.communicators, state)
-        params = (param for group in self._current.groups for param in group.params)
-        with self._lending({param: whole.get(param, state[param]) for param in params}):
-            return as_saved(super().state_dict())
+        saved = saved_state(self.param_groups, {**state, **whole})
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, saved)
+            if replaced is not None:
+                saved = replaced
+        return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load what `state_dict` returned, matching parameters by name; nothing changes unless everything fits.
 
-        Nothing is communicated: of whole tensors each rank takes its piece. See `docs/how-to/checkpoints.md`.
+        Where one side has no names, positions count. Nothing is communicated: of whole tensors each rank takes its
+        piece. See `docs/how-to/checkpoints.md`.
+
+        Args:
+            state_dict: saved state and hyperparameters.
+            strict: whether both sides must have the same parameters. If not, as after adding layers to a model, those
+                without saved state begin anew, and saved ones that are no parameters here are left out.
 
         Raises:
             ValueError: the saved state belongs to other parameters, shapes, algorithms, views or an unfit layout.
@@ -207,10 +221,12 @@ class OptimizerBase(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        check_is_state_dict(state_dict)
         state = self._needed_state()
-        load_state(self.param_groups, state, divided_parameters(self._current.groups), state_dict, check_loaded)
-        self._cycled.watch(self.__dict__["param_groups"])
-        self._current.end_load(self.__dict__["state"])
+        groups, typed = self.param_groups, self._current.groups
+        loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
+        self._cycled.watch(self._home["param_groups"])
+        self._current.end_load(state, loaded.without, loaded.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -312,9 +328,13 @@ class OptimizerBase(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
-        state = self.__dict__["state"]
-        with self._lending(_with_mantissas(self._needed_state(), torch.int16) if state else state):
-            return {**super().__getstate__(), "_orders": self._current.orders}
+        state = self._home["state"]
+        return {
+            "defaults": self.defaults,
+            "state": _with_mantissas(self._needed_state(), torch.int16) if state else state,
+            "param_groups": self.param_groups,
+            "_orders": self._current.orders,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
@@ -322,48 +342,34 @@ class OptimizerBase(Optimizer):
             adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
-        self._cycled.watch(self.__dict__["param_groups"])
+        self._cycled.watch(self._home["param_groups"])
 
     def _needed_state(self) -> States:
         """Return the state of all parameters, which is made if there is none; nothing is under way."""
-        return self._current.needed_state(self.param_groups, self.__dict__["state"])
+        return self._current.needed_state(self.param_groups, self._home["state"])
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
             # What is tied waits for ever, whatever its place in the cadence.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
-            for dictionary, group in zip(self.__dict__["param_groups"], self._current.groups, strict=True)
+            for dictionary, group in zip(self._home["param_groups"], self._current.groups, strict=True)
         ]
-
-    @contextmanager
-    def _lending(self, state: States) -> Iterator[None]:
-        """Let PyTorch's methods see this state."""
-        own = self.__dict__["state"]
-        self.__dict__["state"], self._is_state_lent = state, True
-        try:
-            yield
-        finally:
-            self.__dict__["state"], self._is_state_lent = own, False
 
     def _forget_steps(self, orders: Orders) -> None:
         """Forget the steps made, and all that follows from the groups."""
+        self._home = self.__dict__
         self._current = Current(orders)
-        self._is_state_lent = False
         self._cycled = _CycledMomentum()
         self._steps_made = StepsMade()
 
 
 def _with_mantissas(states: States, dtype: torch.dtype) -> States:
     """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
-    if not any("mantissa" in state for state in states.values()):
-        return states
     given: States = defaultdict(dict)
-    for param, state in states.items():
-        mantissas = {
-            key: value.view(dtype) for key, value in state.items() if key == "mantissa" and not is_dtensor(value)
-        }
-        given[param] = {**state, **mantissas}
+    for key, state in states.items():
+        mantissa = state.get("mantissa") if isinstance(key, Tensor) else None
+        given[key] = state if mantissa is None or is_dtensor(mantissa) else {**state, "mantissa": mantissa.view(dtype)}
     return given
 
 
@@ -377,4 +383,4 @@ def _add_names(number: int, group: dict[str, Any]) -> None:
     group["params"] = params = list(params)
     check_members(number, params)
     if not any(isinstance(param, tuple) for param in params):
-        group.setdefault("param_names", [f"group{number}.param{i}" for i in range(len(params))])
+        group.setdefault("param_names", [made_up(number, index) for index in range(len(params))])

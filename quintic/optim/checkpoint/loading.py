@@ -1,10 +1,10 @@
-"""Loading saved state: which saved parameter is which, what fits, and which hyperparameters come back.
+"""Loading saved state: what fits, and which hyperparameters come back.
 
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
 of bf16 weights into bf16; here values are copied into the state that exists, and what does not fit is refused.
+`matching.py` decides which saved parameter is which.
 
-Parameters are matched by name, in whatever groups they are here and there; prefixes of wrappers do not count, so that a
-compiled or data-parallel model and the bare one have the same state. A group that was saved with the same
+A group that was saved with the same
 parameters gets the hyperparameters it was saved with. Where parameters were grouped otherwise, an option comes back if
 all saved groups that share parameters, directly or through others, agree about it, and so do these groups here; else
 groups keep what they have. So a rule that gives some parameters another weight decay holds, and the learning rate that
@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.names import known_as
-from quintic.optim.groups.options import OPTIONS, Group, is_old_option
+from quintic.optim.checkpoint.matching import Match, adopted_names, matched
+from quintic.optim.groups.names import is_made_up, known_as
+from quintic.optim.groups.options import OPTIONS, Group, is_old_option, needs_state
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
-from quintic.optim.state.parts import CUT_KEYS, DividedState, part_of_saved
+from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
+from quintic.optim.state.placement import init_state
 from quintic.optim.state.state import CODE_KEYS, STATE_KEYS, copy_, piece_of, saved_tensor
 
-__all__ = ["check_is_state_dict", "load_state"]
+__all__ = ["Loaded", "check_is_state_dict", "load_state"]
 
 _Groups = Sequence[Mapping[str, Any]]
 
@@ -54,63 +56,105 @@ _FOREIGN = {"amsgrad": "torch.optim.AdamW", "ns_steps": "torch.optim.Muon"}
 _MISSING = object()
 
 
-class _Match(NamedTuple):
-    """A parameter, and where it is among what was saved."""
+class Loaded(NamedTuple):
+    """The outcome of loading, besides the values."""
 
-    name: str
-    param: Tensor
-    group: int
-    """Number of its group."""
-    saved_group: int
-    key: Any
-    """Into the saved state."""
+    without: set[Tensor]
+    """Parameters without saved state: their own was dropped."""
+    names: dict[str, str]
+    """Made-up name -> saved name, of parameters that had none of their own."""
 
 
 def load_state(
     groups: Sequence[dict[str, Any]],
-    state: Mapping[Tensor, MutableMapping[str, Any]],
-    divided: Mapping[Tensor, DividedState],
+    state: MutableMapping[Any, Any],
+    typed: Sequence[Group],
     state_dict: Mapping[str, Any],
     check: Callable[[int, Mapping[str, Any]], None],
-) -> None:
+    *,
+    strict: bool = True,
+) -> Loaded:
     """Copy saved values into state and hyperparameters; nothing changes unless everything fits.
 
     State may be saved as whole tensors, of which each rank takes its piece, or as `DTensor`s of which each rank holds
     what it needs. Nothing is communicated. Keys of the user's own come back as they were saved, tensors on the device
-    of the parameter. `check` raises an error if a group, given with its number, has options that do not fit. A
-    ValueError names the parameter that does not fit.
+    of the parameter; those that belong to no parameter replace the optimizer's own. `typed` are the same groups.
+    `check` raises an error if a group, given with its number, has options that do not fit. A ValueError names the
+    parameter that does not fit. Unless `strict`, parameters that only one side has are left out.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"a state dict has 'state' and 'param_groups', this one has {sorted(map(str, state_dict))}")
-    saved_groups = state_dict["param_groups"]
+    saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
     _check_is_ours(saved_groups)
     if not saved_groups or any("params" not in group for group in saved_groups):
         raise ValueError("the saved optimizer state has no parameter groups, or one of them has no 'params'")
-    matches = _matched_by_name(groups, saved_groups) or _matched_by_place(groups, saved_groups)
+    matches = matched(groups, saved_groups, strict=strict)
+    divided, frozen = divided_parameters(typed), state_dict.get("frozen") or ()
     copies: list[tuple[Tensor, Tensor]] = []
-    for name, param, number, saved_number, saved_key in matches:
+    made: dict[Tensor, dict[str, Tensor]] = {}
+    matched_params = {match.param for match in matches}
+    without = {param for group in groups for param in group["params"] if param not in matched_params}
+    for name, param, number, saved_number, saved_key, _ in matches:
         group, saved_group = groups[number], saved_groups[saved_number]
         for key in ("algorithm", "view"):
             if key in saved_group and str(saved_group[key]) != str(group[key]):
                 raise ValueError(
                     f"{name} was saved with {key}={saved_group[key]!s}, parameter group {number} has {group[key]!s}"
                 )
-        copies += _matched_state(name, param, state[param], state_dict["state"].get(saved_key), divided.get(param))
+        saved = saved_states.get(saved_key)
+        if saved is None or saved.keys().isdisjoint(STATE_KEYS):
+            # PyTorch's distributed checkpoints, whose keys are names, check by themselves whether all state is there.
+            is_lost = needs_state(param) and saved_key not in frozen and not isinstance(saved_key, str)
+            if strict and is_lost:
+                raise ValueError(
+                    f"{name}: the saved optimizer holds no state for this parameter; if it was frozen when the state "
+                    f"was saved, or is to begin anew, load with optimizer.load_state_dict(state_dict, strict=False)"
+                )
+            without.add(param)
+            continue
+        own = state.get(param, {})
+        if own.keys().isdisjoint(STATE_KEYS):  # it is frozen here
+            parts = divided[param].own if param in divided else None
+            own = made[param] = init_state(param, typed[number], parts)
+        copies += _matched_state(name, param, own, saved, saved_key, divided.get(param))
+    names = adopted_names(groups, matches)
     restored = _restored_options(groups, saved_groups, matches)
+    renamed = names | {match.saved_name: names.get(match.name, match.name) for match in matches if match.saved_name}
     try:
         complete = [{**group, **options} for group, options in zip(groups, restored, strict=True)]
         for number, group in enumerate(complete):
+            group["param_names"] = [names.get(name, name) for name in group["param_names"]]
+            if group.get("tied_to") is not None:
+                head, transposed = group["tied_to"]
+                group["tied_to"] = (renamed.get(head, head), transposed)
             check(number, group)
         ties_of([Group.of(number, group) for number, group in enumerate(complete)])
     except (TypeError, ValueError) as error:
         raise ValueError(f"the saved options do not fit: {error}") from None
+    keys = {key for group in saved_groups for key in group["params"]}
+    of_none = {key: deepcopy(v) for key, v in saved_states.items() if key not in keys and not isinstance(key, int)}
+    of_users = {
+        match.param: {
+            key: _copy_of(value, local_tensor(match.param).device)
+            for key, value in (saved_states.get(match.key) or {}).items()
+            if key not in STATE_KEYS
+        }
+        for match in matches
+    }
     for target, source in copies:
         copy_(target, source)
-    for _, param, _, _, saved_key in matches:
-        others = {key: value for key, value in state_dict["state"][saved_key].items() if key not in STATE_KEYS}
-        state[param].update({key: _copy_of(value, local_tensor(param).device) for key, value in others.items()})
-    for group, options in zip(groups, restored, strict=True):
-        group.update(options)
+    for param in without:
+        for key in STATE_KEYS & state.get(param, {}).keys():
+            del state[param][key]
+    for key in [key for key in state if not isinstance(key, Tensor)]:
+        del state[key]
+    for param, values in (*made.items(), *of_users.items()):
+        if values:
+            state.setdefault(param, {}).update(values)
+    state.update(of_none)
+    for group, other in zip(groups, complete, strict=True):
+        group.update(other)
+    return Loaded(without, names)
 
 
 def check_is_state_dict(state_dict: object) -> None:
@@ -139,77 +183,7 @@ def _check_is_ours(saved_groups: _Groups) -> None:
     )
 
 
-def _matched_by_name(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
-    """Return the matches of all parameters; none where names are missing, or do not tell parameters apart."""
-    own = {name for group in groups for name in group["param_names"]}
-    saved: dict[str, tuple[int, Any]] = {}
-    for number, saved_group in enumerate(saved_groups):
-        names = _saved_names(saved_group, own)
-        if names is None:
-            return []
-        saved |= {name: (number, key) for name, key in zip(names, saved_group["params"], strict=True)}
-    counts = [sum(len(group["params"]) for group in side) for side in (groups, saved_groups)]
-    if counts != [len(own), len(saved)]:
-        return []
-    missing = next((name for group in groups for name in group["param_names"] if name not in saved), None)
-    if missing is not None:
-        raise ValueError(f"{missing} is not in the saved optimizer state, whose names are like {next(iter(saved))}")
-    unknown = next((name for name in saved if name not in own), None)
-    if unknown is not None:
-        raise ValueError(f"{unknown} is in the saved optimizer state, and is not a parameter of this optimizer")
-    return [
-        _Match(name, param, number, *saved[name])
-        for number, group in enumerate(groups)
-        for name, param in zip(group["param_names"], group["params"], strict=True)
-    ]
-
-
-def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str] | None:
-    """Return the names of a saved group's parameters, in the order of its keys; None if that is not known."""
-    keys: Sequence[Any] = saved_group["params"]
-    if all(isinstance(key, str) for key in keys):
-        # From torch.distributed.checkpoint, which may have put them into this optimizer's order.
-        meant = [known_as(key, own) for key in keys]
-        if own.issuperset(meant):
-            return meant
-    names: Sequence[str] | None = saved_group.get("param_names")
-    if names is None or len(names) != len(keys) or any(isinstance(key, str) for key in keys):
-        return None
-    return [known_as(name, own) for name in names]
-
-
-def _matched_by_place(groups: _Groups, saved_groups: _Groups) -> list[_Match]:
-    """Return the matches of all parameters by their positions, as PyTorch matches them."""
-    if len(saved_groups) != len(groups):
-        raise ValueError(
-            f"the saved optimizer has {len(saved_groups)} parameter groups, this one has {len(groups)}, and without "
-            f"names in both their parameters cannot be told apart; name them, as quintic.param_groups does"
-        )
-    matches: list[_Match] = []
-    # Older versions let several parameters have one name.
-    every_name = [name for saved_group in saved_groups for name in saved_group.get("param_names") or ()]
-    has_equal_names = len(set(every_name)) < len(every_name)
-    for number, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        names, keys = group["param_names"], saved_group["params"]
-        saved_names = None if has_equal_names else saved_group.get("param_names")
-        if len(keys) != len(names):
-            raise ValueError(f"parameter group {number} was saved with {len(keys)} parameters, not {len(names)}")
-        saved_names = None if saved_names is None else [known_as(name, names) for name in saved_names]
-        if saved_names is not None and saved_names != list(names):
-            missing = next((name for name in names if name not in saved_names), None)
-            if missing is not None:
-                raise ValueError(f"parameter group {number}: {missing} is not in the saved optimizer state")
-            raise ValueError(
-                f"parameter group {number} was saved with its parameters in another order, {saved_names[0]} first, "
-                f"and under keys such as {keys[0]} that are not their names; name the parameters of this optimizer as "
-                f"model.named_parameters() does, or give them in the saved order"
-            )
-        rows = zip(names, group["params"], keys, strict=True)
-        matches += [_Match(name, param, number, number, key) for name, param, key in rows]
-    return matches
-
-
-def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) -> list[dict[str, Any]]:
+def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -> list[dict[str, Any]]:
     saved = [_options_of(saved_group) for saved_group in saved_groups]
     restored: list[dict[str, Any]] = [{} for _ in groups]
     for own_numbers, saved_numbers in _related(groups, saved_groups, matches):
@@ -220,13 +194,14 @@ def _restored_options(groups: _Groups, saved_groups: _Groups, matches: Sequence[
     return restored
 
 
-def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[_Match]) -> Iterator[tuple[set[int], set[int]]]:
+def _related(groups: _Groups, saved_groups: _Groups, matches: Sequence[Match]) -> Iterator[tuple[set[int], set[int]]]:
     """Yield sets of groups and of saved groups that have parameters in common, and with no others."""
     pairs = {(match.group, match.saved_group) for match in matches}
     # torch.distributed.checkpoint has made the saved groups anew, like these, each with the names it was saved with.
     numbers = {match.name: match.group for match in matches}
     for saved_number, saved_group in enumerate(saved_groups):
-        names = [known_as(name, numbers) for name in saved_group.get("param_names") or ()]
+        given = [name for name in saved_group.get("param_names") or () if not is_made_up(name)]
+        names = [known_as(name, numbers) for name in given]
         pairs |= {(numbers[name], saved_number) for name in names if name in numbers}
     # Groups without parameters have nothing but their place.
     sides = zip(groups, saved_groups, strict=False)
@@ -271,12 +246,11 @@ def _matched_state(
     name: str,
     param: Tensor,
     state: Mapping[str, Tensor],
-    saved: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
+    saved_key: Any,
     divided: DividedState | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tensors of this rank's state of a parameter, and the saved ones that go there."""
-    if saved is None:
-        raise ValueError(f"{name}: the saved optimizer holds no state for this parameter")
     needed = {key: state[key] for key in state if key in STATE_KEYS}  # others are the user's
     if saved.keys() & STATE_KEYS != needed.keys():
         raise ValueError(
@@ -296,7 +270,10 @@ def _matched_state(
                     "; if it is the piece of one rank, save whole tensors or DTensors instead, as "
                     "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
                 )
-            raise ValueError(message)
+            raise ValueError(
+                f"{message}; if the parameter has another shape now, let it begin anew: "
+                f"del state_dict['state'][{saved_key!r}], then optimizer.load_state_dict(state_dict, strict=False)"
+            )
         if target.dtype == torch.uint16 and source.dtype not in _MANTISSA_DTYPES:
             raise ValueError(f"{what} is {source.dtype}, and must be torch.uint16: other types do not keep its bits")
         piece = piece_of(what, target, source)

@@ -56,9 +56,10 @@ def described(
                 name, param = group.param_names[index], group.params[index]
                 order = "" if param.is_contiguous() else ", not contiguous"
                 kind = f"{param.device.type}{processor if param.device.type == 'cpu' else ''}"
+                frozen = ", frozen (requires_grad=False)" if index in group.idle else ""
                 text = (
-                    f"{name} of shape {layout.shape}, {param.dtype}{order}, on ranks {layout.ranks} ({kind}) with "
-                    f"{options}"
+                    f"{name} of shape {layout.shape}, {param.dtype}{order}{frozen}, on ranks {layout.ranks} ({kind}) "
+                    f"with {options}"
                 )
                 by_ranks.setdefault(tuple(sorted(layout.ranks)), []).append(((number, index), text))
     return dict(sorted(by_ranks.items()))

@@ -60,10 +60,13 @@ def travelling(group: Group, layouts: Sequence[Layout | None]) -> list[Layout | 
     """Return the layout of each parameter whose matrices come together on one of several ranks, None for the others.
 
     The others are stepped where they are: AdamW's, those that every rank of a mesh holds whole, and those of which
-    `comms` brings gradients together instead.
+    `comms` brings gradients together instead. Idle ones are not stepped.
     """
     moves = group.algorithm == "muon" and group.comms in ("none", "averaged")
     divides = group.comms == "averaged"
     return [
-        layout if moves and layout is not None and (divides or not layout.is_replicated) else None for layout in layouts
+        layout
+        if moves and layout is not None and (divides or not layout.is_replicated) and index not in group.idle
+        else None
+        for index, layout in enumerate(layouts)
     ]

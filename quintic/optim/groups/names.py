@@ -15,7 +15,9 @@ from torch import nn
 __all__ = [
     "NUMBER",
     "clean_names",
+    "is_made_up",
     "known_as",
+    "made_up",
     "model_parameters",
     "numberless",
     "shortened",
@@ -33,6 +35,8 @@ _MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_mo
 _HOLDERS = frozenset({"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"})
 
 _HELD = "module"
+
+_MADE_UP = re.compile(r"group\d+\.param\d+")
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a name that is an index into a stack of layers."""
@@ -92,6 +96,16 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
     while after and all(name.startswith(f"{_HELD}.") for name in after):
         after = [name.removeprefix(f"{_HELD}.") for name in after]
     return after if len(set(after)) == len(set(before)) else before
+
+
+def made_up(group: int, index: int) -> str:
+    """Return the name of a parameter that came without one, from its place: messages and plans need some."""
+    return f"group{group}.param{index}"
+
+
+def is_made_up(name: str) -> bool:
+    """Return whether a name is one of `made_up`, which says where a parameter was and not which one it is."""
+    return _MADE_UP.fullmatch(name) is not None
 
 
 def spellings(name: str) -> list[str]:

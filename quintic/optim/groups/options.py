@@ -6,7 +6,7 @@ dictionaries.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import is_, itemgetter
@@ -32,6 +32,7 @@ __all__ = [
     "adopt_old_names",
     "found_parameter",
     "is_old_option",
+    "needs_state",
     "with_new_names",
 ]
 
@@ -42,6 +43,11 @@ Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
 
 Orthogonalizer = Method | Callable[[Tensor], Tensor]
+
+
+def needs_state(param: Tensor) -> bool:
+    """Return whether a parameter may be stepped: a frozen one is, too, if it is given a gradient."""
+    return param.requires_grad or param.grad is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,21 +97,36 @@ class Group:
     tied_to: tuple[str, bool] | None
     """Name of the parameter that this group's is a copy of, and whether it is stored transposed; see `Muon.tie`."""
 
+    idle: frozenset[int]
+    """Positions of parameters that need no state and are in no bucket: they do not require gradients, and have none."""
+
     values: tuple[Any, ...]
     """All options, as the dictionary had them."""
     host_values: tuple[tuple[Any, float], ...]
     """Hyperparameters that can be changed in place without waiting for a device to see it, with the numbers in them."""
 
     @classmethod
-    def of(cls, number: int, group: Mapping[str, Any]) -> "Group":
-        """Return the group of a validated dictionary with every option, at this position, as it is now."""
+    def of(cls, number: int, group: Mapping[str, Any], awake: Container[Tensor] = ()) -> "Group":
+        """Return the group of a validated dictionary with every option, at this position, as it is now.
+
+        Parameters that are `awake` are stepped if a gradient comes, although they may have been frozen since.
+        """
         values = _values_of(group)
         params, names = tuple(group["params"]), tuple(group["param_names"])
         options = dict(zip(_OPTIONS, values, strict=True))
         scheduled = chain.from_iterable(v if isinstance(v, tuple | list) else (v,) for v in map(group.get, _SCHEDULED))
         numbers = [(value, host_value(value)) for value in scheduled]
         host_values = tuple((value, number) for value, number in numbers if number is not None)
-        return cls(number=number, params=params, param_names=names, values=values, host_values=host_values, **options)
+        idle = frozenset(i for i, param in enumerate(params) if not needs_state(param) and param not in awake)
+        return cls(
+            number=number,
+            params=params,
+            param_names=names,
+            idle=idle,
+            values=values,
+            host_values=host_values,
+            **options,
+        )
 
     def is_as_in(self, group: Mapping[str, Any]) -> bool:
         """Return whether a dictionary has the very same options still, and these their values.
@@ -187,7 +208,7 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
 _OPTIONS = tuple(
     field.name
     for field in fields(Group)
-    if field.name not in ("number", "params", "param_names", "values", "host_values")
+    if field.name not in ("number", "params", "param_names", "idle", "values", "host_values")
 )
 
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})

@@ -40,6 +40,8 @@ def divided_buckets(number: int, group: Group, ranks: tuple[int, ...], rank: int
     together: dict[tuple[Any, ...], list[Part]] = {}
     divisions: dict[int, RowDivision] = {}
     for index, (parts, param) in enumerate(zip(parts_of(group, ranks), group.params, strict=True)):
+        if index in group.idle:
+            continue  # its parts keep their owners, should it be stepped later
         kernels = choose_kernels(group.kernels, param)
         is_table = group.comms == "sharded_sparse" and group.algorithm == "adamw"
         rows = divided_rows(param, parts, len(ranks)) if is_table else None

@@ -1,6 +1,6 @@
 """In which order buckets with collectives are worked on, and when each starts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -19,6 +19,10 @@ class Orders(NamedTuple):
 
     launch: tuple[str, ...] | None = None
     work: tuple[str, ...] | None = None
+
+    def renamed(self, names: Mapping[str, str]) -> "Orders":
+        """Return the orders after parameters got other names: {old name: new name}."""
+        return Orders(*(None if order is None else tuple(names.get(name, name) for name in order) for order in self))
 
     def resolved(self, groups: Iterable[Group]) -> "Orders":
         """Return the orders in the names that the parameter groups have: wrappers' prefixes do not count.

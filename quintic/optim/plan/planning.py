@@ -57,7 +57,8 @@ def build_plan(
         for one in shared:
             if one.key.group == number and rank in one.exchange.ranks:
                 buckets += gathered_buckets(one, of_group, rank)
-        buckets += local_buckets(number, group, [index for index, layout in enumerate(of_group) if layout is None])
+        here = [index for index, layout in enumerate(of_group) if layout is None and index not in group.idle]
+        buckets += local_buckets(number, group, here)
     moving = [bucket for bucket in buckets if not isinstance(bucket, Local) and bucket.travels]
     in_order, schedule = arranged(moving, param_groups, orders or Orders())
     still = [bucket for bucket in buckets if not bucket.travels]

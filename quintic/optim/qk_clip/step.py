@@ -164,7 +164,7 @@ class QKStep:
     # -- what this rank holds
 
     def _scale(self, held: Parameter, factors: RowFactors) -> None:
-        state = self._state[held.param]
+        state = self._state.get(held.param, {})  # a frozen parameter has none
         weight, master = local_tensor(held.param).detach(), master_of(state)
         if not weight.numel():
             return
@@ -187,7 +187,7 @@ class QKStep:
         together: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Parameter]] = {}
         for name in names:
             held = self._held[name]
-            if held.divided is not None and master_of(self._state[held.param]) is not None:
+            if held.divided is not None and master_of(self._state.get(held.param, {})) is not None:
                 key = held.divided.ranks, held.param.dtype, held.param.device
                 together.setdefault(key, []).append(held)
         for (ranks, dtype, _), parameters in together.items():

@@ -22,7 +22,7 @@ from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import View
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, own_runs
 from quintic.optim.state.placement import needed_state, state_on_device
-from quintic.optim.state.state import second_moments
+from quintic.optim.state.state import STATE_KEYS, second_moments
 
 __all__ = ["Parameter", "all_parameters", "carry", "connected_parameters", "share_parts", "whole_states"]
 
@@ -191,7 +191,7 @@ def whole_states(
     The latter are changed in place where no state is divided. All ranks that share parameters with such state must
     call it; without any, nothing is communicated. Temporary memory: one parameter's state, besides the result.
     """
-    apart = [parameter for parameter in all_parameters(groups, communicators) if _has_state_apart(parameter)]
+    apart = [one for one in all_parameters(groups, communicators) if _has_state_apart(one) and states.get(one.param)]
     if not apart:
         return {}
     layouts = {parameter.param: parameter.layout for parameter in apart}
@@ -235,6 +235,12 @@ def carry(
     places = [found_parameter(groups, param, "carry_state was given") for param in (source, target)]
     given, taken = (by_param[group.params[index]] for group, index in places)
     _check_carried(given, taken, transposed=transposed)
+    for one in (given, taken):
+        if states.get(one.param, {}).keys().isdisjoint(STATE_KEYS):
+            raise ValueError(
+                f"the state of {given.name} cannot be carried to {taken.name}: {one.name} is frozen and has no state; "
+                f"call requires_grad_(True) on it before"
+            )
     communicators.connect(groups, list(map(layouts_of, groups)))
     if not given.is_here and not taken.is_here:
         return

@@ -32,13 +32,13 @@ __all__ = [
     "CODE_KEYS",
     "MASTER_KEYS",
     "STATE_KEYS",
-    "as_saved",
     "as_tensor",
     "copy_",
     "master_key",
     "master_of",
     "num_second_moments",
     "piece_of",
+    "saved_state",
     "saved_tensor",
     "second_moments",
 ]
@@ -80,25 +80,33 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
 
 
-def as_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return PyTorch's state dict of an optimizer with views and callables as text, and tensors that share memory.
+def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a state dict as PyTorch's, with views and callables as text; its tensors share memory with the states.
 
-    Numbers of NumPy become Python's: `torch.load(weights_only=True)` refuses the others. Mantissas become int32 where
-    there are process groups, whose collectives do not know uint16.
+    Keys of `states` that are no parameters are kept. Numbers of NumPy become Python's: `torch.load(weights_only=True)`
+    refuses the others. Mantissas become int32 where there are process groups, whose collectives do not know uint16.
+    Where frozen parameters have no state, `"frozen"` lists their keys: loading can tell them from those whose state was
+    lost.
     """
-    state: dict[Any, dict[str, Any]] = {}
-    for key, tensors in state_dict["state"].items():
-        state[key] = dict(tensors)
-        if "mantissa" in tensors and has_process_group():
-            state[key]["mantissa"] = tensors["mantissa"].to(torch.int32)
-    groups = [
-        {
+    keys = {param: key for key, param in enumerate(param for group in groups for param in group["params"])}
+    state: dict[Any, Any] = {}
+    for param, key in keys.items():  # in one order on all ranks: some make collectives of it
+        if states.get(param):
+            state[key] = values = dict(states[param])
+            if "mantissa" in values and has_process_group():
+                values["mantissa"] = values["mantissa"].to(torch.int32)
+    state |= {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    saved_groups = []
+    for group in groups:
+        saved = {
             key: str(value) if key in _SAVED_AS_TEXT and value is not None else _plain(value)
             for key, value in group.items()
+            if key != "params"
         }
-        for group in state_dict["param_groups"]
-    ]
-    return {**state_dict, "state": state, "param_groups": groups}
+        saved_groups.append({**saved, "params": [keys[param] for param in group["params"]]})
+    saved_dict = {"state": state, "param_groups": saved_groups}
+    frozen = [key for param, key in keys.items() if states.get(param, {}).keys().isdisjoint(STATE_KEYS)]
+    return {**saved_dict, "frozen": frozen} if frozen else saved_dict
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:

@@ -5,10 +5,11 @@ Models are moved, converted and sharded after the optimizer was made, and traini
 microseconds for a hundred parameters: whether they are the same objects, with the same memory and dtype. The rest is
 compared where these differ.
 
-`Upkeep` makes state when it is first needed, and moves it along. Between two needs of state (a step, a save, a load)
-parameters may have been moved, converted or sharded, or other tensors may stand for them in `group.params`. State
-follows its parameter object; where another tensor stands for one that no group has any more, it follows the position in
-the group. If it does not fit there as it is,
+`Upkeep` makes state when it is first needed, and moves it along. Frozen parameters (`requires_grad=False`) get none
+until they are unfrozen or given a gradient; those that are frozen later keep theirs. Between two needs of state (a
+step, a save, a load) parameters may have been moved, converted or sharded, or other tensors may stand for them in
+`group.params`. State follows its parameter object; where another tensor stands for one that no group has any more, it
+follows the position in the group. If it does not fit there as it is,
 
 - zeros, masters without a bit that the weight lacks, and second moments of the matrices of another view are made anew;
 - state that says something is copied into new state, as if it were loaded: to another device, into other strides, a
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintic.optim.groups.options import Group
+from quintic.optim.groups.options import Group, needs_state
 from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.rules.precision import full_precision
 from quintic.optim.state.parts import CUT_KEYS, Division, Part, divided_parameters, own_runs
@@ -108,6 +109,8 @@ class _Entry(NamedTuple):
     """The parts of this rank, where ranks divide the state."""
     division: Division | None
     """The parts of all ranks."""
+    is_idle: bool
+    """Whether it is frozen: no state is made for it, but what it has is kept."""
 
 
 class _Source(NamedTuple):
@@ -155,30 +158,35 @@ class Upkeep:
         Waits for the device where state moves. Temporary memory: that of one parameter's state.
         """
         places = _entries_of(groups)
+        entries = {entry.param: entry for entry in places.values()}
+        sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
         divisions: _Divisions = {}
         for (number, _), entry in places.items():
-            divisions.setdefault((number, entry.name), []).append(entry.division)
+            if not entry.is_idle or _has_state(sources[entry.param]):
+                divisions.setdefault((number, entry.name), []).append(entry.division)
         for (number, name), current in divisions.items():
             used = self._used.get((number, name), ())
             if any(used) and used != current:
                 raise _divided_otherwise(name)
-        entries = {entry.param: entry for entry in places.values()}
-        sources = {entry.param: self._source(place, entry, entries, states) for place, entry in places.items()}
         # All of them before the first state is changed: this may raise.
         values = {param: _values_to_move(entry, sources[param]) for param, entry in entries.items()}
         for param, entry in entries.items():
             _make(entry, values[param], sources[param], states)
         for param in states.keys() - entries.keys():
-            # What says something stays, as in PyTorch: the parameter may come back.
-            if _says_nothing(states[param], param.dtype):
+            # State that steps have used stays, as in PyTorch: the parameter may come back. Other keys are the user's.
+            if isinstance(param, Tensor) and _says_nothing(states[param], param.dtype):
                 del states[param]
         self._entries, self._places = entries, {place: entry.param for place, entry in places.items()}
         self._divisions, self._tensors = {**self._used, **divisions}, _tensors_of(groups, states)
         self.is_outdated = self.is_given = False
 
     def drop_unused(self, states: _States) -> None:
-        """Forget state that says nothing: it is made again when it is needed. Keys of the user's own stay."""
-        for param in list(states):
+        """Drop state that is at its defaults: it is made again when it is needed. Keys of the user's own stay.
+
+        So does the state of frozen parameters, for which none is made: what is at its defaults on one rank may be in
+        use on another.
+        """
+        for param in [key for key in states if isinstance(key, Tensor) and needs_state(key)]:
             if states[param].keys() <= STATE_KEYS and _says_nothing(states[param], param.dtype):
                 del states[param]
         self._entries = {param: entry for param, entry in self._entries.items() if param in states}
@@ -207,7 +215,8 @@ def _entries_of(groups: _Groups) -> dict[_Place, _Entry]:
         for index, (name, param) in enumerate(zip(group.param_names, group.params, strict=True)):
             this = divided.get(param)
             own, division = (None, None) if this is None else (this.own, this.division(param))
-            entries[group.number, index] = _Entry(name, param, group, param.dtype, own, division)
+            is_idle = index in group.idle
+            entries[group.number, index] = _Entry(name, param, group, param.dtype, own, division, is_idle)
     return entries
 
 
@@ -220,11 +229,13 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 
 
 def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
-    """Return the values that move to a parameter's new state, by name; None if the source's state fits as it is.
+    """Return the values that move to a parameter's new state, by name; None if it keeps what the source has.
 
     Values are those of this rank; whole where ranks divide the new state, and did not divide the old one. If they
     cannot move, that is a ValueError that names the parameter.
     """
+    if entry.is_idle and not _has_state(source):
+        return None
     if source is None:
         return {}
     is_cut_alike = source.was.division == entry.division and source.was.group.view == entry.group.view
@@ -260,7 +271,7 @@ def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] 
 
 def _make(entry: _Entry, values: dict[str, Tensor] | None, source: _Source | None, states: _States) -> None:
     """Give a parameter its state: the source's, or new state with these values."""
-    if source is not None and values is None and source.was.param is entry.param:
+    if values is None and (source is None or source.was.param is entry.param):
         return
     new = old = {} if source is None else source.state
     if values is not None:
@@ -288,6 +299,10 @@ def _move(target: Tensor, value: Tensor) -> None:
     elif target.dtype == torch.float32 and value.dtype == torch.uint16:
         value = full_precision(target.bfloat16(), value.to(target.device))
     copy_(target, value)
+
+
+def _has_state(source: _Source | None) -> bool:
+    return source is not None and not source.state.keys().isdisjoint(STATE_KEYS)
 
 
 def _divided_otherwise(name: str) -> ValueError:

@@ -61,7 +61,7 @@ class GradientAverages:
         """Groups whose averages stand in `p.grad`."""
         for together in self._of_same_ranks(self._whole):
             # Most gradients have the dtype of their parameter.
-            self._averagings_of(together, [param for number in together for param in groups[number].params])
+            self._averagings_of(together, [param for number in together for _, param in _stepped(groups[number])])
 
     @contextmanager
     def of_step(self, pending_steps: Sequence[int]) -> Iterator[None]:
@@ -118,11 +118,7 @@ class GradientAverages:
         """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
         for together in self._of_same_ranks(numbers):
             groups = [self._groups[number] for number in together]
-            gradients = [
-                self._dense(param, name)
-                for group in groups
-                for param, name in zip(group.params, group.param_names, strict=True)
-            ]
+            gradients = [self._dense(param, name) for group in groups for name, param in _stepped(group)]
             process_group = self._communicators[self.ranks[together[0]]]
             for averagings in self._averagings_of(together, gradients):
                 with range_of("average gradients"):
@@ -158,7 +154,7 @@ class GradientAverages:
         """
         key = tuple(numbers), tuple([tensor.dtype for tensor in tensors])
         if key not in self._averagings:
-            members = [(self._groups[number], param) for number in numbers for param in self._groups[number].params]
+            members = [(self._groups[n], param) for n in numbers for _, param in _stepped(self._groups[n])]
             together: dict[tuple[torch.dtype, torch.device, Kernels, int | None], list[int]] = {}
             for n, ((group, param), tensor) in enumerate(zip(members, tensors, strict=True)):
                 kernels, limit = choose_kernels(group.kernels, param), averaged_entries(group, tensor.dtype)
@@ -191,3 +187,9 @@ class GradientAverages:
         for param in self._lent:
             param.grad = None
         self._lent = []
+
+
+def _stepped(group: Group) -> list[tuple[str, Tensor]]:
+    """Return the name and tensor of each parameter of a group that is not idle."""
+    rows = zip(group.param_names, group.params, strict=True)
+    return [row for index, row in enumerate(rows) if index not in group.idle]

@@ -18,7 +18,7 @@ Values: TypeAlias = dict[Tensor, dict[str, Tensor]]
 
 def local_values(states: Mapping[Tensor, Mapping[str, Tensor]], param: Tensor) -> dict[str, Tensor]:
     """Return the `"weight"` and state that this rank holds of a parameter, sharing memory."""
-    state = {key: local_tensor(value) for key, value in states[param].items()}
+    state = {key: local_tensor(value) for key, value in states.get(param, {}).items()}
     return {"weight": local_tensor(param.detach()), **state}
 
 
