@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from quintic.data.documents import read_documents
+from quintic.data.files.documents import read_documents
 from quintic.data.tokenizer import Tokenizer
 from quintic.speedrun.shards import write_shard
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def documents(tokenizer: Tokenizer, path: Path, max_tokens: int | None) -> Iterator[npt.NDArray[np.uint16]]:
     """Yield the tokens of each document, which begin with that of a document's start, until there are enough."""
-    texts, count = read_documents(path), 0
+    texts, count = (text.decode() for text in read_documents(path)), 0
     while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
         for ids in tokenizer.encode_batch(batch):
             yield np.array([tokenizer.bos_id, *ids], dtype=np.uint16)

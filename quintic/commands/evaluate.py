@@ -5,7 +5,7 @@ When the run's prepared text is gone, other text (`--data`) and tasks (`--core`)
 
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain
 
 import torch
 
@@ -13,25 +13,21 @@ from quintic.commands.inputs import RaceText, TrainedModel, trained_model
 from quintic.commands.options import eval_options
 from quintic.commands.text import verify
 from quintic.data.dataset import Dataset
-from quintic.data.loader import Batch, validation_rows
+from quintic.data.loader import Batch, iterate_validation_rows
 from quintic.data.sources import open_source
-from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
-from quintic.eval.baselines import reference_scores, target_text, xz_bpb
+from quintic.eval.baselines import MAX_XZ_BYTES, ScoredText, compression_baselines, training_text
 from quintic.eval.core import core_lines, core_score, core_sums
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun
 from quintic.eval.score import bits_per_byte, document_sums, score_from_sums
-from quintic.eval.text import text_batches
+from quintic.eval.text import encoded, text_batches
 from quintic.speedrun.race import score_batches
 from quintic.speedrun.shards import RaceData
 from quintic.speedrun.stream import validation_batches
 from quintic.streams import say_waiting
-from quintic.train.config import Config
 
 __all__ = ["run"]
-
-_DOCUMENTS_AT_ONCE = 64
 
 
 def run(arguments: list[str]) -> int:
@@ -46,7 +42,7 @@ def run(arguments: list[str]) -> int:
     if isinstance(trained.dataset, RaceText) and options.data is None:
         _score_race(trained, trained.dataset, options.tokens)
     elif not isinstance(trained.dataset, DataError) or options.data is not None:
-        _score_text(trained, options.data, options.tokens)
+        _score_text(trained, options.data, options.text_field, options.tokens)
     else:
         print(f"The validation text is not scored: {trained.dataset}", file=sys.stderr)
     if suite is not None:
@@ -65,28 +61,36 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _score_text(trained: TrainedModel, data: str | None, max_tokens: int | None) -> None:
+def _score_text(trained: TrainedModel, data: str | None, text_field: str, max_tokens: int | None) -> None:
     """Print the bits per byte of `data`, or of the validation text, which must be there then."""
     rows, seq_len = trained.config.schedule.rows, trained.config.model.seq_len
     if data is not None:
-        batches = _batches_of(data, trained.tokenizer, trained.config, max_tokens)
+        batches = _batches_of(data, text_field, trained, max_tokens)
     else:
         assert isinstance(trained.dataset, Dataset)
-        batches = validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+        batches = iterate_validation_rows(trained.dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
     say_waiting(f"Scoring {'validation text' if data is None else data}")
     device = trained.model.head.weight.device
-    result = score_from_sums(document_sums(trained.model, batches, trained.tokenizer.token_bytes(), device))
+    text = ScoredText()
+    watched = text.watched(trained.tokenizer, batches)
+    result = score_from_sums(document_sums(trained.model, watched, trained.tokenizer.token_bytes(), device))
     error = "" if result.bpb_stderr is None else f"standard error over documents {result.bpb_stderr:.4f}, "
     print(
         f"{result.bpb:.4f} bits per byte ({error}{result.loss:.4f} nats per token) over {result.num_bytes:,} bytes of "
         "text"
     )
+    beginning = f" (of the first {MAX_XZ_BYTES >> 20} MiB)" if text.num_bytes > MAX_XZ_BYTES else ""
     if isinstance(trained.dataset, Dataset):
-        reference = reference_scores(trained.dataset, batches)
-        print(f"for comparison: xz -9 {reference['xz_bpb']:.4f}, byte-bigram model {reference['bigram_bpb']:.4f}")
+        reference = compression_baselines(text, training_text(trained.dataset))
+        print(
+            f"for comparison: xz -9 {reference['xz_bpb']:.4f}{beginning}, "
+            f"byte-bigram model {reference['bigram_bpb']:.4f}"
+        )
     else:
-        compressed = xz_bpb(target_text(trained.tokenizer, batches))
-        print(f"for comparison: xz -9 {compressed:.4f} (no byte-bigram model: the run's training text is not at hand)")
+        print(
+            f"for comparison: xz -9 {text.xz_bpb():.4f}{beginning} (no byte-bigram model: the run's training text is "
+            "not at hand)"
+        )
 
 
 def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -> None:
@@ -106,19 +110,21 @@ def _score_race(trained: TrainedModel, text: RaceText, max_tokens: int | None) -
     )
 
 
-def _batches_of(data: str, tokenizer: Tokenizer, config: Config, max_tokens: int | None) -> list[Batch]:
-    """Read text to score, all of it; nothing is kept on disk."""
-    source = open_source(data, cache_dir=config.data.data_dir / "cache")
-
-    def documents() -> Iterator[list[int]]:
-        texts = source.documents()
-        while some := list(islice(texts, _DOCUMENTS_AT_ONCE)):
-            yield from tokenizer.encode_batch(some)
-
-    rows, seq_len = config.schedule.rows, config.model.seq_len
-    batches = list(
-        text_batches(documents(), bos_id=tokenizer.bos_id, rows=rows, seq_len=seq_len, max_tokens=max_tokens)
+def _batches_of(data: str, text_field: str, trained: TrainedModel, max_tokens: int | None) -> Iterator[Batch]:
+    """Read text to score, all of it, as the batches are asked for; nothing is kept on disk."""
+    config, tokenizer = trained.config, trained.tokenizer
+    source = open_source(data, cache_dir=config.data.data_dir / "cache", text_field=text_field)
+    for note in source.notes:
+        print(note, file=sys.stderr)
+    documents = (document for _, document in source.documents_from((0, 0)))
+    batches = text_batches(
+        encoded(tokenizer, documents),
+        bos_id=tokenizer.bos_id,
+        rows=config.schedule.rows,
+        seq_len=config.model.seq_len,
+        max_tokens=max_tokens,
     )
-    if not batches:
+    first = next(batches, None)
+    if first is None:
         raise DataError(f"{data}: holds no text to score; name a file or folder with text in --data")
-    return batches
+    return chain([first], batches)

@@ -125,6 +125,8 @@ class EvalOptions:
     """Folder of all runs."""
     data: str | None = None
     """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
+    text_field: str = "text"
+    """Key or column that holds the text of --data in JSON, CSV and Parquet."""
     tokens: int | None = None
     """Tokens to score, at most, but one batch at least; by default all there are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -42,6 +42,8 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
         max_bytes=data.max_bytes,
         repair=repair,
         progress=progress,
+        text_field=data.text_field,
+        note=lambda line: print(f"Preparing data: {line}", flush=True),
     )
     verify(dataset, again=data.verify)
     return dataset

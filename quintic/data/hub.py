@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face Hub as text sources, downloaded file by file as reading reaches them.
 
-Only Parquet and JSON lines are taken (the formats `quintic.data.documents` reads); loading scripts are not run.
+Only Parquet, JSON and CSV are taken (`quintic.data.files` reads them); loading scripts are not run.
 The list of files is kept beside the downloads, so that a machine without network goes on with what it has.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintic.data.documents import read_documents
+from quintic.data.files.blocks import COMPRESSIONS, Utf8
+from quintic.data.files.documents import TEXT_FIELD, read_documents
 from quintic.data.source import Source, SourceFile, slug
 from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
@@ -27,10 +28,13 @@ _PATIENCE = 10.0
 _ANSWER_SECONDS = 60.0
 _WAITS = (1.0, 2.0, 4.0)
 
-_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+_ENDINGS = (".parquet", *(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *COMPRESSIONS)))
+# Taken where there is none of those: they may be settings or statistics of the data set.
+_OTHER_ENDINGS = tuple(f"{kind}{packed}" for kind in (".json", ".csv") for packed in ("", *COMPRESSIONS))
+_STATISTICS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
-def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None) -> Source:
+def open_hub(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD, endpoint: str | None = None) -> Source:
     """Open a data set of the Hub; asks for its list of files, downloads none.
 
     Args:
@@ -38,6 +42,7 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None) -> Sour
             (`configs`); one that the card does not list is taken as a folder. Without one, the card's default is
             used, else every file. Where files say which split they are of, only training files are taken.
         cache_dir: where the list and the files are kept.
+        text_field: the field that holds the text.
         endpoint: address of the Hub; the client's own when None.
 
     Raises:
@@ -54,11 +59,11 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None) -> Sour
     names = _select(sorted(sizes), config, listing["configs"], spec)
 
     def part(name: str) -> SourceFile:
-        def read() -> Iterator[str]:
+        def read() -> Iterator[Utf8]:
             path = download(
                 repo, name, repo_type="dataset", revision=revision, cache_dir=cache_dir / "hub", endpoint=endpoint
             )
-            yield from read_documents(path)
+            yield from read_documents(path, text_field)
 
         # The revision, which is part of the source's identity, already stands for the content of every file.
         return SourceFile(name=name, size_bytes=sizes[name], identity=str, read=read)
@@ -67,7 +72,7 @@ def open_hub(spec: str, *, cache_dir: Path, endpoint: str | None = None) -> Sour
         name=slug("-".join(filter(None, [repo.split("/")[1], config]))),
         spec=spec,
         parts=tuple(part(name) for name in names),
-        identity=f"hub {repo} {revision}",
+        identity=f"hub {repo} {revision}" + ("" if text_field == TEXT_FIELD else f", field {text_field}"),
         is_remote=True,
     )
 
@@ -172,19 +177,26 @@ def _listing(repo: str, *, cache_dir: Path, endpoint: str | None) -> dict[str, A
 
 def _select(names: list[str], config: str | None, configs: list[dict[str, Any]], spec: str) -> list[str]:
     """Return the names that belong to a configuration and may be trained on."""
-    readable = [name for name in names if name.lower().endswith(_ENDINGS)]
+    every = [
+        name
+        for name in names
+        if name.lower().endswith((*_ENDINGS, *_OTHER_ENDINGS)) and name.rpartition("/")[2].lower() not in _STATISTICS
+    ]
     entry = next((entry for entry in configs if _is_wanted(entry, config)), None)
     if entry is not None and entry.get("data_files"):
         patterns = _train_patterns(entry["data_files"])
-        chosen = [name for name in readable if any(pattern.fullmatch(name) for pattern in patterns)]
+        chosen = [name for name in every if any(pattern.fullmatch(name) for pattern in patterns)]
     else:
         folder = f"/{config}/" if config else "/"
-        chosen = [name for name in readable if folder in f"/{name}"]
+        inside = [name for name in every if folder in f"/{name}"]
+        chosen = [name for name in inside if name.lower().endswith(_ENDINGS)] or inside
         train = [name for name in chosen if re.search(r"(?:^|[/._-])train(?:[/._-]|$)", name)]
         chosen = train or chosen
     if not chosen:
         listed = ", ".join(sorted(str(entry["config_name"]) for entry in configs if "config_name" in entry))
-        hint = f"its configurations are {listed}" if listed else f"readable are {', '.join(_ENDINGS)}"
+        hint = (
+            f"its configurations are {listed}" if listed else f"readable are {', '.join((*_ENDINGS, *_OTHER_ENDINGS))}"
+        )
         raise DataError(f"{spec}: no file to read there among {len(names)}; {hint}")
     return chosen
 

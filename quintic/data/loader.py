@@ -31,7 +31,7 @@ from quintic.data.rows import PackedRows, PieceTable, RowPosition, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
-__all__ = ["Batch", "Loader", "batch_of", "numbered", "validation_rows"]
+__all__ = ["Batch", "Loader", "batch_of", "iterate_validation_rows", "numbered", "validation_rows"]
 
 _STATE_VERSION = 2
 _ONE_RANK_VERSION = 1  # the same position, with the rank and the number of ranks it was of
@@ -245,7 +245,14 @@ class Loader(Iterator[Batch]):
 
 
 def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None) -> list[Batch]:
-    """Return one pass over the validation split in stored order, packed as for training.
+    """Return the batches of `iterate_validation_rows`, to be used again and again."""
+    return list(iterate_validation_rows(dataset, rows=rows, seq_len=seq_len, max_tokens=max_tokens))
+
+
+def iterate_validation_rows(
+    dataset: Dataset, *, rows: int, seq_len: int, max_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Yield one pass over the validation split in stored order, packed as for training, on the CPU.
 
     An incomplete batch at the end is left out.
 
@@ -255,9 +262,6 @@ def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: in
         seq_len: T, inputs per row.
         max_tokens: at most so many inputs, rounded down to batches, but one batch at least; all text when None.
 
-    Returns:
-        At least one batch, on the CPU.
-
     Raises:
         DataError: a number is out of range, or there is too little text for one batch.
     """
@@ -265,12 +269,12 @@ def validation_rows(dataset: Dataset, *, rows: int, seq_len: int, max_tokens: in
     table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1)
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
     stream = RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
-    blocks: list[PackedRows] = []
-    while (wanted is None or len(blocks) < wanted) and (block := stream.next_rows(rows)) is not None:
-        blocks.append(block)
-    if not blocks:
+    count = 0
+    while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
+        yield _to_batch(block, dataset, numbered=True)
+        count += 1
+    if not count:
         raise _too_little_text("val", table.num_tokens, rows, seq_len, 1)
-    return [_to_batch(block, dataset, numbered=True) for block in blocks]
 
 
 def _next_batch(

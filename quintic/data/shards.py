@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
-from quintic.data.documents import MAX_DOCUMENT_BYTES
+from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
 from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.source import Source
 from quintic.data.sources import open_source
 from quintic.data.survey import pieces_within, survey, text_hash
-from quintic.data.tokenizer import Tokenizer
+from quintic.data.tokenizer import Tokenizer, lost_text
 from quintic.durable import flush, json_object, remove_unfinished, write_atomically
 from quintic.errors import DataError
 
@@ -54,6 +54,7 @@ class _Plan:
     source: Source
     fingerprint: str
     tokenizer: Tokenizer | None
+    tokenizer_name: str | None
     settings: dict[str, Any]
     key: str
     folder: Path
@@ -72,6 +73,8 @@ def prepare(
     shard_tokens: int = 2**24,
     repair: bool = True,
     progress: Progress | None = None,
+    text_field: str = TEXT_FIELD,
+    note: Callable[[str], None] | None = None,
 ) -> Dataset:
     """Tokenize a text source into `data_dir/<name>-<key>`, or open that folder when it is finished.
 
@@ -90,6 +93,8 @@ def prepare(
         repair: whether a finished folder with a file that is missing or of the wrong size is prepared again; else
             that is an error.
         progress: called now and then, from this thread.
+        text_field: the field of JSON, CSV and Parquet that holds the text.
+        note: called with a line for people about each kind of files that is left out.
 
     Raises:
         DataError: the source, the tokenizer or a setting cannot be used; a side would hold no text; the disk is
@@ -103,7 +108,9 @@ def prepare(
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}; it must be at least 1")
     data_dir = Path(data_dir)
-    source = open_source(spec, cache_dir=data_dir / "cache")
+    source = open_source(spec, cache_dir=data_dir / "cache", text_field=text_field)
+    for line in source.notes if note is not None else ():
+        note(line)
     if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
         raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with --max-bytes")
     given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None
@@ -123,10 +130,11 @@ def prepare(
         source=source,
         fingerprint=fingerprint,
         tokenizer=given,
+        tokenizer_name=tokenizer,
         settings=settings,
         key=key,
         folder=data_dir / f"{source.name}-{key}",
-        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes),
+        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field),
         progress=progress or (lambda stage, done, total: None),
     )
     finished = _open_finished(plan.folder, repair=repair)
@@ -134,13 +142,20 @@ def prepare(
 
 
 def prepare_command(
-    spec: str, data_dir: Path, vocab_size: int, tokenizer: str | None, val_frac: float, max_bytes: int | None
+    spec: str,
+    data_dir: Path,
+    vocab_size: int,
+    tokenizer: str | None,
+    val_frac: float,
+    max_bytes: int | None,
+    text_field: str = TEXT_FIELD,
 ) -> str:
     """Return the `quintic prepare` command that calls `prepare` with these arguments."""
     words = ["quintic", "prepare", "--data", spec, "--data-dir", str(data_dir)]
     words += ["--tokenizer", tokenizer] if tokenizer is not None else ["--vocab-size", str(vocab_size)]
     words += ["--val-frac", str(val_frac)]
     words += ["--max-bytes", str(max_bytes)] if max_bytes is not None else []
+    words += ["--text-field", text_field] if text_field != TEXT_FIELD else []
     return shlex.join(words)
 
 
@@ -235,7 +250,7 @@ class _Tokenization:
         tokenizer = plan.tokenizer
         if tokenizer is None:
             plan.progress("tokenizer", sample.text_bytes, sample.text_bytes)
-            tokenizer = Tokenizer.train(sample.texts, settings["vocab_size"])
+            tokenizer = Tokenizer.train((text.decode() for text in sample.texts), settings["vocab_size"])
         self._set_tokenizer(tokenizer)
         write_atomically(plan.folder / TOKENIZER_NAME, tokenizer.definition)
         self._checkpoint()
@@ -258,30 +273,30 @@ class _Tokenization:
         """Tokenize from the cursor to the end and write the manifest."""
         limit = self._plan.settings["max_bytes"]
         total = self._plan.source.text_bytes if limit is None else limit
-        pending: list[tuple[str, str, int]] = []
+        pending: list[bytes] = []
         pending_bytes = 0
         checkpointed = self._num_closed()
         self._plan.progress("tokens", self.text_bytes, total)
         if limit is None or self.text_bytes < limit:
-            for cursor, text in self._plan.source.documents_from(self._cursor):
-                for piece, data in pieces_within(text, limit, self.text_bytes + pending_bytes):
-                    side = "val" if text_hash(data) < self._threshold else "train"
-                    pending.append((side, piece, len(data)))
-                    pending_bytes += len(data)
+            for cursor, document in self._plan.source.documents_from(self._cursor):
+                for piece in pieces_within(document, limit, self.text_bytes + pending_bytes):
+                    pending.append(piece)
+                    pending_bytes += len(piece)
+                    if pending_bytes >= _BATCH_BYTES:  # a document may have hundreds of pieces
+                        self._write(pending)
+                        pending, pending_bytes = [], 0
+                        self._plan.progress("tokens", self.text_bytes, total)
                 full = limit is not None and self.text_bytes + pending_bytes >= limit
-                if pending_bytes >= _BATCH_BYTES or full:
+                if self._num_closed() > checkpointed:
+                    # The cursor is that of whole documents: a checkpoint is taken where all before it is written.
                     self._write(pending)
-                    self.text_bytes += pending_bytes
-                    self._cursor = cursor
                     pending, pending_bytes = [], 0
-                    if self._num_closed() > checkpointed:
-                        self._checkpoint()
-                        checkpointed = self._num_closed()
-                    self._plan.progress("tokens", self.text_bytes, total)
+                    self._cursor = cursor
+                    self._checkpoint()
+                    checkpointed = self._num_closed()
                 if full:
                     break
         self._write(pending)
-        self.text_bytes += pending_bytes
         self._publish()
         self._plan.progress("done", self.text_bytes, self.text_bytes)
 
@@ -300,11 +315,17 @@ class _Tokenization:
     def _num_closed(self) -> int:
         return sum(writer.num_closed for writer in self._writers.values())
 
-    def _write(self, pending: list[tuple[str, str, int]]) -> None:
+    def _write(self, pieces: list[bytes]) -> None:
+        """Encode documents and add them to the shards of their sides."""
         bos = self._tokenizer.bos_id
-        encoded = self._tokenizer.encode_batch([text for _, text, _ in pending])
-        for (side, _, num_bytes), ids in zip(pending, encoded, strict=True):
-            self._writers[side].add([bos, *ids], num_bytes)
+        encoded = self._tokenizer.encode_batch([piece.decode() for piece in pieces])
+        for piece, ids in zip(pieces, encoded, strict=True):
+            # One that was trained here keeps every byte; of others only the text itself can tell.
+            if self._plan.tokenizer is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
+                raise DataError(f"--tokenizer {self._plan.tokenizer_name}: {lost_text(piece, back)}")
+            side = "val" if text_hash(piece) < self._threshold else "train"
+            self._writers[side].add([bos, *ids], len(piece))
+            self.text_bytes += len(piece)
 
     def _checkpoint(self) -> None:
         state = {

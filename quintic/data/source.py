@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quintic.data.files.blocks import Utf8
+
 __all__ = ["NAME_ERRORS", "Source", "SourceFile", "slug"]
 
 # Names of files may be bytes that are no UTF-8, which Python reads as lone surrogates.
@@ -19,13 +21,13 @@ class SourceFile:
         name: path inside the source, with `/`.
         size_bytes: size as stored, compressed or not; 0 when unknown.
         identity: returns a string that changes when the content does; may read the file.
-        read: yields the part's documents in order; may download the file first.
+        read: yields the part's documents in order, as UTF-8; may download the file first.
     """
 
     name: str
     size_bytes: int
     identity: Callable[[], str]
-    read: Callable[[], Iterator[str]]
+    read: Callable[[], Iterator[Utf8]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class Source:
         identity: of the whole source besides its parts, for example a version.
         text_bytes: UTF-8 bytes of all documents where the file sizes tell, else None.
         is_remote: whether reading downloads.
+        notes: lines for people about what was left out.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Source:
     identity: str = ""
     text_bytes: int | None = None
     is_remote: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -71,10 +75,10 @@ class Source:
             DataError: a file cannot be read, decoded or downloaded.
         """
         for _, text in self.documents_from((0, 0)):
-            yield text
+            yield text.decode()
 
-    def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], str]]:
-        """Yield `(cursor, document)` from a place on; the cursor names the place after the document.
+    def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Utf8]]:
+        """Yield `(cursor, UTF-8 of a document)` from a place on; the cursor names the place after the document.
 
         Args:
             cursor: (part, document in it) to begin at. Parts before it are not opened; the documents before it in

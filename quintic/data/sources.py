@@ -1,20 +1,21 @@
 """Text sources: `open_source` turns a source string into documents in a fixed order.
 
 Three kinds: the standard library of the running Python (`python`), files and folders (a path), and data sets of the
-Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). How one file becomes documents is in
-`quintic.data.documents`; splitting into training and validation text is in `quintic.data.shards`.
+Hugging Face Hub (`hf:owner/name`, in `quintic.data.hub`). Which files of a folder are read, and how one file becomes
+documents, is in `quintic.data.files`; splitting into training and validation text is in `quintic.data.shards`.
 """
 
 import ast
 import hashlib
-import os
 import platform
 import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintic.data.documents import ENDINGS_ADVICE, is_supported, read_documents, stored_as_text
+from quintic.data.files.blocks import Utf8, uncompressed_name
+from quintic.data.files.documents import ENDINGS_ADVICE, TEXT_FIELD, is_supported, read_documents, stored_as_text
+from quintic.data.files.folders import list_folder, visible_files
 from quintic.data.source import Source, SourceFile, slug
 from quintic.errors import DataError
 
@@ -29,14 +30,15 @@ _LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests"
 _LITERAL_LINE = re.compile(r"""\s*[\[{(]?\s*(?:[urbURB]{0,2}['"\\]|0[xX]|-?\d)""")
 
 
-def open_source(spec: str, *, cache_dir: Path) -> Source:
+def open_source(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> Source:
     """Open the text source a string names; lists files but reads no text yet.
 
     Args:
         spec: `python` (the running installation's standard library), `hf:owner/name` or `hf:owner/name/config` (a
             data set of the Hub), else the path of a file or folder. A folder is walked recursively in sorted order;
-            files and folders whose names begin with a dot are skipped. A folder called `python` is `./python`.
-        cache_dir: where downloads are kept; used by `hf:` only.
+            `list_folder` says what is left out. A folder called `python` is `./python`.
+        cache_dir: where downloads are kept; in a folder that is walked it is left out.
+        text_field: the field of JSON, CSV and Parquet that holds the text.
 
     Raises:
         DataError: nothing of that name exists, a folder holds no file that can be read, a file has an unknown
@@ -47,55 +49,41 @@ def open_source(spec: str, *, cache_dir: Path) -> Source:
     if spec.startswith("hf:"):
         from quintic.data.hub import open_hub
 
-        return open_hub(spec, cache_dir=cache_dir)
-    return _path_source(spec)
+        return open_hub(spec, cache_dir=cache_dir, text_field=text_field)
+    return _path_source(spec, cache_dir, text_field)
 
 
-def _path_source(spec: str) -> Source:
+def _path_source(spec: str, cache_dir: Path, text_field: str) -> Source:
     root = Path(spec).expanduser()
     if not spec or not root.exists():
         raise DataError(
             f"{spec!r}: no such file or folder; a text source is a path, 'python' or 'hf:owner/name[/config]'"
         )
     if root.is_dir():
-        files = sorted(_visible_files(root), key=lambda path: path.relative_to(root).as_posix())
-        files = [path for path in files if is_supported(path.name)]
-        if not files:
-            raise DataError(f"{spec}: no file with a supported ending; {ENDINGS_ADVICE}")
-        parts = tuple(_file_part(path, path.relative_to(root).as_posix()) for path in files)
+        files, notes = list_folder(root, spec, cache_dir=cache_dir, text_field=text_field)
+        parts = tuple(_file_part(path, path.relative_to(root).as_posix(), text_field) for path in files)
         name = slug(root.resolve().name)
     else:
         if not is_supported(root.name):
             raise DataError(f"{spec}: unknown ending; {ENDINGS_ADVICE}")
         if not root.is_file():  # text is read more than once; a pipe gives it once, and waits for a writer
             raise DataError(f"{spec}: a pipe or a device, not a file; write its text to a file first")
-        parts = (_file_part(root, root.name),)
-        name = slug(root.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[0])
+        parts, notes = (_file_part(root, root.name, text_field),), ()
+        name = slug(uncompressed_name(root.name).rpartition(".")[0])
     plain = all(stored_as_text(part.name) for part in parts)
     total = sum(part.size_bytes for part in parts)
-    return Source(name=name, spec=spec, parts=parts, identity="files", text_bytes=total if plain else None)
+    return Source(
+        name=name,
+        spec=spec,
+        parts=parts,
+        # The usual field is not named: text prepared before there was a choice is still found.
+        identity="files" if text_field == TEXT_FIELD else f"files, field {text_field}",
+        text_bytes=total if plain else None,
+        notes=notes,
+    )
 
 
-def _visible_files(root: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files of a folder and those in it, links to folders included, each folder once; nothing hidden."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror or error})") from error
-
-    read = set[str]()
-    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        if (real := os.path.realpath(folder)) in read:  # a link in a circle, or a second one
-            folders.clear()
-            continue
-        read.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
-
-
-def _file_part(path: Path, name: str) -> SourceFile:
+def _file_part(path: Path, name: str, text_field: str) -> SourceFile:
     stat = path.stat()
 
     def identity() -> str:
@@ -107,7 +95,9 @@ def _file_part(path: Path, name: str) -> SourceFile:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
-    return SourceFile(name=name, size_bytes=stat.st_size, identity=identity, read=lambda: read_documents(path))
+    return SourceFile(
+        name=name, size_bytes=stat.st_size, identity=identity, read=lambda: read_documents(path, text_field)
+    )
 
 
 def _python_source(root: Path) -> Source:
@@ -117,7 +107,7 @@ def _python_source(root: Path) -> Source:
     """
     files: list[str] = []
     if root.is_dir():
-        visible = _visible_files(root, _LEFT_OUT_FOLDERS)
+        visible = visible_files(root, _LEFT_OUT_FOLDERS)
         files = [path.relative_to(root).as_posix() for path in visible if path.suffix == ".py"]
     # A zipped or stripped installation keeps a few build files in the folder but not the modules themselves.
     if not {"os.py", "functools.py"} <= set(files):
@@ -136,22 +126,22 @@ def _module_part(path: Path, name: str) -> SourceFile:
     return SourceFile(name=name, size_bytes=path.stat().st_size, identity=str, read=lambda: read(path))
 
 
-def _read_module(path: Path) -> Iterator[str]:
+def _read_module(path: Path) -> Iterator[Utf8]:
     text = _source_text(path)
     if text is not None and not _is_table(text):
-        yield text
+        yield text.encode()
 
 
-def _read_topics(path: Path) -> Iterator[str]:
-    text = _source_text(path)
-    if text is None:
+def _read_topics(path: Path) -> Iterator[Utf8]:
+    source = _source_text(path)
+    if source is None:
         return
-    for node in ast.parse(text).body:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             topics: dict[str, str] = ast.literal_eval(node.value)
             for topic in sorted(topics):
-                if len(topics[topic].encode()) >= _SMALLEST_SOURCE_BYTES:
-                    yield topics[topic]
+                if len(text := topics[topic].encode()) >= _SMALLEST_SOURCE_BYTES:
+                    yield text
 
 
 def _source_text(path: Path) -> str | None:

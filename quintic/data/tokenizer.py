@@ -2,12 +2,16 @@
 
 `Tokenizer` wraps the `tokenizers` library and adds what training needs: the token that starts a document, the bytes
 each token stands for (for bits per byte), and encoding that never takes text for a special token. Files of other
-makers (a `tokenizer.json`, GPT-2's two files, GPT-2 by name from the Hub) become one of these in `read_definition`.
+makers (a `tokenizer.json`, GPT-2's two files, GPT-2 by name from the Hub) are found by `read_definition`.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import queue
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quintic.data.files.definitions import read_definition
 from quintic.durable import write_atomically
 from quintic.errors import DataError
 
-__all__ = ["BOS", "Tokenizer", "byte_alphabet", "read_definition"]
+__all__ = ["BOS", "Tokenizer", "byte_alphabet", "lost_text"]
 
 BOS = "<|bos|>"
 _OTHER_DOCUMENT_STARTS = ("<|endoftext|>",)
 _PROBE = "Text  with\ttabs, 12345 numbers;\r\n\n  e\u0301\u00e9 \u6f22\U0001f642\x00 <|bos|>end "
 _MIN_VOCAB = 257  # every byte, and the document start
+
+# Properties of added tokens by which they swallow the spaces before or behind them.
+_STRIPPING = ("lstrip", "rstrip")
+# Pre-tokenizers that do not give back what they split at, or give back something else.
+_LOSSY_STAGES = frozenset(
+    {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Metaspace", "Delimiter"}
+)
+
+# Characters of text that are encoded at once where it has no safe place to be cut; longer words are cut anywhere.
+_MOST_AT_ONCE = 1 << 20
+# Characters that a pattern may look ahead, besides the run of characters of one kind that it is in.
+_LOOK_AHEAD = 16
+# Seconds between two looks for Ctrl-C.
+_PATIENCE = 0.2
 
 # Words as BPE sees them: contractions; letters with one leading mark or space; one or two digits, so that numbers
 # get the same pieces wherever they stand; runs of other signs; line ends; and spaces, of which the last goes to the
@@ -38,9 +57,6 @@ _WORDS = (
     r"|\s+"
 )
 
-_GPT2_REPO = "openai-community/gpt2"
-_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-
 
 class Tokenizer:
     """A byte-level BPE vocabulary with a token that starts a document.
@@ -51,8 +67,9 @@ class Tokenizer:
     def __init__(self, definition: str) -> None:
         """Take the content of a `tokenizer.json`; `train` and `load` are the usual ways in.
 
-        The normalizer, truncation, padding, post-processor, dropout and prefix space of the definition are dropped:
-        each would make the tokens stand for other bytes than the text's.
+        The normalizer, truncation, padding, post-processor, dropout and prefix space of the definition are dropped,
+        and that added tokens take the spaces around them: each would make the tokens stand for other bytes than the
+        text's.
 
         Raises:
             DataError: it is not a byte-level BPE, bytes are missing from its vocabulary, or it loses text.
@@ -69,20 +86,28 @@ class Tokenizer:
             raise DataError(
                 "not a tokenizer.json of the tokenizers library; expected a 'model' with 'vocab'"
             ) from error
-        if kind != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in _stages(fields)):
+        stages = [*_stages(fields.get("pre_tokenizer")), *_stages(fields.get("decoder"))]
+        if kind != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
             raise DataError(f"a {kind} tokenizer that is not byte-level BPE; use one of GPT-2's kind")
         missing = [symbol for symbol in byte_alphabet() if symbol not in vocab]
         if missing:
             raise DataError(f"the vocabulary lacks {len(missing)} of the 256 bytes; use a complete byte-level BPE")
+        for stage in _stages(fields.get("pre_tokenizer")):
+            if str(stage.get("behavior", "")).lower() == "removed" or stage.get("type") in _LOSSY_STAGES:
+                raise DataError(
+                    f"its pre-tokenizer {stage.get('type')} removes what it splits at; use a byte-level BPE that keeps "
+                    "every byte"
+                )
+        added = [token | dict.fromkeys(_STRIPPING, False) for token in added]
         names = {token["content"] for token in added}
         bos = next((name for name in (BOS, *_OTHER_DOCUMENT_STARTS) if name in names or name in vocab), BOS)
         added = [token | {"special": True} if token["content"] == bos else token for token in added]
         if bos not in names:
             bos_id = vocab.get(bos, 1 + max([*vocab.values(), *(token["id"] for token in added)]))
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            flags = dict.fromkeys(("single_word", "normalized", *_STRIPPING), False)
             added.append({"id": bos_id, "content": bos, **flags, "special": True})
         model["dropout"] = None
-        for stage in _stages(fields):
+        for stage in stages:
             if stage.get("type") == "ByteLevel":
                 stage["add_prefix_space"] = False
         fields |= {"normalizer": None, "truncation": None, "padding": None, "post_processor": None}
@@ -100,8 +125,10 @@ class Tokenizer:
         }
         self.bos_id = next(index for index in self._is_special if self._backend.id_to_token(index) == bos)
         """Id of the token that starts a document."""
-        if self.decode(self.encode(_PROBE)) != _PROBE:
-            raise DataError("its pre-tokenizer loses text; use a byte-level BPE that keeps every byte")
+        # The added tokens too, in the text of a user who writes them out.
+        for probe in (_PROBE, *(f"a  {token['content']}  b{token['content']}" for token in added)):
+            if (back := self.decode_bytes(self.encode(probe))) != probe.encode():
+                raise DataError(lost_text(probe.encode(), back))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -134,7 +161,7 @@ class Tokenizer:
             initial_alphabet=sorted(byte_alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer)
+        _interruptibly(lambda: backend.train_from_iterator(texts, trainer))
         return cls(backend.to_str())
 
     @classmethod
@@ -180,6 +207,36 @@ class Tokenizer:
         """Return the ids of several texts; they are divided among the processor's cores."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_parts(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the ids of one text that comes in parts; they join to those of `encode` for the whole text.
+
+        Needs memory for a part and not for the text. It cuts between words at places that no later text can move. A
+        word of more than a million characters, as DNA has it, is cut where it reaches them.
+
+        Args:
+            texts: the parts, cut anywhere between characters.
+        """
+        margin = max(
+            [_LOOK_AHEAD, *(len(token.content) for token in self._backend.get_added_tokens_decoder().values())]
+        )
+        rest = ""
+        tried = 0  # characters of `rest` that have no safe place
+        for text in texts:
+            rest += text
+            if len(rest) < 2 * tried:
+                continue
+            encoding = self._backend.encode(rest, add_special_tokens=False)
+            first_kept = _last_safe_token(rest, encoding.offsets, encoding.word_ids, margin)
+            if first_kept is not None:
+                yield encoding.ids[:first_kept]
+                rest, tried = rest[encoding.offsets[first_kept][0] :], 0
+            elif len(rest) >= _MOST_AT_ONCE:
+                yield encoding.ids
+                rest, tried = "", 0
+            else:
+                tried = len(rest)
+        yield self.encode(rest)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are skipped, incomplete characters become U+FFFD.
@@ -232,6 +289,81 @@ class Tokenizer:
         return tuple(table)
 
 
+def lost_text(text: bytes, back: bytes) -> str:
+    """Return the message about text that its tokens do not give back.
+
+    Args:
+        text: UTF-8 of the text.
+        back: the bytes that its tokens stand for.
+    """
+    at = next((at for at, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    place = text[max(0, at - 10) : at + 20].decode(errors="replace")
+    found = back[max(0, at - 10) : at + 20].decode(errors="replace")
+    return f"loses text: {place!r} comes back as {found!r}; use a byte-level BPE that keeps every byte"
+
+
+def _interruptibly(work: Callable[[], object]) -> None:
+    """Do long work of the library, which Ctrl-C cannot stop, in a thread; the wait for it can be interrupted.
+
+    After an interruption the thread goes on until its work is done or the process ends.
+    """
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+            errors.put(None)
+        except BaseException as error:
+            errors.put(error)
+
+    threading.Thread(target=run, name="quintic-tokenizer", daemon=True).start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            error = errors.get(timeout=_PATIENCE)
+            break
+    if error is not None:
+        raise error
+
+
+def _last_safe_token(
+    text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int | None], margin: int
+) -> int | None:
+    """Return the number of the last token at which a text may be cut, however it goes on; None if there is none.
+
+    Such a token begins a word and a run of characters of another kind (letters, digits, spaces, others) than before,
+    and that run ends before the text does. Patterns decide by the characters of a run and few behind it, so neither
+    word changes when more text comes.
+
+    Args:
+        text: the text.
+        offsets: first character of each token, and the one behind its last.
+        words: number of the word of each token.
+        margin: characters at the end of the text that are not looked at.
+    """
+    limit = len(text) - margin
+    # Where the last run that is complete within the limit begins: no cut may be behind it.
+    while limit > 0 and _kind(text[limit - 1]) == _kind(text[limit]):
+        limit -= 1
+    limit -= 1
+    for token in range(len(offsets) - 1, 0, -1):
+        start = offsets[token][0]
+        if (
+            0 < start <= limit
+            and words[token] != words[token - 1]
+            and offsets[token - 1][1] == start
+            and _kind(text[start - 1]) != _kind(text[start])
+        ):
+            return token
+    return None
+
+
+def _kind(character: str) -> str:
+    if character.isspace():
+        return "space"
+    category = unicodedata.category(character)[0]
+    return {"L": "letter", "M": "letter", "N": "digit"}.get(category, "other")
+
+
 def byte_alphabet() -> tuple[str, ...]:
     """Return the character that stands for each byte in byte-level vocabularies, as GPT-2 introduced them.
 
@@ -249,73 +381,9 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(symbols)
 
 
-def _stages(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the pre-tokenizers and decoders of a definition, also those inside sequences."""
-    stages: list[dict[str, Any]] = []
-    for stage in (fields.get("pre_tokenizer"), fields.get("decoder")):
-        if stage:
-            stages += [stage, *(stage.get("pretokenizers") or []), *(stage.get("decoders") or [])]
-    return stages
-
-
-def read_definition(name: str, *, cache_dir: Path | None = None, endpoint: str | None = None) -> str:
-    """Return the text of a `tokenizer.json` for a path or the name `gpt2`.
-
-    Args:
-        name: a file, a folder (see `Tokenizer.load`), or `gpt2` where no file or folder has that name.
-        cache_dir: where a download is kept; the Hub client's cache when None.
-        endpoint: address of the Hub; the client's own when None.
-
-    Raises:
-        DataError: there is nothing of that name, it cannot be read, or it cannot be downloaded.
-    """
-    path = Path(name).expanduser()
-    if name == "gpt2" and not path.exists():
-        from quintic.data.hub import download
-
-        path = download(
-            _GPT2_REPO, "tokenizer.json", repo_type="model", revision=None, cache_dir=cache_dir, endpoint=endpoint
-        )
-    if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            path = path / "tokenizer.json"
-        else:
-            return _from_gpt2_files(path)
-    if path.name.endswith((".tiktoken", ".model", ".bpe")):
-        raise DataError(
-            f"{name}: cannot be read alone, it holds no complete byte-level BPE; give a tokenizer.json, or a folder "
-            "with encoder.json and vocab.bpe"
-        )
-    return _read(path, name)
-
-
-def _from_gpt2_files(folder: Path) -> str:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
-
-    for vocab_name, merges_name in _GPT2_FILES:
-        vocab_file, merges_file = folder / vocab_name, folder / merges_name
-        if vocab_file.is_file() and merges_file.is_file():
-            try:
-                backend = Backend(models.BPE.from_file(str(vocab_file), str(merges_file)))
-            # The library raises bare `Exception` for every kind of bad file.
-            except Exception as error:
-                reason = str(error).splitlines()[0]
-                raise DataError(f"{folder}: {vocab_name} and {merges_name} do not fit together ({reason})") from error
-            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            backend.decoder = decoders.ByteLevel()
-            return str(backend.to_str())
-    raise DataError(f"{folder}: no tokenizer.json in it, and no encoder.json with vocab.bpe")
-
-
-def _read(path: Path, name: str) -> str:
-    if not path.exists():
-        raise DataError(f"{name}: no such tokenizer; give a tokenizer.json, a folder with one, or 'gpt2'")
-    if not path.is_file():  # opening a pipe waits for a writer
-        raise DataError(f"{name}: a pipe or a device, not a file; give a tokenizer.json")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not a tokenizer.json (not UTF-8 at byte offset {error.start})") from error
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
+def _stages(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a pre-tokenizer or decoder of a definition, and where it is a sequence, those in it."""
+    if not stage:
+        return []
+    inner = [*(stage.get("pretokenizers") or []), *(stage.get("decoders") or [])]
+    return [stage, *(found for part in inner for found in _stages(part))]

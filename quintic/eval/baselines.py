@@ -7,7 +7,7 @@ learnt something that a compressor cannot see. Not here: the bits per byte of a 
 
 import lzma
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,14 @@ from quintic.data.loader import Batch
 from quintic.data.tokenizer import Tokenizer
 from quintic.errors import DataError
 
-__all__ = ["BIGRAM_PRIOR_BYTES", "compression_baselines", "reference_scores", "target_text", "xz_bpb"]
+__all__ = [
+    "BIGRAM_PRIOR_BYTES",
+    "MAX_XZ_BYTES",
+    "ScoredText",
+    "compression_baselines",
+    "reference_scores",
+    "training_text",
+]
 
 BIGRAM_PRIOR_BYTES = 64.0
 """Weight of the unigram in each context of the bigram model, in bytes of evidence (see below)."""
@@ -28,8 +35,55 @@ _CHUNK_BYTES = 1 << 20
 # Enough to fill a table of byte pairs; more changes nothing but the time.
 _MAX_TRAIN_BYTES = 32 * 10**6
 
+MAX_XZ_BYTES = 16 << 20
+"""Bytes from the beginning of a longer text that `xz` compresses: it takes ten bytes of memory for each of them."""
 
-def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, float]:
+
+class ScoredText:
+    """What the reference figures need of a text that is read once: byte counts, and its beginning.
+
+    Attributes:
+        num_bytes: length of the text so far.
+    """
+
+    def __init__(self) -> None:
+        """Start with no text."""
+        self.num_bytes = 0
+        self._beginning = bytearray()
+        self._first = b""
+        self._last = b""
+        self._bigrams = np.zeros((256, 256), dtype=np.int64)
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece."""
+        if not piece:
+            return
+        self._first = self._first or piece[:1]
+        self._beginning += piece[: MAX_XZ_BYTES - len(self._beginning)]
+        self._bigrams += _count([self._last + piece])[1]
+        self._last = piece[-1:]
+        self.num_bytes += len(piece)
+
+    def watched(self, tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches, appending the text of the targets of each."""
+        for batch in batches:
+            self.add(b"".join(tokenizer.decode_bytes(row) for row in batch.targets.tolist()))
+            yield batch
+
+    def xz_bpb(self) -> float:
+        """Return the bits per byte of `xz -9` on the text's beginning, the container included."""
+        return 8 * len(lzma.compress(self._beginning, preset=9)) / len(self._beginning)
+
+    def bigram_bpb(self, unigrams: NDArray[np.int64], bigrams: NDArray[np.int64]) -> float:
+        """Return the bits per byte of the bigram model of these training counts."""
+        unigram_probs = (unigrams + 1.0) / (unigrams.sum() + 256.0)
+        context_totals = bigrams.sum(axis=1, keepdims=True)
+        bigram_probs = (bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
+        bits = -math.log2(unigram_probs[self._first[0]]) - (self._bigrams * np.log2(bigram_probs)).sum()
+        return float(bits) / self.num_bytes
+
+
+def reference_scores(dataset: Dataset, batches: Iterable[Batch]) -> dict[str, float]:
     """Return bits per byte of `xz -9` and of a byte-bigram model on the text of the targets in `batches`.
 
     Args:
@@ -39,20 +93,14 @@ def reference_scores(dataset: Dataset, batches: Sequence[Batch]) -> dict[str, fl
     Returns:
         `xz_bpb`, `bigram_bpb` and `bytes` of `compression_baselines`.
     """
-    return compression_baselines(target_text(dataset.tokenizer, batches), _train_text(dataset))
+    text = ScoredText()
+    for _ in text.watched(dataset.tokenizer, batches):
+        pass
+    return compression_baselines(text, training_text(dataset))
 
 
-def target_text(tokenizer: Tokenizer, batches: Iterable[Batch]) -> bytes:
-    """Return the text of the targets in `batches`."""
-    return b"".join(tokenizer.decode_bytes(row) for batch in batches for row in batch.targets.tolist())
-
-
-def xz_bpb(text: bytes) -> float:
-    """Return the bits per byte of `xz -9` on a text of at least one byte, the container included."""
-    return 8 * len(lzma.compress(text, preset=9)) / len(text)
-
-
-def _train_text(dataset: Dataset) -> Iterator[bytes]:
+def training_text(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the training documents that the bigram model is made from."""
     split = dataset.split("train")
     taken = 0
     for index in range(split.num_documents):
@@ -63,12 +111,13 @@ def _train_text(dataset: Dataset) -> Iterator[bytes]:
             return
 
 
-def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> dict[str, float]:
+def compression_baselines(val_text: ScoredText, train_text: Iterable[bytes]) -> dict[str, float]:
     """Measure ``xz -9`` and a byte-bigram model on the validation text.
 
-    ``xz`` compresses the validation text alone (it has no training phase); its bits per byte therefore fall a little as
-    the text gets longer. The bigram model is trained on ``train_text`` alone and predicts each validation
-    byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram as prior:
+    ``xz`` compresses the validation text alone (it has no training phase), or its first 16 MiB; its bits per byte
+    therefore fall a little as the text gets longer. The bigram model is trained on ``train_text`` alone and predicts
+    each validation byte ``b`` from the byte ``a`` before it, with the counts ``c`` of the training text and the unigram
+    as prior:
 
         p(b)     = (c(b) + 1) / (c + 256)
         p(b | a) = (c(a, b) + k * p(b)) / (c(a) + k)          k = BIGRAM_PRIOR_BYTES
@@ -87,15 +136,15 @@ def compression_baselines(val_text: bytes, train_text: Iterable[bytes]) -> dict[
     Raises:
         DataError: if either text is empty.
     """
-    if not val_text:
+    if not val_text.num_bytes:
         raise DataError("the validation text is empty: baselines need at least one byte of it")
     unigrams, bigrams = _count(train_text)
     if not unigrams.any():
         raise DataError("the training text is empty: the byte-bigram baseline needs at least one byte of it")
     return {
-        "xz_bpb": xz_bpb(val_text),
-        "bigram_bpb": _bigram_bits(val_text, unigrams, bigrams) / len(val_text),
-        "bytes": len(val_text),
+        "xz_bpb": val_text.xz_bpb(),
+        "bigram_bpb": val_text.bigram_bpb(unigrams, bigrams),
+        "bytes": val_text.num_bytes,
     }
 
 
@@ -112,12 +161,3 @@ def _count(pieces: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64
             bigrams += np.bincount(codes[:-1] * np.uint16(256) + codes[1:], minlength=256 * 256)
             previous = chunk[-1:]
     return unigrams, bigrams.reshape(256, 256)
-
-
-def _bigram_bits(text: bytes, unigrams: NDArray[np.int64], bigrams: NDArray[np.int64]) -> float:
-    """Bits (not per byte) that the bigram model of these training counts needs for ``text``."""
-    unigram_probs = (unigrams + 1.0) / (unigrams.sum() + 256.0)
-    context_totals = bigrams.sum(axis=1, keepdims=True)
-    bigram_probs = (bigrams + BIGRAM_PRIOR_BYTES * unigram_probs) / (context_totals + BIGRAM_PRIOR_BYTES)
-    _, text_bigrams = _count([text])
-    return float(-math.log2(unigram_probs[text[0]]) - (text_bigrams * np.log2(bigram_probs)).sum())

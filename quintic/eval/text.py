@@ -1,20 +1,53 @@
-"""Batches of any text, whole: no split into training and validation text, and nothing cropped."""
+"""Batches of any text, whole: no split into training and validation text, and nothing cropped.
 
-from collections.abc import Iterable, Iterator, Sequence
+All is made as it is asked for: a text of any size needs the memory of a few megabytes of it.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 import numpy as np
 
+from quintic.data.files.blocks import Utf8
+from quintic.data.files.documents import pieces_of
 from quintic.data.loader import Batch, batch_of
+from quintic.data.tokenizer import Tokenizer
 
-__all__ = ["text_batches"]
+__all__ = ["encoded", "text_batches"]
+
+_LONG_DOCUMENT = 1 << 18  # bytes from which on a document is encoded in parts
+_BATCH_BYTES = 1 << 20
 
 _ROWS_WITH_ROOM = 256
 
 _Row = list[tuple[int, int]]  # tokens, each with the number of its document
 
 
+def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterable[int]]:
+    """Yield the tokens of each document; those of a long one are made as they are read.
+
+    Args:
+        tokenizer: the model's.
+        documents: their UTF-8.
+    """
+    waiting: list[str] = []
+    num_bytes = 0
+    for document in documents:
+        is_long = len(document) >= _LONG_DOCUMENT
+        if waiting and (is_long or num_bytes + len(document) > _BATCH_BYTES):
+            yield from tokenizer.encode_batch(waiting)
+            waiting, num_bytes = [], 0
+        if is_long:
+            parts = (piece.decode() for piece in pieces_of(document, _LONG_DOCUMENT))
+            yield chain.from_iterable(tokenizer.encode_parts(parts))
+        else:
+            waiting.append(document.decode())
+            num_bytes += len(document)
+    yield from tokenizer.encode_batch(waiting)
+
+
 def text_batches(
-    documents: Iterable[Sequence[int]],
+    documents: Iterable[Iterable[int]],
     *,
     bos_id: int,
     rows: int,
@@ -41,9 +74,9 @@ def text_batches(
     finished: list[_Row] = []
     left = max_tokens
     for number, document in enumerate(documents):
-        taken = document if left is None else document[:left]
-        for start in range(0, len(taken), seq_len):
-            piece = [bos_id, *taken[start : start + seq_len]]
+        tokens = iter(document)
+        while taken := list(islice(tokens, seq_len if left is None else min(left, seq_len))):
+            piece = [bos_id, *taken]
             # First fit: nearly as tight as sorting by length, and the documents need not all be there.
             row = next((row for row in waiting if len(row) + len(piece) <= length), None)
             if row is None:
@@ -54,13 +87,13 @@ def text_batches(
                 fullest = max(waiting, key=len)
                 waiting.remove(fullest)
                 finished.append(fullest)
-        while len(finished) >= rows:
-            yield _batch(finished[:rows], bos_id, length)
-            del finished[:rows]
-        if left is not None:
-            left -= len(taken)
-            if left == 0:
-                break
+            if len(finished) == rows:
+                yield _batch(finished, bos_id, length)
+                finished = []
+            if left is not None:
+                left -= len(taken)
+        if left == 0:
+            break
     finished += waiting
     for start in range(0, len(finished), rows):
         yield _batch(finished[start : start + rows], bos_id, length)

@@ -45,6 +45,8 @@ class DataConfig:
 
     data: str = "python"
     """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]."""
+    text_field: str = "text"
+    """Key or column that holds the text in JSON, CSV and Parquet."""
     tokenizer: str | None = None
     """Path of a tokenizer.json, or 'gpt2'; by default one is trained on the text."""
     vocab_size: int = 4096

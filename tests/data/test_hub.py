@@ -15,9 +15,10 @@ from hub_server import Hub, serve
 from text_samples import make_text
 
 from quintic.data import shards
+from quintic.data.files.definitions import read_definition
 from quintic.data.hub import open_hub
 from quintic.data.shards import prepare
-from quintic.data.tokenizer import BOS, Tokenizer, read_definition
+from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.errors import DataError
 
 
@@ -58,7 +59,7 @@ def test_files_are_downloaded_as_they_are_reached(hub: Hub, tmp_path: Path) -> N
 def test_reading_on_from_a_cursor_skips_the_files_before(hub: Hub, tmp_path: Path) -> None:
     hub.files["me/web"] = {f"{index}.jsonl": jsonl_bytes([f"{index}a", f"{index}b"]) for index in range(3)}
     source = open_hub("hf:me/web", cache_dir=tmp_path, endpoint=hub.endpoint)
-    assert list(source.documents_from((1, 1))) == [((1, 2), "1b"), ((2, 1), "2a"), ((2, 2), "2b")]
+    assert list(source.documents_from((1, 1))) == [((1, 2), b"1b"), ((2, 1), b"2a"), ((2, 2), b"2b")]
     assert hub.downloads == ["1.jsonl", "2.jsonl"]
 
 
@@ -196,7 +197,9 @@ def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, mo
     monkeypatch.setattr(shards, "_SAMPLE_BYTES", 5000)
     monkeypatch.setattr(shards, "_BATCH_BYTES", 5000)
     monkeypatch.setattr(
-        shards, "open_source", lambda spec, cache_dir: open_hub(spec, cache_dir=cache_dir, endpoint=hub.endpoint)
+        shards,
+        "open_source",
+        lambda spec, cache_dir, text_field: open_hub(spec, cache_dir=cache_dir, endpoint=hub.endpoint),
     )
     places: list[tuple[str, int]] = []
 

@@ -17,7 +17,7 @@ from text_samples import make_text, write_folder
 
 import quintic.errors
 from quintic.data import shard_writer, shards
-from quintic.data.documents import split_document
+from quintic.data.files.documents import pieces_of
 from quintic.data.shards import Dataset, prepare
 from quintic.data.tokenizer import BOS, Tokenizer
 from quintic.errors import DataError
@@ -147,7 +147,7 @@ def test_max_bytes_stops_within_a_big_file(sample_bytes: int, tmp_path: Path, mo
     monkeypatch.setattr(shards, "_SAMPLE_BYTES", sample_bytes)
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 60_000), encoding="utf-8")
-    pieces = split_document(path.read_text(encoding="utf-8"))
+    pieces = [piece.decode() for piece in pieces_of(path.read_bytes())]
     assert len(pieces) > 4
     limit = sum(len(piece.encode()) for piece in pieces[:3]) - 5
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300, val_frac=0.3, max_bytes=limit)
@@ -166,7 +166,7 @@ def test_one_big_file_makes_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text(make_text(3, 60_000), encoding="utf-8")
     dataset = prepare(str(path), data_dir=tmp_path, vocab_size=300)
-    pieces = split_document(path.read_text(encoding="utf-8"))
+    pieces = [piece.decode() for piece in pieces_of(path.read_bytes())]
     assert sorted(texts_of(dataset, "train") + texts_of(dataset, "val")) == sorted(pieces)
     assert dataset.split("val").num_documents == 1  # none is below the bound: the smallest hash goes
 
@@ -278,7 +278,7 @@ def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pyte
     part = shards.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).parts[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
     source = shards.Source(name="huge", spec="hf:me/huge", parts=(huge,), is_remote=True)
-    monkeypatch.setattr(shards, "open_source", lambda spec, cache_dir: source)
+    monkeypatch.setattr(shards, "open_source", lambda spec, **options: source)
     text = message(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
     assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
 

@@ -22,13 +22,17 @@ from hypothesis import strategies as st
 from text_samples import make_text, write_folder
 
 import quintic.errors
-from quintic.data import documents
-from quintic.data.documents import MAX_DOCUMENT_BYTES, SUPPORTED_ENDINGS, read_documents, split_document
+from quintic.data.files import blocks, documents
+from quintic.data.files.documents import MAX_DOCUMENT_BYTES, pieces_of, read_documents
 from quintic.data.source import Source, slug
 from quintic.data.sources import open_source
 from quintic.errors import DataError
 
 ROOT = Path(quintic.errors.__file__).parents[1]
+
+
+def texts_in(path: Path, field: str = "text") -> list[str]:
+    return [text.decode() for text in read_documents(path, field)]
 
 
 def opened(path: Path) -> Source:
@@ -125,19 +129,19 @@ def test_long_lines_cross_blocks(tmp_path: Path, ending: str) -> None:
     data = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
     path = tmp_path / f"a{ending}"
     path.write_bytes({".gz": gzip.compress, ".zst": zst}.get(path.suffix, lambda plain: plain)(data))
-    assert list(read_documents(path)) == texts
+    assert texts_in(path) == texts
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".zst", zst)])
 def test_files_of_several_frames(tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / f"a.txt{ending}"
     path.write_bytes(pack(b"one ") + pack(b"") + pack(b"two"))
-    assert list(read_documents(path)) == ["one two"]
+    assert texts_in(path) == ["one two"]
 
 
 def test_a_large_text_file_is_read_in_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 100_000)
-    monkeypatch.setattr(documents, "_BLOCK_BYTES", 30_000)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 30_000)
     text = make_text(0, 60_000) + "漢" * 100_000
     (tmp_path / "a.txt").write_text("\ufeff" + text, encoding="utf-8")
     found = list(opened(tmp_path).documents())
@@ -158,7 +162,7 @@ def bomb(path: Path, gibibytes: int) -> Path:
 PEAK = """
 import itertools, resource, sys
 from pathlib import Path
-from quintic.data.documents import read_documents
+from quintic.data.files.documents import read_documents
 from quintic.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
@@ -174,7 +178,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     ("name", "expected", "most_mib"),
     [
         ("a.txt.zst", str(64 << 20), 400),
-        ("a.jsonl.zst", "{path}: a line of more than 256 MiB; give one JSON object per line", 500),
+        ("a.jsonl.zst", "{path}: a line of more than 256 MiB; write one record per line", 500),
     ],
 )
 def test_a_small_file_that_holds_gigabytes(tmp_path: Path, name: str, expected: str, most_mib: int) -> None:
@@ -203,7 +207,7 @@ def test_a_pipe_is_an_error(tmp_path: Path, option: str) -> None:
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"text": "a\ud83d b \ud83d\ude42"}')
-    assert list(read_documents(path)) == ["a\ufffd b \U0001f642"]
+    assert texts_in(path) == ["a\ufffd b \U0001f642"]
 
 
 def test_fingerprint_follows_names_and_content(tmp_path: Path) -> None:
@@ -259,14 +263,15 @@ def test_a_folder_without_text_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     text = message(lambda: opened(tmp_path))
     assert text.startswith(f"{tmp_path}: no file with a supported ending")
-    assert all(ending in text for ending in SUPPORTED_ENDINGS)
+    assert all(ending in text for ending in (".txt", ".jsonl", ".ndjson", ".json", ".csv", ".gz", ".zst", ".parquet"))
+    assert "1 file left out for other endings (1 .png)" in text
     assert text.endswith("; copy other plain text, source code for example, to names in .txt")
 
 
 def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_bytes(b"")
     text = message(lambda: opened(tmp_path / "a.doc"))
-    assert "a.doc: unknown ending; supported are .txt, .txt.gz, .txt.zst, .md" in text
+    assert "a.doc: unknown ending; supported are .txt, .md, .rst, .jsonl" in text
     assert text.endswith("; copy other plain text, source code for example, to names in .txt")
     assert "a.doc: unknown ending" in message(lambda: list(read_documents(tmp_path / "a.doc")))
 
@@ -277,9 +282,9 @@ def test_an_unknown_ending_lists_the_endings(tmp_path: Path) -> None:
         ("a.txt", b"ok\n\xffno", r"a.txt: not UTF-8 at byte offset 3 (byte 0xff); convert the file to UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xe9"}\n', "a.jsonl: not UTF-8 at byte offset 25 (byte 0xe9)"),
         ("a.jsonl", b'{"text": "ok"}\n\nnot json\n', "a.jsonl:3: not a JSON object"),
-        ("a.jsonl", b'{"text": "ok"}\n{"body": 1, "id": 2}\n', "a.jsonl:2: no string field 'text' (keys body, id)"),
+        ("a.jsonl", b'{"text": "ok"}\n{"body": 1, "id": 2}\n', "a.jsonl:2: no field 'text' (its fields are body, id)"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl:1: 'text' is null, not a string; leave such lines out"),
-        ("a.jsonl", b"[1]\n", "a.jsonl:1: no string field 'text' (no object)"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1: no field 'text' (no object with fields)"),
         # No time in it: the bytes are in the test's name, which must be the same in every process.
         ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], "a.txt.gz: truncated"),
         ("a.txt.gz", b"", "a.txt.gz: truncated"),
@@ -298,7 +303,10 @@ def test_unusable_files_are_named(tmp_path: Path, name: str, data: bytes, expect
 def test_parquet_without_text_lists_its_columns(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(arrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     text = message(lambda: list(opened(tmp_path).documents()))
-    assert "a.parquet: no column 'text'; its columns are id, body" in text
+    assert (
+        "a.parquet: no field 'text' (its fields are id, body); choose the one that holds the text with --text-field"
+        in text
+    )
     pyarrow.parquet.write_table(arrow.table({"text": [1]}), tmp_path / "a.parquet")
     text = message(lambda: list(opened(tmp_path).documents()))
     assert "a.parquet: column 'text' holds int64, not strings" in text
@@ -315,7 +323,7 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
 
 @given(st.text(st.sampled_from("ab\né漢🙂"), max_size=200), st.integers(4, 40))
 def test_pieces_join_to_the_text(text: str, max_bytes: int) -> None:
-    pieces = split_document(text, max_bytes)
+    pieces = [piece.decode() for piece in pieces_of(text.encode(), max_bytes)]
     assert "".join(pieces) == text
     assert all(0 < len(piece.encode()) <= max_bytes for piece in pieces) or text == ""
     for piece, following in pairwise(pieces):
@@ -325,10 +333,10 @@ def test_pieces_join_to_the_text(text: str, max_bytes: int) -> None:
 
 def test_appended_text_moves_no_earlier_cut() -> None:
     text = make_text(0, 30_000)
-    before = split_document(text)
+    before = list(pieces_of(text.encode()))
     assert len(before) > 2
-    assert max(len(piece.encode()) for piece in before) <= MAX_DOCUMENT_BYTES
-    assert split_document(text + make_text(1, 3000))[: len(before) - 1] == before[:-1]
+    assert max(map(len, before)) <= MAX_DOCUMENT_BYTES
+    assert list(pieces_of((text + make_text(1, 3000)).encode()))[: len(before) - 1] == before[:-1]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("FineWeb-Edu", "fineweb-edu"), ("a/b c", "a-b-c"), ("漢", "text")])

@@ -15,7 +15,14 @@ from quintic.data.dataset import Dataset
 from quintic.data.loader import validation_rows
 from quintic.errors import DataError
 from quintic.eval import baselines
-from quintic.eval.baselines import BIGRAM_PRIOR_BYTES, _bigram_bits, _count, compression_baselines, reference_scores
+from quintic.eval.baselines import BIGRAM_PRIOR_BYTES, ScoredText, _count, compression_baselines, reference_scores
+
+
+def scored(*pieces: bytes) -> ScoredText:
+    text = ScoredText()
+    for piece in pieces:
+        text.add(piece)
+    return text
 
 
 def naive_bigram_bpb(val: bytes, train: bytes) -> float:
@@ -43,40 +50,57 @@ def random_text(seed: int, length: int) -> bytes:
 @pytest.mark.parametrize("length", [1, 2, 300])
 def test_bigram_equals_the_naive_model(length: int) -> None:
     train, val = random_text(0, 400), random_text(1, 400)[:length] + bytes([0, 255])
-    assert compression_baselines(val, [train])["bigram_bpb"] == pytest.approx(naive_bigram_bpb(val, train), rel=1e-12)
+    assert compression_baselines(scored(val), [train])["bigram_bpb"] == pytest.approx(
+        naive_bigram_bpb(val, train), rel=1e-12
+    )
 
 
 def test_where_the_training_text_is_cut_does_not_matter() -> None:
     train, val = random_text(2, 500), random_text(3, 50)
-    whole = compression_baselines(val, [train])
-    pieces = compression_baselines(val, iter([train[:1], b"", train[1:700], train[700:]]))
+    whole = compression_baselines(scored(val), [train])
+    pieces = compression_baselines(scored(val), iter([train[:1], b"", train[1:700], train[700:]]))
     assert pieces == whole
+
+
+def test_where_the_scored_text_is_cut_does_not_matter() -> None:
+    train, val = random_text(4, 500), random_text(5, 50)
+    whole = compression_baselines(scored(val), [train])
+    assert compression_baselines(scored(val[:1], b"", val[1:33], val[33:]), [train]) == whole
+
+
+def test_xz_sees_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_XZ_BYTES", 500)
+    val = random_text(8, 400)
+    result = compression_baselines(scored(val[:300], val[300:600], val[600:]), [val])
+    assert result["xz_bpb"] == 8 * len(lzma.compress(val[:500], preset=9)) / 500
+    assert result["bytes"] == len(val) > 600
+    assert result["bigram_bpb"] == pytest.approx(naive_bigram_bpb(val, val), rel=1e-12)
 
 
 def test_chunks_inside_one_piece_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     train, val = random_text(4, 500), random_text(5, 50)
-    whole = compression_baselines(val, [train])
+    whole = compression_baselines(scored(val), [train])
     monkeypatch.setattr("quintic.eval.baselines._CHUNK_BYTES", 7)
-    assert compression_baselines(val, [train]) == whole
+    assert compression_baselines(scored(val), [train]) == whole
 
 
 def test_probabilities_of_a_context_sum_to_one() -> None:
     unigrams, bigrams = _count([b"abracadabra"])
     for context in b"az":
-        first = _bigram_bits(bytes([context]), unigrams, bigrams)
-        pairs = [_bigram_bits(bytes([context, byte]), unigrams, bigrams) for byte in range(256)]
+        first = scored(bytes([context])).bigram_bpb(unigrams, bigrams)
+        pairs = [2 * scored(bytes([context, byte])).bigram_bpb(unigrams, bigrams) for byte in range(256)]
         assert sum(2.0 ** -(bits - first) for bits in pairs) == pytest.approx(1.0, abs=1e-9)
 
 
 def test_first_byte_and_unseen_bytes_by_hand() -> None:
     # train "aab": c(a) = 2, c(b) = 1, c = 3; p(a) = 3/259. The unseen "z" has p(z) = 1/259.
-    assert compression_baselines(b"a", [b"aab"])["bigram_bpb"] == pytest.approx(-math.log2(3 / 259))
-    assert compression_baselines(b"z", [b"aab"])["bigram_bpb"] == pytest.approx(math.log2(259))
+    assert compression_baselines(scored(b"a"), [b"aab"])["bigram_bpb"] == pytest.approx(-math.log2(3 / 259))
+    assert compression_baselines(scored(b"z"), [b"aab"])["bigram_bpb"] == pytest.approx(math.log2(259))
 
 
 def test_xz_is_what_lzma_writes() -> None:
     val = random_text(6, 2000)
-    result = compression_baselines(val, [val])
+    result = compression_baselines(scored(val), [val])
     assert result["bytes"] == len(val)
     assert result["xz_bpb"] == 8 * len(lzma.compress(val, preset=9)) / len(val)
     assert 0.5 < result["xz_bpb"] < 8
@@ -87,13 +111,13 @@ def test_xz_is_what_the_program_writes() -> None:
     val = random_text(7, 2000)
     packed = subprocess.run(["xz", "-9", "-T1", "-c"], input=val, capture_output=True, check=True).stdout
     # The container's padding may differ by a few bytes between versions of the program.
-    assert compression_baselines(val, [val])["xz_bpb"] == pytest.approx(
+    assert compression_baselines(scored(val), [val])["xz_bpb"] == pytest.approx(
         8 * len(packed) / len(val), abs=8 * 16 / len(val)
     )
 
 
 def test_a_well_predicted_text_costs_almost_nothing() -> None:
-    assert compression_baselines(b"ab" * 5000, [b"ab" * 50000])["bigram_bpb"] < 0.01
+    assert compression_baselines(scored(b"ab" * 5000), [b"ab" * 50000])["bigram_bpb"] < 0.01
 
 
 @pytest.mark.parametrize(
@@ -106,16 +130,16 @@ def test_a_well_predicted_text_costs_almost_nothing() -> None:
 )
 def test_empty_texts_are_errors(val: bytes, train: list[bytes], named: str) -> None:
     with pytest.raises(DataError, match=named):
-        compression_baselines(val, train)
+        compression_baselines(scored(val), train)
 
 
 def test_the_text_is_that_of_the_targets(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = validation_rows(tiny_dataset, rows=3, seq_len=40, max_tokens=600)
     seen: list[Any] = []
 
-    def recorded(val_text: bytes, train_text: Any) -> Any:
+    def recorded(val_text: ScoredText, train_text: Any) -> Any:
         pieces = list(train_text)
-        seen.extend((val_text, b"".join(pieces)))
+        seen.extend((bytes(val_text._beginning), b"".join(pieces)))
         return compression_baselines(val_text, pieces)
 
     monkeypatch.setattr(baselines, "compression_baselines", recorded)
@@ -128,7 +152,7 @@ def test_the_text_is_that_of_the_targets(tiny_dataset: Dataset, monkeypatch: pyt
     documents = [tokenizer.decode_bytes(split.document(index).tolist()) for index in range(split.num_documents)]
     assert train_text == b"".join(documents)
     assert len(train_text) == split.num_bytes
-    assert scores == compression_baselines(val_text, documents)
+    assert scores == compression_baselines(scored(val_text), documents)
     # The text repeats a dozen words: both methods must see that.
     assert 0 < scores["xz_bpb"] < 4
     assert 0 < scores["bigram_bpb"] < 4
@@ -136,6 +160,6 @@ def test_the_text_is_that_of_the_targets(tiny_dataset: Dataset, monkeypatch: pyt
 
 def test_only_so_much_training_text_is_read(tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "_MAX_TRAIN_BYTES", 1)
-    pieces = list(baselines._train_text(tiny_dataset))
+    pieces = list(baselines.training_text(tiny_dataset))
     first = tiny_dataset.split("train").document(0).tolist()
     assert pieces == [tiny_dataset.tokenizer.decode_bytes(first)]
