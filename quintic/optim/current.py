@@ -134,7 +134,7 @@ class Current:
         self._upkeep.use()
         self._upkeep.drop_unused(states)
         for number, group in enumerate(self.groups):
-            frozen = {i for i, param in enumerate(group.params) if param in without and not needs_state(param)}
+            frozen = {i for i, param in enumerate(group.params) if param in without and not param.requires_grad}
             if not frozen <= group.idle:
                 self.groups[number] = replace(group, idle=group.idle | frozen)
                 self.outdate()

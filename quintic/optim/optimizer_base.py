@@ -168,7 +168,7 @@ class OptimizerBase(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`.
 
-        It sets them on the object that it was given: of a wrapper (`_home`) the optimizer's own step would not see them.
+        It sets them on the object that it was given: the step of an optimizer inside a wrapper would not see them.
         """
         return self.__dict__ is self._home and leaves_overflow_to_step(self._home["param_groups"])
 

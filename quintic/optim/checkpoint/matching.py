@@ -35,7 +35,7 @@ class Match(NamedTuple):
     key: Any
     """Into the saved state."""
     saved_name: str | None
-    """The name that it was saved with; None if it had none."""
+    """The name that it was saved with, perhaps a made-up one; None if that is unknown."""
 
 
 class _Own(NamedTuple):
@@ -58,6 +58,10 @@ class _Saved(NamedTuple):
     def is_named(self) -> bool:
         return self.name is not None and not is_made_up(self.name)
 
+    @property
+    def saved_name(self) -> str | None:
+        return self.key if self.name is None and isinstance(self.key, str) else self.name
+
     def __str__(self) -> str:
         return self.name or str(self.key)
 
@@ -78,10 +82,11 @@ def matched(groups: _Groups, saved_groups: _Groups, *, strict: bool = True) -> l
     taken = {(row.group, row.key) for row in pairs.values()}
     own_left = [one for one in own if one.name not in pairs]
     saved_left = [row for row in saved if (row.group, row.key) not in taken]
-    if strict or not _are_named(own_left, saved_left):
+    may_leave_out = not strict and _are_named(own_left, [row._replace(name=row.saved_name) for row in saved_left])
+    if not may_leave_out:
         pairs |= _by_position(own_left, saved_left, groups, saved_groups, next(map(str, saved), "none"))
     return [
-        Match(one.name, one.param, one.group, row.group, row.key, _name_of(row))
+        Match(one.name, one.param, one.group, row.group, row.key, row.saved_name)
         for one in own
         if (row := pairs.get(one.name)) is not None
     ]
@@ -92,14 +97,11 @@ def adopted_names(groups: _Groups, matches: Iterable[Match]) -> dict[str, str]:
     taken = {name for group in groups for name in group["param_names"]}
     names: dict[str, str] = {}
     for match in matches:
-        if is_made_up(match.name) and match.saved_name is not None and match.saved_name not in taken:
-            names[match.name] = match.saved_name
-            taken.add(match.saved_name)
+        name = match.saved_name
+        if is_made_up(match.name) and name is not None and not is_made_up(name) and name not in taken:
+            names[match.name] = name
+            taken.add(name)
     return names
-
-
-def _name_of(row: _Saved) -> str | None:
-    return row.name if row.is_named else row.key if isinstance(row.key, str) else None
 
 
 def _saved_rows(saved_groups: _Groups, own: set[str]) -> list[_Saved]:
