@@ -4,10 +4,13 @@ import contextlib
 import io
 import re
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from quintic.versions import release
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -48,6 +51,8 @@ def compile_kernel(kernel, constants, types, num_warps=8, num_stages=3, aligned=
 
 def spilt_bytes(compiled):
     """Return the bytes that a thread spills to memory for want of registers; PTX does not tell."""
+    if release(triton.__version__) < (3, 5):
+        pytest.skip(f"what the assembler says needs Triton 3.5, this is {triton.__version__}")
     [spilt] = re.findall(r"(\d+) bytes spill stores", compiled.log)
     return int(spilt)
 
