@@ -43,7 +43,9 @@ class _Package:
 
 
 _PACKAGES: dict[FlashName, _Package] = {
-    "varlen": _Package("torch.nn.attention.varlen", {"varlen_attn": set()}, "a newer PyTorch", (8, 9, 10, 11, 12)),
+    "varlen": _Package(
+        "torch.nn.attention.varlen", {"varlen_attn": {"window_size"}}, "PyTorch, 2.11 or later", (8, 9, 10, 11, 12)
+    ),
     "fa3": _Package(
         "flash_attn_interface",
         {"flash_attn_varlen_func": _SHARED | {"window_size"}},

@@ -382,6 +382,18 @@ def test_a_version_too_old_is_said(install):
     assert choose_attention("auto", device=CUDA, dtype=torch.bfloat16) == "varlen"
 
 
+@pytest.mark.usefixtures("nothing_installed")
+def test_an_older_pytorch_s_attention_has_no_windows(install):
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        raise NotImplementedError
+
+    install("varlen", varlen_attn=varlen_attn)
+    expected = "attention='varlen' needs a newer PyTorch, 2.11 or later: varlen_attn takes no window_size; use 'sdpa'"
+    with pytest.raises(ValueError, match=expected):
+        choose_attention("varlen", device=CUDA, dtype=torch.bfloat16)
+    assert choose_attention("auto", device=CUDA, dtype=torch.bfloat16) == "sdpa"
+
+
 @NEEDS_VARLEN
 @pytest.mark.parametrize(
     "error",
