@@ -1,4 +1,4 @@
-"""What differs between versions of PyTorch and Triton. No other file asks for a version or what it has already.
+"""What differs between versions of PyTorch and Triton; no other file asks which one is installed, or what it has.
 
 The optimizer runs with PyTorch 2.8 and Triton 3.4 or newer, the training harness with PyTorch 2.11 or newer. PyTorch is
 imported when an answer needs it: the command line learns its version without waiting for it.
@@ -113,7 +113,7 @@ def varlen_takes_groups() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-# ---------- messages
+# ---------- ranks
 
 
 def all_gather_single() -> Callable[..., Any]:
@@ -125,11 +125,12 @@ def all_gather_single() -> Callable[..., Any]:
 
 
 STRIDED_NEEDS = "2.11"
-"""The first PyTorch of those tried that moves DTensors rightly to and from `_StridedShard`, of FSDP2 beside TP."""
+"""The first PyTorch of those tried that moves DTensors correctly to and from `_StridedShard`, which FSDP2 makes beside
+tensor parallelism."""
 
 
 def moves_strided_shards() -> bool:
-    """Return whether `DTensor.redistribute` is right with `_StridedShard`: 2.9 still misplaces rows, in silence."""
+    """Return whether `DTensor.redistribute` is correct with `_StridedShard`: that of 2.9 misplaces rows."""
     return release(torch_version() or "") >= release(STRIDED_NEEDS)
 
 
