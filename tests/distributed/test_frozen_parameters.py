@@ -135,11 +135,11 @@ def load(rank, world_size, layout, ignores, folder):
     [
         ("averaged", "sharded", False),
         ("sharded", "fsdp2", True),
-        ("fsdp2", "hsdp", False),
-        ("hsdp", "replicated", True),
-        ("replicated", "tp", False),
-        ("tp", "sparse", True),
-        ("sparse", "averaged", True),
+        pytest.param("fsdp2", "hsdp", False, marks=pytest.mark.slow),
+        pytest.param("hsdp", "replicated", True, marks=pytest.mark.slow),
+        pytest.param("replicated", "tp", False, marks=pytest.mark.slow),
+        pytest.param("tp", "sparse", True, marks=pytest.mark.slow),
+        pytest.param("sparse", "averaged", True, marks=pytest.mark.slow),
     ],
 )
 def test_frozen_parameters_have_no_state_in_any_layout(saving, loading, ignores, tmp_path):
@@ -208,3 +208,30 @@ def test_a_frozen_parameter_with_a_gradient_is_stepped(comms):
         torch.testing.assert_close(params["first"], torch.ones(4, 4) - 0.1 * torch.eye(4), rtol=0, atol=0.02)
         assert torch.equal(params["second"], torch.ones(4, 4))
         assert number == 1
+
+
+def clipped(rank, world_size, layout):
+    """The norm before clipping, by step: first with frozen parameters, then without."""
+    model, optimizer, held = start(layout)
+    norms = []
+    for number, frozen in enumerate((True, True, False)):
+        freeze(model, frozen)
+        give_gradients(
+            model,
+            {
+                name: gradient(name, param.shape, param.dtype, number) if param.requires_grad else None
+                for name, param in model.named_parameters()
+            },
+            held,
+        )
+        norms.append(float(quintic.clip_grad_norm_(optimizer, 0.5, scope="all")))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("name", ["averaged", "replicated", "sharded", "sparse", "fsdp2"])
+def test_frozen_parameters_do_not_count_in_the_norm(name):
+    expected = run(clipped, 1, ONE, timeout=30)[0]
+    for norms in run(clipped, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60):
+        assert norms == pytest.approx(expected, rel=1e-5)
+    assert expected[2] > expected[1] + 1
