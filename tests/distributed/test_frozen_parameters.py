@@ -22,7 +22,16 @@ from trajectories import Layout, fused_adamw_tolerance
 
 import quintic
 
-FROZEN = ("embedding.weight", "mlp.0.weight", "mlp.3.bias", "experts.up", "stack.1.weight", "bank.weight")
+# `mlp.3.weight` has one row, of which most ranks hold nothing.
+FROZEN = (
+    "embedding.weight",
+    "mlp.0.weight",
+    "mlp.3.weight",
+    "mlp.3.bias",
+    "experts.up",
+    "stack.1.weight",
+    "bank.weight",
+)
 
 # Steps with frozen parameters before saving, after loading, and without.
 BEFORE, AFTER, UNFROZEN = 2, 1, 2
@@ -173,6 +182,30 @@ def frozen_after_steps(rank, world_size, layout):
 @pytest.mark.parametrize("name", ["averaged", "sharded", "fsdp2"])
 def test_state_of_parameters_that_are_frozen_later_is_kept(name):
     run(frozen_after_steps, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60)
+
+
+def loaded_when_frozen(rank, world_size, layout):
+    """Loaded state of frozen parameters stays on all ranks, also where a rank's piece is empty, and goes on later."""
+    model, optimizer, held = start(layout)
+    step(model, optimizer, held, 0, 2)
+    twin_model, twin, _ = start(layout)
+    freeze(twin_model, True)
+    set_model_state_dict(twin_model, get_model_state_dict(model))
+    twin.load_state_dict(optimizer.state_dict())
+    check_keys(twin_model, twin, FROZEN)
+    for its_model, its_optimizer in ((model, optimizer), (twin_model, twin)):
+        freeze(its_model, True)
+        step(its_model, its_optimizer, held, 2, 3)
+        check_keys(its_model, its_optimizer, FROZEN)
+        freeze(its_model, False)
+        step(its_model, its_optimizer, held, 3, 4)
+    found, expected = (gathered(each, held, range(world_size)) for each in (twin_model, model))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["averaged", "sharded", "fsdp2"])
+def test_state_that_frozen_parameters_load_is_kept(name):
+    run(loaded_when_frozen, LAYOUTS[name].world_size, LAYOUTS[name], timeout=60)
 
 
 def disagreeing(rank, world_size, comms):
