@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
+from quintic.optim.checkpoint.saving import saved_state
 from quintic.optim.current import Current, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
@@ -26,7 +27,6 @@ from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.state.parameters import carry, whole_states
-from quintic.optim.state.state import saved_state
 from quintic.optim.step.runner import Runner
 from quintic.optim.validate import check_apart, check_is_group, check_members, check_params
 

@@ -1,1 +1,1 @@
-"""Saved state: what comes back, also of other optimizers."""
+"""State dicts: what is saved, what comes back, also of other optimizers, and which saved parameter is which."""

@@ -1,4 +1,4 @@
-"""Optimizer state: names, shapes, dtypes, and how it is saved.
+"""Optimizer state: names, shapes and dtypes.
 
 | algorithm | name                     | shape                             | dtype                          |
 |-----------|--------------------------|-----------------------------------|--------------------------------|
@@ -13,7 +13,7 @@ Masters belong to parameters of less than float32 only, see `precision.py`; floa
 As soon as one parameter's state is needed all have theirs, so that every checkpoint has the same keys (`upkeep.py`).
 State of a parameter's shape is a `DTensor` in the parameter's layout where the parameter is one; everything else is
 whole on every rank (`placement.py`).
-How saved state comes back: `loading.py`.
+How it is saved and comes back: `checkpoint/`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintic.optim.comms.collectives import has_process_group, this_rank
+from quintic.optim.comms.collectives import this_rank
 from quintic.optim.layout.layouts import intersection, layout_of, local_tensor, numel_of, relative
 from quintic.optim.layout.views import View
-from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.update import second_moment_shape
 
 __all__ = [
@@ -38,15 +37,12 @@ __all__ = [
     "master_of",
     "num_second_moments",
     "piece_of",
-    "saved_state",
     "saved_tensor",
     "second_moments",
 ]
 
 CODE_KEYS = ("orthogonalizer", "adjust_lr", "compute_dtype", "kernels", "qk_clip", "process_group")
 """Options that may be functions, or are no plain values: saved as text for people, and not restored."""
-
-_SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
 
 STATE_KEYS = frozenset(
     {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master", "mantissa"}
@@ -78,35 +74,6 @@ def second_moments(buffer: Tensor, shape: Sequence[int], view: View) -> list[Ten
     shapes = _second_moment_shapes(shape, view)
     pieces = buffer.split([b * m * n for b, (m, n) in shapes])
     return [piece.view(b, m, n) for piece, (b, (m, n)) in zip(pieces, shapes, strict=True)]
-
-
-def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a state dict as PyTorch's, with views and callables as text; its tensors share memory with the states.
-
-    Keys of `states` that are no parameters are kept. Numbers of NumPy become Python's: `torch.load(weights_only=True)`
-    refuses the others. Mantissas become int32 where there are process groups, whose collectives do not know uint16.
-    Where frozen parameters have no state, `"frozen"` lists their keys: loading can tell them from those whose state was
-    lost.
-    """
-    keys = {param: key for key, param in enumerate(param for group in groups for param in group["params"])}
-    state: dict[Any, Any] = {}
-    for param, key in keys.items():  # in one order on all ranks: some make collectives of it
-        if states.get(param):
-            state[key] = values = dict(states[param])
-            if "mantissa" in values and has_process_group():
-                values["mantissa"] = values["mantissa"].to(torch.int32)
-    state |= {key: value for key, value in states.items() if not isinstance(key, Tensor)}
-    saved_groups = []
-    for group in groups:
-        saved = {
-            key: str(value) if key in _SAVED_AS_TEXT and value is not None else _plain(value)
-            for key, value in group.items()
-            if key != "params"
-        }
-        saved_groups.append({**saved, "params": [keys[param] for param in group["params"]]})
-    saved_dict = {"state": state, "param_groups": saved_groups}
-    frozen = [key for param, key in keys.items() if states.get(param, {}).keys().isdisjoint(STATE_KEYS)]
-    return {**saved_dict, "frozen": frozen} if frozen else saved_dict
 
 
 def piece_of(what: str, target: Tensor, source: Tensor) -> Tensor | None:
@@ -167,13 +134,6 @@ def copy_(target: Tensor, source: Tensor) -> None:
     if target.dtype == torch.uint16 and source.dtype != torch.uint16:
         target = target.view(torch.int16)  # the cast keeps the low 16 bits
     target.copy_(source)
-
-
-def _plain(value: Any) -> Any:
-    """Return an option with Python's numbers in place of NumPy's."""
-    if type(value) is tuple:
-        return tuple(map(_plain, value))
-    return plain(value)
 
 
 def _second_moment_shapes(shape: Sequence[int], view: View) -> list[tuple[int, tuple[int, int]]]:

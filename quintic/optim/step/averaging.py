@@ -243,13 +243,13 @@ class OfGroup:
         gradients = [param.grad for param in self._params]
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
-    def tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter and its average: the whole, or what this rank owns of it."""
+    def tensors(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each parameter and its average: the whole, or what this rank owns of it; None for frozen ones."""
         if self.own is not None:
             yield from self.own.items()
             return
         for param in self._params:
-            yield param, self.lent[param] if param.grad is None else param.grad
+            yield param, self.lent.get(param) if param.grad is None else param.grad
 
     def of_bucket(self, bucket: Divided) -> Tensor:
         """Return the averages of the parts of a bucket that this rank owns, one after the other, (entries,)."""

@@ -47,7 +47,7 @@ def optimizer_tensors(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dic
     tensors = {}
     for group in saved["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
-            for state_name, tensor in saved["state"][key].items():
+            for state_name, tensor in saved["state"].get(key, {}).items():  # frozen ones have none
                 tensors[f"{name}/{state_name}"] = tensor
     return tensors, saved["param_groups"]
 

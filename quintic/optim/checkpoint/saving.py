@@ -1,0 +1,51 @@
+"""State dicts, made of parameter groups and state as PyTorch's are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintic.optim.comms.collectives import has_process_group
+from quintic.optim.rules.numbers import plain
+from quintic.optim.state.state import CODE_KEYS, STATE_KEYS
+
+__all__ = ["saved_state"]
+
+_SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
+
+
+def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a state dict as PyTorch's, with views and callables as text; its tensors share memory with the states.
+
+    Keys of `states` that are no parameters are kept. Numbers of NumPy become Python's: `torch.load(weights_only=True)`
+    refuses the others. Mantissas become int32 where there are process groups, whose collectives do not know uint16.
+    Where frozen parameters have no state, `"frozen"` lists their keys: loading can tell them from those whose state was
+    lost.
+    """
+    keys = {param: key for key, param in enumerate(param for group in groups for param in group["params"])}
+    state: dict[Any, Any] = {}
+    for param, key in keys.items():  # in one order on all ranks: some make collectives of it
+        if states.get(param):
+            state[key] = values = dict(states[param])
+            if "mantissa" in values and has_process_group():
+                values["mantissa"] = values["mantissa"].to(torch.int32)
+    state |= {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    saved_groups = []
+    for group in groups:
+        saved = {
+            key: str(value) if key in _SAVED_AS_TEXT and value is not None else _plain(value)
+            for key, value in group.items()
+            if key != "params"
+        }
+        saved_groups.append({**saved, "params": [keys[param] for param in group["params"]]})
+    saved_dict = {"state": state, "param_groups": saved_groups}
+    frozen = [key for param, key in keys.items() if states.get(param, {}).keys().isdisjoint(STATE_KEYS)]
+    return {**saved_dict, "frozen": frozen} if frozen else saved_dict
+
+
+def _plain(value: Any) -> Any:
+    """Return an option with Python's numbers in place of NumPy's."""
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return plain(value)
