@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintic
+from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 from quintic.optim.state.parts import own_runs, parts_of
 
 VIEWS = [
@@ -102,6 +103,51 @@ def test_banks_that_divide_evenly_are_divided_in_the_order_of_their_memory():
     # The rest goes to the ranks with the least: of five two ranks get a second one.
     assert owners_of(group, 3)[0] == [0] * 4 + [1] * 4 + [2] * 4
     assert sorted(owners_of(group, 3)[1]) == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("units", "num_ranks"), [(5, 3), (20, 8), (22, 8), (60, 8), (7, 2), (8, 5)])
+def test_each_rank_has_a_run_of_a_bank_that_does_not_divide_evenly(units, num_ranks):
+    owners = owners_of(group_of([empty((units, 4, 4))], view=quintic.Experts()), num_ranks)[0]
+    assert owners == sorted(owners)
+    assert {owners.count(rank) for rank in range(num_ranks)} == {units // num_ranks, units // num_ranks + 1}
+
+
+def test_what_is_left_of_banks_is_balanced():
+    """Of two banks of seven on four ranks each leaves three; other matrices fill up the ranks with the least."""
+    group = group_of([empty((7, 4, 4)), empty((7, 4, 4)), empty((2, 4, 4))], view=quintic.Experts())
+    owners = owners_of(group, 4)
+    assert all(of_bank == sorted(of_bank) for of_bank in owners[:2])
+    assert [sum(of_bank.count(rank) for of_bank in owners) for rank in range(4)] == [4, 4, 4, 4]
+
+
+def test_a_bank_is_in_no_runs_where_the_busiest_would_have_more():
+    """A matrix that is eight times the work fills a rank: ten small ones go to the other two."""
+    group = group_of([empty((1, 32, 32)), empty((10, 16, 16))], view=quintic.Experts())
+    large, small = (shape_cost(side, side) for side in (32, 16))
+    assert large > 5 * small
+    assert owners_of(group, 3)[0] == [0]
+    assert 0 not in owners_of(group, 3)[1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([8, 16, 24])), min_size=1, max_size=5), st.integers(1, 5))
+def test_runs_leave_the_busiest_rank_no_more_to_do(banks, num_ranks):
+    group = group_of([empty((units, side, side)) for units, side in banks], view=quintic.Experts())
+    even = [units % num_ranks == 0 for units, _ in banks]
+    costs = [shape_cost(side, side) for units, side in banks for _ in range(units)]
+    # As if only banks that divide evenly were in runs: the same for each rank, and the others by size.
+    rest = [
+        shape_cost(side, side)
+        for (units, side), is_even in zip(banks, even, strict=True)
+        for _ in range(units * (not is_even))
+    ]
+    base = sum(
+        units // num_ranks * shape_cost(side, side)
+        for (units, side), is_even in zip(banks, even, strict=True)
+        if is_even
+    )
+    before = base + max(loads_of(rest, assign_owners(rest, [()] * len(rest), num_ranks), num_ranks))
+    owners = [owner for of_bank in owners_of(group, num_ranks) for owner in of_bank]
+    assert max(loads_of(costs, owners, num_ranks)) <= before
 
 
 def test_the_largest_matrices_come_first():

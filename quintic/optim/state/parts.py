@@ -18,7 +18,7 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import numel_of, size_of
 from quintic.optim.layout.packing import in_memory_order
 from quintic.optim.layout.views import Unit, View
-from quintic.optim.state.owners import assign_owners, shape_cost
+from quintic.optim.state.owners import assign_owners, loads_of, shape_cost
 
 __all__ = [
     "CUT_KEYS",
@@ -158,19 +158,42 @@ def _parts_of_matrices(group: Group, num_ranks: int) -> list[list[Part]]:
 
 
 def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner of each unit; banks that divide evenly are divided in the order of their memory."""
-    owners = [-1] * len(shares)
+    """Return the owner of each unit: each rank has a run of every bank, if the busiest then has no more to do.
+
+    A bank is a parameter with at least a unit for every rank, which all cost the same. A run travels from its place.
+    """
     of_params: dict[int, list[int]] = {}
     for number, (index, *_) in enumerate(shares):
         of_params.setdefault(index, []).append(number)
-    for numbers in of_params.values():
-        if len(numbers) % num_ranks == 0 and len({costs[number] for number in numbers}) == 1:
-            for place, number in enumerate(numbers):
-                owners[number] = place * num_ranks // len(numbers)
+    banks = [
+        numbers
+        for numbers in of_params.values()
+        if len(numbers) >= num_ranks and len({costs[number] for number in numbers}) == 1
+    ]
+    even = [numbers for numbers in banks if len(numbers) % num_ranks == 0]
+    divisions = [_in_runs(banks, costs, num_ranks)]
+    if len(even) < len(banks):
+        divisions.append(_in_runs(even, costs, num_ranks))
+    return min(divisions, key=lambda owners: max(loads_of(costs, owners, num_ranks)))  # the first one if equal
+
+
+def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the owner of each unit, each rank having a run of every bank; banks are given as numbers of units.
+
+    All ranks have equally many units of a bank. What is left of it, and what is in no bank, goes to those with the
+    least; then the runs are as long as the ranks have units.
+    """
+    owners = [-1] * len(costs)
+    for numbers in banks:
+        for place, number in enumerate(numbers[: len(numbers) // num_ranks * num_ranks]):
+            owners[number] = place % num_ranks
     rest = [number for number, owner in enumerate(owners) if owner < 0]
-    # Parameters that are divided evenly are the same load for every rank.
+    # What is divided evenly is the same load for every rank.
     for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
         owners[number] = owner
+    for numbers in banks:
+        for number, owner in zip(numbers, sorted(owners[number] for number in numbers), strict=True):
+            owners[number] = owner
     return owners
 
 
