@@ -242,7 +242,7 @@ def _trained_race(run_dir: Path, checkpoint: Checkpoint, device: Literal["auto",
     model = model.to_empty(device=hardware.device)
     load_model_weights(checkpoint, model)
     return TrainedModel(
-        model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size).eval(),
+        model=BatchedSpeedrun(model, vocab_size=tokenizer.vocab_size, seq_len=seq_len).eval(),
         tokenizer=tokenizer,
         config=Config(model=ModelConfig(seq_len=seq_len)),
         dataset=text if text.path.is_file() else DataError(f"{text.path}: the run's validation shard is gone"),

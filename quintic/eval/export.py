@@ -5,23 +5,30 @@ Ours have them all, so the folder brings its own code, `modeling_quintic.py`, an
 `trust_remote_code=True`. Nothing here needs transformers.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object, new_folder, save_tensors
 from quintic.errors import ConfigError
+from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.gpt import GPT
 from quintic.model.layers import GATE_CHANNELS, QK_GAIN
+from quintic.model.speedrun import VALUE_CHANNELS
 
 __all__ = ["export_hf"]
 
 _CODE = Path(__file__).with_name("modeling_quintic.py")
+_SPEEDRUN_CODE = Path(__file__).with_name("modeling_speedrun.py")
 
 
-def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
+def export_hf(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write weights (`safetensors`), configuration, tokenizer and code that transformers loads.
 
     Weights keep their names and dtypes. The tokenizer gives the tokens of ours, and puts the token that starts a
@@ -41,22 +48,28 @@ def export_hf(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     _check_folder(folder)
-    with new_folder(folder, discard_old=True) as unfinished:
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
+    generation: dict[str, Any] = dict(ends)
+    if isinstance(model, BatchedSpeedrun):
+        code, seq_len, state, config = _SPEEDRUN_CODE, model.seq_len, *_speedrun_content(model, ends)
+        generation["use_cache"] = False
+    else:
+        code, seq_len, state, config = _CODE, model.config.seq_len, model.state_dict(), _config(model, ends)
         state.pop("lookup_mean_rows", None)  # for counting operations, not for making them
+    with new_folder(folder, discard_old=True) as unfinished:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         save_tensors(state, unfinished / "model.safetensors")
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), model.config.bos_id)
-        files = {"config.json": _config(model, ends), "generation_config.json": ends}
-        for name, content in (files | _tokenizer_files(tokenizer, model.config.seq_len)).items():
+        files = {"config.json": config, "generation_config.json": generation}
+        for name, content in (files | _tokenizer_files(tokenizer, seq_len)).items():
             (unfinished / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        shutil.copyfile(_CODE, unfinished / _CODE.name)
+        shutil.copyfile(code, unfinished / code.name)
     return folder
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if json_object(folder / "config.json").get("model_type") != "quintic":
+    if json_object(folder / "config.json").get("model_type") not in ("quintic", "quintic_speedrun"):
         raise ConfigError(f"--out {folder}: holds something other than an export; name a new folder")
 
 
@@ -90,6 +103,59 @@ def _config(model: GPT, ends: dict[str, int]) -> dict[str, Any]:
         "lookup_tied": config.l3_tied,
         **ends,
         "tie_word_embeddings": False,
+    }
+
+
+def _speedrun_content(exported: BatchedSpeedrun, ends: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a speedrun's model by their names in its code for transformers, and the configuration.
+
+    Rows of tables and the head without those of tokens that no text has.
+    """
+    model, sizes, vocab = exported.model, exported.config, exported.vocab_size
+    state = {name.removeprefix("inputs."): tensor for name, tensor in model.state_dict().items()}
+    for name in [name for name in state if name == "prefixes" or name.startswith("rotary.")]:
+        del state[name]
+    state["embedding.weight"] = state.pop("embedding")[:vocab].clone()
+    state["head.weight"] = state.pop("head").mT[:vocab].clone()
+    for number, table in enumerate(state.pop("value_embeddings", torch.empty(0)).split(sizes.vocab_size)):
+        if len(table):
+            state[f"value_embeddings.{number}.weight"] = table[:vocab].clone()
+    names = ("early_gates", "late_gates", "last_connections", "head_connections")
+    starts = (*sizes.gate_starts(), *(sizes.dense_starts() if sizes.dense_connections else ({}, {})))
+    assert model.rotary.windows is not None
+    return state, {
+        "architectures": ["QuinticSpeedrunForCausalLM"],
+        "model_type": "quintic_speedrun",
+        "auto_map": {
+            "AutoConfig": "modeling_speedrun.QuinticSpeedrunConfig",
+            "AutoModelForCausalLM": "modeling_speedrun.QuinticSpeedrunForCausalLM",
+        },
+        "dtype": str(model.head.dtype).removeprefix("torch."),
+        "vocab_size": vocab,
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.width,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": exported.seq_len,
+        "windows": list(model.rotary.windows),
+        "frequencies": model.rotary.frequencies.tolist(),
+        "query_scale": model.rotary.query_scale.item(),
+        "layers": [dataclasses.asdict(layer) for layer in sizes.layers],
+        "coefficients": {
+            name: [(part, size) for part, (size, _) in own.items()]
+            for name, own in zip(names, starts, strict=True)
+            if own
+        },
+        "sources": {"early": sizes.skip_source, "shared": sizes.shared_source},
+        "value_tables": sizes.value_tables,
+        "switches": [name for name, value in dataclasses.asdict(sizes).items() if value is True],
+        "bigram_rows": sizes.bigram_rows,
+        "bigram_sign_rows": sizes.bigram_sign_rows,
+        "smear_channels": model.inputs.smear_gate.shape[1] if sizes.smear else 0,
+        "value_channels": VALUE_CHANNELS,
+        "gate_channels": sizes.gate_channels,
+        **ends,
+        "tie_word_embeddings": False,
+        "use_cache": False,
     }
 
 

@@ -38,11 +38,12 @@ class BatchedSpeedrun(nn.Module):
     Args:
         model: with its windows set.
         vocab_size: tokens that text can have; None for all of the head's.
+        seq_len: tokens of the longest documents that it was trained on.
     """
 
-    def __init__(self, model: SpeedrunGPT, *, vocab_size: int | None = None) -> None:
+    def __init__(self, model: SpeedrunGPT, *, vocab_size: int | None = None, seq_len: int = 2048) -> None:
         super().__init__()
-        self.model, self.vocab_size = model, vocab_size
+        self.model, self.vocab_size, self.seq_len = model, vocab_size or model.config.vocab_size, seq_len
         self.head = nn.Linear(model.config.width, model.config.vocab_size, bias=False, device="meta")
         self.head.weight = nn.Parameter(model.head.detach().mT)  # the same memory
 
@@ -83,7 +84,7 @@ class BatchedSpeedrun(nn.Module):
         if cache is not None:
             before = list(cache.lengths)
             cache.rows = [torch.cat([old.to(new.device), new]) for old, new in zip(cache.rows, inputs, strict=True)]
-        logits = inputs.new_empty((len(wanted), self.vocab_size or self.config.vocab_size), dtype=torch.float32)
+        logits = inputs.new_empty((len(wanted), self.vocab_size), dtype=torch.float32)
         for row, tokens in enumerate(inputs if cache is None else cache.rows):
             asked = (wanted // num_new == row).nonzero().squeeze(1)
             if len(asked):

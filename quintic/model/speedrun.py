@@ -26,9 +26,9 @@ from quintic.model.layers import learns, rms_norm
 from quintic.model.speedrun_layers import BlockWeights, FlatRow, InputTables, Rotary, TokenCoefficients, attend, joined
 from quintic.model.speedrun_sizes import COEFFICIENT_SCALE, IGNORED, RESIDUAL_SCALE, SpeedrunConfig
 
-__all__ = ["SpeedrunConfig", "SpeedrunGPT"]
+__all__ = ["VALUE_CHANNELS", "SpeedrunConfig", "SpeedrunGPT"]
 
-_VALUE_CHANNELS = 6  # leading channels of a value embedding, and as many of the stream, that its gate reads
+VALUE_CHANNELS = 6  # leading channels of a value embedding, and as many of the stream, that its gate reads
 _SIGMOID_CAP = SigmoidCap(height=23.0, shift=5.0, width=7.5)
 _TANH_CAP = 15.0
 # The scales of 8-bit products in the head: hidden states up to 100, weights up to 1.6, gradients of logits.
@@ -68,7 +68,7 @@ class SpeedrunGPT(nn.Module):
         self.mlp_bank = parameter(config.num_layers * 2 * 4 * width, width)
         if config.value_embeddings:
             # Dense connections compute the gate of the last layer.
-            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * _VALUE_CHANNELS)
+            self.value_gates = parameter(config.value_tables - config.dense_connections, heads, 2 * VALUE_CHANNELS)
         if config.skip:
             self.skip_scale = parameter(1, dtype=torch.float32)
         if config.residual_scalars:

@@ -179,7 +179,7 @@ def find_run(runs_dir: Path, name: str | None, *, is_speedrun_enough: bool = Fal
             return folder
         if not (folder / CONFIG_FILE).is_file():
             if (folder / METRICS_FILE).is_file():
-                advice = "`quintic sample`, `eval` and `report` take it"
+                advice = "`quintic sample`, `eval`, `export` and `report` take it"
                 raise ConfigError(f"{folder} is a speedrun, which cannot go on or be repeated from it; {advice}")
             raise ConfigError(f"{folder} is not a run: it has no {CONFIG_FILE}; check --run and --runs-dir")
         load_config(folder / CONFIG_FILE)

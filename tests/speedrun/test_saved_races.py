@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from durability import disk_events, durable_names
+from safetensors.torch import load_file
 from tiny_runs import error_of
 from torch import nn
 
@@ -97,6 +99,16 @@ def test_eval_scores_other_text(finished: Path, tmp_path: Path, capsys: pytest.C
     assert scores[0] < 0.7 * scores[1]
 
 
+def test_export_writes_a_folder_for_transformers(finished: Path, tmp_path: Path) -> None:
+    """What transformers makes of it: tests/eval/test_export_speedrun.py."""
+    assert main(["export", "race", "--runs-dir", str(finished.parent), "--out", str(tmp_path / "model")]) == 0
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    model, _ = loaded(finished)
+    assert torch.equal(weights["head.weight"], model.head.mT[: BYTES_BOS + 1])
+    assert torch.equal(weights["mlp_bank"], model.mlp_bank)
+    assert json_object(tmp_path / "model" / "config.json")["windows"] == [48, 160]
+
+
 @pytest.mark.usefixtures("same_threads")
 def test_sample_writes_what_the_model_finds_likeliest(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--runs-dir", str(finished.parent), "--temperature", "0", "--tokens", "12"]
@@ -114,6 +126,31 @@ def test_sample_writes_what_the_model_finds_likeliest(finished: Path, capsys: py
         expected += bytes(tokens[1:]).decode(errors="replace") + "\n\n"
     assert out == expected
     assert state["step"] == 40
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_a_vocabulary_of_more_than_bytes_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the race's own shards: the tokens of a tokenizer, which starts documents with a token of its own."""
+    torch.set_num_threads(1)
+    texts = ["the model of the step", "the weight of the loss of the model"] * 400
+    tokenizer = Tokenizer.train(texts, 280)
+    for name, some in (("train", texts), ("val", texts[:60])):
+        tokens = [token for text in some for token in (tokenizer.bos_id, *tokenizer.encode(text))]
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        write_shard(tmp_path / "shards" / f"{name}.bin", tokens)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    sizes = replace(TINY.model, vocab_size=288, bos_id=tokenizer.bos_id, prefix_tokens=True)
+    options = SpeedrunOptions(data=str(tmp_path / "shards"), tokenizer=str(tmp_path / "tokenizer.json"))
+    hardware = choose_hardware(RunConfig(device="cpu", dtype="float32"))
+    race = Race(TRACK, sizes, open_data(options, sizes), hardware, seed=3)
+    run_dir = tmp_path / "runs" / "race"
+    result = train(race, run_dir, facts={}, warm_up=False, say=lambda text: None)
+    tokenizer.save(run_dir / TOKENIZER_FILE)
+    assert main(["eval", "--runs-dir", str(run_dir.parent)]) == 0
+    assert f"{result.bpb:.4f} bits per byte ({result.loss:.4f} nats per token)" in capsys.readouterr().out
+    prompt = "the model of"
+    assert main(["sample", "--runs-dir", str(run_dir.parent), "--prompts", prompt, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith(prompt)
 
 
 def loaded(run_dir: Path) -> tuple[SpeedrunGPT, dict[str, Any]]:
@@ -242,8 +279,6 @@ def test_a_batch_has_the_losses_and_logits_of_its_rows(finished: Path) -> None:
 
 
 def test_mistakes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = error_of(capsys, "export", "--runs-dir", str(finished.parent))
-    assert message.startswith("a speedrun's model cannot be exported: `modeling_quintic.py`")
     message = error_of(capsys, "train", "--resume", "--run", "race", "--runs-dir", str(finished.parent))
     assert "race is a speedrun, which cannot go on or be repeated from it" in message
 
