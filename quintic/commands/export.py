@@ -13,7 +13,7 @@ __all__ = ["run"]
 def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = export_options(arguments)
-    trained = trained_model(options.runs_dir, options.run, "cpu")
+    trained = trained_model(options.runs_dir, options.run, "cpu", step=options.step)
     if not isinstance(trained.model, GPT):
         raise ConfigError(
             "a speedrun's model cannot be exported: `modeling_quintic.py`, which transformers loads, has the code of "

@@ -123,6 +123,8 @@ class EvalOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     data: str | None = None
     """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
     text_field: str = "text"
@@ -151,6 +153,8 @@ class ExportOptions:
     """Name of the run, which may also come first without `--run`; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     to: Literal["hf"] = "hf"
     """Format: 'hf' is a folder that transformers loads with trust_remote_code=True."""
     out: Path | None = None
@@ -180,8 +184,12 @@ class SampleOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     prompts: tuple[str, ...] = ("",)
     """Beginnings to continue; the empty one starts a new document."""
+    interactive: bool = False
+    """Read beginnings from standard input instead, a line each, until it ends (Ctrl-D). Ctrl-C stops a text."""
     tokens: int = 200
     """Tokens to write per prompt."""
     temperature: float = 0.8
@@ -197,6 +205,8 @@ class SampleOptions:
         """Reject a number out of range, and prompts that are no text."""
         check_at_least(1, tokens=self.tokens)
         check_samples(self.prompts, tokens=self.tokens)
+        if self.interactive and self.prompts != ("",):
+            raise ConfigError("--prompts: with --interactive, beginnings are read from standard input; leave one out")
 
 
 def answer_early(command: str, arguments: list[str]) -> None:

@@ -211,8 +211,8 @@ def newest_checkpoint(
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start the run anew, without --resume")
 
 
-def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step.
+def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Checkpoint:
+    """Return the checkpoint of a step, which the user gave in an option.
 
     Raises:
         CheckpointError: the run has not kept it, or it is damaged.
@@ -221,9 +221,9 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
     path = next((path for path in kept if step_of(path) == step), None)
     if path is None:
         steps = ", ".join(str(step_of(path)) for path in reversed(kept)) or "none"
-        raise CheckpointError(f"--resume-step {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
+        raise CheckpointError(f"{option} {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
-        raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
+        raise CheckpointError(f"{option} {step}: {path}: {damage}; choose another step")
     return Checkpoint(path=path)
 
 
