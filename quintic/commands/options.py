@@ -67,7 +67,7 @@ class StartOptions(FileOptions):
     """Source of the default options, or the run to continue."""
 
     resume: bool = False
-    """Continue the run named by --run, or the one started last, with its own options."""
+    """Continue the run named by --run, or the one started last, with its own options; --steps makes it longer."""
     resume_step: int | None = None
     """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
 
@@ -384,6 +384,6 @@ def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> C
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))
     )
-    check_resumed(saved, asked, path)
+    check_resumed(saved, asked, path, may_lengthen=command != "compare")
     unused_options(saved, asked)
     return asked
