@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from quintic.commands.parsing import check_words, options_of, parse, taken
-from quintic.commands.presets import preset, suitable_preset, unused_options, with_recipe
+from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
@@ -352,6 +352,9 @@ def training_options(arguments: list[str], command: str) -> Start:
     recipe, _ = taken(rest, "--recipe")
     if recipe is not None:
         default = with_recipe(default, recipe)
+    source, rest = taken(rest, "--init-from") if not asks_help else (None, rest)
+    if source is not None:
+        default = with_initial(default, source, Path(taken(rest, "--runs-dir")[0] or default.run.runs_dir))
     kind: type[Config] = Config
     if asks_help:
         kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
@@ -363,6 +366,8 @@ def training_options(arguments: list[str], command: str) -> Start:
         "one of depth 12 for --data."
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
+    if config.run.init_from is not None:
+        check_initial(default, config)
     notes = unused_options(default, config, both_optimizers=command == "compare")
     config = dataclasses.replace(config, data=_absolute(config.data))
     return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes))

@@ -6,19 +6,17 @@ depends on (weights, optimizer, data position, step) is in the checkpoint, and n
 """
 
 import contextlib
-import dataclasses
 import gc
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quintic.data.dataset import Dataset
-from quintic.durable import write_atomically
 from quintic.errors import CheckpointError, DivergedError, QuinticError
 from quintic.eval.core import core_lines
 from quintic.eval.score import Score
@@ -33,9 +31,10 @@ from quintic.train.distributed import ALONE, Ranks, check_gpus
 from quintic.train.hardware import choose_hardware, compile_seconds
 from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
-from quintic.train.recipe import apply_schedule, scale_lines, scale_of
-from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, hold_run, wandb_id
-from quintic.train.saved_config import check_longer, load_config, to_dict
+from quintic.train.recipe import scale_lines
+from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
+from quintic.train.saving.initial import load_initial_weights
+from quintic.train.saving.longer import lengthened
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -115,9 +114,12 @@ def train(
         if checkpoint is not None:
             ranks.agree(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
+        elif (source := config.run.init_from) is not None:
+            load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
+            say(ranks.agree(load))
         else:
             allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
-        longer_than = ranks.agree(lambda: _lengthened(run, run_dir, say)) if resume else None
+        longer_than = ranks.agree(lambda: lengthened(run, run_dir, say)) if resume else None
         ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in filter(None, [*run.describe(), allocation]):
             say(line)
@@ -332,37 +334,6 @@ def check_trackers(run: RunConfig) -> None:
     for wanted, package in ((run.tensorboard, "tensorboard"), (run.wandb is not None, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
             raise missing_package(package)
-
-
-def _lengthened(run: Trainer, run_dir: Path, say: Callable[[str], None]) -> int | None:
-    """Keep a larger `--steps` in the run's configuration, and say what it does to the rates; all ranks call it.
-
-    From the step that the run continues from, its schedules are those of a run of the new length.
-
-    Returns:
-        The length before; None if it has not changed.
-
-    Raises:
-        ConfigError: the run would become shorter.
-    """
-    saved = load_config(run_dir / CONFIG_FILE)
-    if run.config.schedule.steps == saved.schedule.steps:
-        return None
-    before = scale_of(saved, run.model).steps
-    check_longer(run.total, before)
-    if run.step:
-        made = apply_schedule(run.optimizer, saved, run.step - 1, before)
-        coming = apply_schedule(run.optimizer, run.config, run.step, run.total)
-        parts = [f"{name} from {made['lr'][name]:.3g} to {rate:.3g}" for name, rate in coming["lr"].items()]
-        decay = f"the weight decay from {made['weight_decay']:.3g} to {coming['weight_decay']:.3g}"
-        say(
-            f"From {before:,} to {run.total:,} steps: from step {run.step + 1:,} on, rates are those of a run of that "
-            f"length. Learning rates go, with that step, {', '.join(parts)}; {decay}"
-        )
-    schedule = dataclasses.replace(saved.schedule, steps=run.config.schedule.steps)
-    content = json.dumps(to_dict(dataclasses.replace(saved, schedule=schedule)), indent=2) + "\n"
-    run.ranks.from_first(lambda: write_atomically(run_dir / CONFIG_FILE, content))
-    return before
 
 
 def _find_checkpoint(run_dir: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:

@@ -165,7 +165,7 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
             if isinstance(getattr(defaults, f.name), bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
                 continue
-            is_path = f.name in ("data", "tokenizer", "data_dir", "core") and value not in (None, "python")
+            is_path = f.name in ("data", "tokenizer", "data_dir", "core", "init_from") and value not in (None, "python")
             if is_path and Path(value).exists():
                 value = Path(value).resolve()  # the same from another folder
             words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]
