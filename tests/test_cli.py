@@ -25,7 +25,7 @@ from quintic.eval.baselines import reference_scores
 from quintic.report.history import METRICS_FILE, RunHistory, read_metrics
 from quintic.train.checkpoint import checkpoints
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.saved_config import load_config
+from quintic.train.saved_config import load_config, to_dict
 
 TRAINING = [DataConfig, ModelConfig, OptimConfig, ScheduleConfig, RunConfig]
 COMMANDS: dict[str, list[Any]] = {
@@ -101,7 +101,9 @@ def test_a_saved_configuration_starts_the_same_run_again(tiny_dataset: Dataset, 
     assert checkpoints(elsewhere / "other")[0].name == "step-000007"
 
 
-def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, tiny_dataset: Dataset) -> None:
+def test_every_field_can_be_set_by_its_option(
+    monkeypatch: pytest.MonkeyPatch, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
     from quintic.commands.options import training_options
 
     wanted = tiny_config(
@@ -115,13 +117,16 @@ def test_every_field_can_be_set_by_its_option(monkeypatch: pytest.MonkeyPatch, t
         l3_embeddings=400, l3_d_up=8, l3_k_max=9, l3_tied=False,
         aspect_ratio=32, short_window=0.5, recipe="seed", scale_rates=True,
         on_spike="skip", spike_sigmas=4.0, momentum_end=0.3, decay_shape="cosine", target_flops=1e9, warmup_steps=2,
-        fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6,
+        fp8=True, fp8_recipe="rowwise", clip_norm=0.5, core="c", core_every=5, core_items=6, init_from=str(tmp_path),
     )  # fmt: skip
     default = Config()
     for section in dataclasses.fields(Config):
         for f in dataclasses.fields(getattr(wanted, section.name)):
             name = f.name
             assert getattr(getattr(wanted, section.name), name) != getattr(getattr(default, section.name), name), name
+    # A model to start from, of these sizes.
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(wanted)), encoding="utf-8")
+    (tmp_path / "tokenizer.json").touch()
     options = tiny_options(
         tiny_dataset, Path("r"), **{
             f.name: getattr(getattr(wanted, section.name), f.name)

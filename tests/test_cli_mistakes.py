@@ -285,7 +285,11 @@ def test_a_tracker_that_cannot_start_leaves_no_run(
     [
         ("--depth 2", "--depth cannot change when a run is resumed: leave it out (it is 1), or start a new run with"),
         (
-            "--steps 7",
+            "--steps 5",
+            "--steps 5: a resumed run can be made longer, not shorter, and it has 6 steps: leave the option out, or",
+        ),
+        (
+            "--steps None",
             "--steps cannot change when a run is resumed, as the schedules of all its steps follow from it: ",
         ),
         ("--rows 8", "--rows cannot change when a run is resumed"),
@@ -306,7 +310,7 @@ def test_a_resumed_run_computes_what_it_began(
 def test_a_longer_run_has_the_command_that_is_named(
     mine: Path, capsys: pytest.CaptureFixture[str], no_drawings: None
 ) -> None:
-    said = error_of(capsys, "train", "--resume", "--runs-dir", str(mine.parent), "--steps", "7")
+    said = error_of(capsys, "train", "--resume", "--runs-dir", str(mine.parent), "--steps", "None")
     found = re.search(r"\(quintic (train --config .+ --run NEW --steps) \.\.\.\)$", said)
     assert found
     assert main([*shlex.split(found[1]), "7", "--runs-dir", str(mine.parent)]) == 0

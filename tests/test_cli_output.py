@@ -109,7 +109,6 @@ def test_waiting_is_told_on_a_terminal_alone(
     assert main(["eval", *runs]) == 0
     assert terminal.getvalue().splitlines() == [
         f"Loading the model of {mine} ...",
-        "Writing a sample ...",
         f"Loading the model of {mine} ...",
         "Scoring validation text ...",
     ]

@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = eval_options(arguments)
     suite = None if options.core is None else load_core(options.core)
-    trained = trained_model(options.runs_dir, options.run, options.device)
+    trained = trained_model(options.runs_dir, options.run, options.device, step=options.step)
     if isinstance(trained.dataset, Dataset):
         verify(trained.dataset, again=options.verify)  # its training text makes the bigram model
     elif isinstance(trained.dataset, DataError) and options.data is None and suite is None:

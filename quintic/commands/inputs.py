@@ -22,7 +22,13 @@ from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.words import duration
 from quintic.streams import say_waiting
-from quintic.train.checkpoint import Checkpoint, checkpoints, load_model_weights, newest_checkpoint
+from quintic.train.checkpoint import (
+    Checkpoint,
+    checkpoint_of_step,
+    checkpoints,
+    load_model_weights,
+    newest_checkpoint,
+)
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
 from quintic.train.hardware import choose_hardware, matrix_rate
 from quintic.train.loop import check_trackers
@@ -161,13 +167,16 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
     )
 
 
-def trained_model(runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto") -> TrainedModel:
-    """Load the model of a run, with the weights of its newest good checkpoint.
+def trained_model(
+    runs_dir: Path, run: str | None, device: Literal["auto", "cpu", "cuda"] = "auto", *, step: int | None = None
+) -> TrainedModel:
+    """Load the model of a run, with the weights of a checkpoint.
 
     Args:
         runs_dir: the folder of all runs.
         run: name of the run; None for the one started last.
         device: to compute on.
+        step: of the checkpoint (`--step`); None for the newest good one.
 
     Raises:
         QuinticError: there is no such model, or its text is gone and the run has kept no tokenizer.
@@ -179,7 +188,10 @@ def trained_model(runs_dir: Path, run: str | None, device: Literal["auto", "cpu"
         hint = f"it gets one every --save-every steps, and {end}; if it has, name another --run"
         raise ConfigError(f"{run_dir}: has no checkpoint yet; {hint}")
     say_waiting(f"Loading the model of {run_dir}")
-    checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
+    if step is None:
+        checkpoint = newest_checkpoint(run_dir, message=lambda text: print(text, file=sys.stderr))
+    else:
+        checkpoint = checkpoint_of_step(run_dir, step, option="--step")
     if not (run_dir / CONFIG_FILE).is_file():
         return _trained_race(run_dir, checkpoint, device)
     config = load_config(run_dir / CONFIG_FILE)

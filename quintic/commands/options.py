@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from quintic.commands.parsing import check_words, options_of, parse, taken
-from quintic.commands.presets import preset, suitable_preset, unused_options, with_recipe
+from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
@@ -67,7 +67,7 @@ class StartOptions(FileOptions):
     """Source of the default options, or the run to continue."""
 
     resume: bool = False
-    """Continue the run named by --run, or the one started last, with its own options."""
+    """Continue the run named by --run, or the one started last, with its own options; --steps makes it longer."""
     resume_step: int | None = None
     """Continue it from this step, of which it must have kept a checkpoint; by default from the newest good one."""
 
@@ -123,6 +123,8 @@ class EvalOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     data: str | None = None
     """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
     text_field: str = "text"
@@ -151,6 +153,8 @@ class ExportOptions:
     """Name of the run, which may also come first without `--run`; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     to: Literal["hf"] = "hf"
     """Format: 'hf' is a folder that transformers loads with trust_remote_code=True."""
     out: Path | None = None
@@ -180,8 +184,12 @@ class SampleOptions:
     """Name of the run; by default the one started last."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    step: int | None = None
+    """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     prompts: tuple[str, ...] = ("",)
     """Beginnings to continue; the empty one starts a new document."""
+    interactive: bool = False
+    """Read beginnings from standard input instead, a line each, until it ends (Ctrl-D). Ctrl-C stops a text."""
     tokens: int = 200
     """Tokens to write per prompt."""
     temperature: float = 0.8
@@ -197,6 +205,8 @@ class SampleOptions:
         """Reject a number out of range, and prompts that are no text."""
         check_at_least(1, tokens=self.tokens)
         check_samples(self.prompts, tokens=self.tokens)
+        if self.interactive and self.prompts != ("",):
+            raise ConfigError("--prompts: with --interactive, beginnings are read from standard input; leave one out")
 
 
 def answer_early(command: str, arguments: list[str]) -> None:
@@ -342,6 +352,9 @@ def training_options(arguments: list[str], command: str) -> Start:
     recipe, _ = taken(rest, "--recipe")
     if recipe is not None:
         default = with_recipe(default, recipe)
+    source, rest = taken(rest, "--init-from") if not asks_help else (None, rest)
+    if source is not None:
+        default = with_initial(default, source, Path(taken(rest, "--runs-dir")[0] or default.run.runs_dir))
     kind: type[Config] = Config
     if asks_help:
         kind = {"train": _TrainOptions, "compare": _CompareOptions}.get(command, _OtherOptions)
@@ -353,6 +366,8 @@ def training_options(arguments: list[str], command: str) -> Start:
         "one of depth 12 for --data."
     )
     config = parse(kind, rest, command, description, default=kind(**sections))
+    if config.run.init_from is not None:
+        check_initial(default, config)
     notes = unused_options(default, config, both_optimizers=command == "compare")
     config = dataclasses.replace(config, data=_absolute(config.data))
     return Start(config=config, resumed=None, preset=name, seeds=int(seeds or 1), notes=tuple(notes))
@@ -374,6 +389,6 @@ def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> C
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))
     )
-    check_resumed(saved, asked, path)
+    check_resumed(saved, asked, path, may_lengthen=command != "compare")
     unused_options(saved, asked)
     return asked

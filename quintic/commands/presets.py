@@ -9,19 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quintic.durable import json_object
 from quintic.errors import ConfigError
 from quintic.speedrun import presets as speedrun
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from quintic.train.saved_config import changed_fields
+from quintic.train.saved_config import changed_fields, load_config
 
 __all__ = [
     "GPU_PRESETS",
     "PRESETS",
+    "check_initial",
     "gpu_preset",
     "gpu_small_preset",
     "preset",
     "suitable_preset",
     "unused_options",
+    "with_initial",
     "with_recipe",
 ]
 
@@ -187,6 +190,89 @@ def with_recipe(config: Config, name: str) -> Config:
         old = getattr(config, section)
         sections[section] = replace(old, **{key: value for key, value in values.items() if hasattr(old, key)})
     return replace(config, **sections)
+
+
+def _initial_folder(name: str, runs_dir: Path) -> Path:
+    """Return the folder of the run or exported model that `--init-from` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (runs_dir / name, Path(name).expanduser()):
+        if (folder / "config.json").is_file():
+            return folder.absolute()
+    raise ConfigError(
+        f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; check "
+        "the name, and --runs-dir"
+    )
+
+
+def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
+    """Return the configuration with sizes and tokenizer of a run or exported model, whose weights a run starts from.
+
+    Args:
+        config: of the run that starts.
+        name: value of `--init-from`.
+        runs_dir: the folder of all runs.
+
+    Raises:
+        ConfigError: there is no such folder, it holds something else, or its model cannot be trained on.
+    """
+    folder = _initial_folder(name, runs_dir)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the export")
+    values = json_object(folder / "config.json")
+    is_export = values.get("model_type") == "quintic"
+    model = _exported_sizes(values, folder) if is_export else load_config(folder / "config.json").model
+    return replace(
+        config,
+        model=model,
+        data=replace(config.data, tokenizer=str(folder / "tokenizer.json")),
+        run=replace(config.run, init_from=str(folder)),
+    )
+
+
+def check_initial(config: Config, given: Config) -> None:
+    """Check that options have not changed what weights have sizes of.
+
+    Args:
+        config: the sizes of the weights to start from.
+        given: the options.
+
+    Raises:
+        ConfigError: they have.
+    """
+    free = ("model.seq_len", "model.window_pattern", "model.short_window")
+    for name, (old, new) in changed_fields(config, given).items():
+        if name.startswith("model.") and name not in free:
+            option = "--" + name.partition(".")[2].replace("_", "-")
+            raise ConfigError(
+                f"{option} {new}: the model of --init-from {config.run.init_from} has {old}, and its weights fit no "
+                f"other; leave {option} out"
+            )
+
+
+def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """Return the sizes in the config.json of an exported model as options."""
+    try:
+        if values["lookup_layers"]:
+            raise ConfigError(
+                f"--init-from {folder}: an export does not keep all that lookup layers need for training; give the run"
+            )
+        depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
+        heads = values["hidden_size"] // values["head_dim"]
+        return ModelConfig(
+            depth=depth,
+            # The least that is rounded up to this width.
+            aspect_ratio=(heads - 1) * values["head_dim"] // depth + 1,
+            head_dim=values["head_dim"],
+            kv_ratio=heads // values["num_key_value_heads"],
+            seq_len=seq_len,
+            window_pattern="".join("L" if window == seq_len else "S" for window in windows),
+            short_window=min(windows) / seq_len,
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"--init-from {folder}: config.json is not that of an export ({error!r})") from None
 
 
 # Options -> what they need to have an effect, and whether a configuration has it. Without it they are a mistake ...

@@ -1,7 +1,8 @@
 """Sampling: text from a trained model, one token at a time for several prompts at once, with a key/value cache."""
 
+import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ def generate_batch(
     top_k: int | None = 50,
     top_p: float | None = None,
     seeds: Sequence[int] | None = None,
+    on_tokens: Callable[[Mapping[int, int]], None] | None = None,
 ) -> list[list[int]]:
     """Return up to `max_tokens` tokens that continue each prompt; a row ends early where the model starts a document.
 
@@ -61,6 +63,7 @@ def generate_batch(
         top_p: draw only from the smallest set of likeliest tokens with at least this total probability, after
             `top_k` (nucleus sampling); None for no limit.
         seeds: of the draws of each row, by default 0, 1, ...; drawn on the CPU, so that devices agree.
+        on_tokens: called after each step with the new tokens by row; rows that have ended are left out.
 
     Raises:
         ValueError: an empty prompt; a temperature, `top_k`, `top_p` or seed out of range.
@@ -95,6 +98,8 @@ def generate_batch(
         running = {row for row in running if tokens[row] != bos_id}
         for row in running:
             made[row].append(tokens[row])
+        if on_tokens is not None:
+            on_tokens({row: tokens[row] for row in sorted(running)})
         running = {row for row in running if len(made[row]) < max_tokens}
         if not running:
             return made
@@ -111,10 +116,23 @@ def sample_text(
     top_k: int | None = 50,
     top_p: float | None = None,
     seed: int = 0,
+    write: Callable[[str], None] | None = None,
 ) -> list[dict[str, str]]:
     """Return `{"prompt", "text"}` for each prompt; `text` is the continuation alone.
 
     Prompt n is drawn with seed + n, which after 2^63 - 1, the largest seed, goes on from 0.
+
+    Args:
+        model: on any device.
+        tokenizer: the model's.
+        prompts: beginnings; the empty one starts a document.
+        max_tokens: tokens to make per prompt.
+        temperature: as in `generate_batch`.
+        top_k: likewise.
+        top_p: likewise.
+        seed: of the first prompt's draws.
+        write: takes the samples in pieces as they grow, one after the other: a prompt, its text in whole characters as
+            they are made, and two line ends.
 
     Raises:
         ValueError: a temperature, `top_k`, `top_p` or seed out of range.
@@ -124,6 +142,7 @@ def sample_text(
     samples = []
     for first in range(0, len(prompts), _ROWS):
         some = prompts[first : first + _ROWS]
+        stream = None if write is None else _Stream(tokenizer, some, write)
         made = generate_batch(
             model,
             [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in some],
@@ -132,10 +151,50 @@ def sample_text(
             top_k=top_k,
             top_p=top_p,
             seeds=[(seed + first + row) % _SEEDS for row in range(len(some))],
+            on_tokens=None if stream is None else stream.add,
         )
+        if stream is not None:
+            stream.close()
         for prompt, tokens in zip(some, made, strict=True):
             samples.append({"prompt": prompt, "text": tokenizer.decode(tokens)})
     return samples
+
+
+class _Stream:
+    """Writes the texts of a batch one after the other, while all of them grow.
+
+    The first text is written as it is made. The others wait in `_waiting` until all before them have ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], write: Callable[[str], None]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._waiting = list(prompts)
+        # A character of several bytes may be made of several tokens: the decoder keeps the bytes of an unfinished one.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+        self._row = 0
+        self._flush()
+
+    def add(self, tokens: Mapping[int, int]) -> None:
+        """Take the new tokens by row; rows that are missing have ended."""
+        for row, token in tokens.items():
+            self._waiting[row] += self._decoders[row].decode(self._tokenizer.decode_bytes([token]))
+        while self._row not in tokens and self._row < len(self._waiting):
+            self._end()
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left: all texts have ended."""
+        self.add({})
+
+    def _end(self) -> None:
+        self._waiting[self._row] += self._decoders[self._row].decode(b"", final=True) + "\n\n"
+        self._flush()
+        self._row += 1
+
+    def _flush(self) -> None:
+        if self._row < len(self._waiting) and self._waiting[self._row]:
+            self._write(self._waiting[self._row])
+            self._waiting[self._row] = ""
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:

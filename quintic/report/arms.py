@@ -86,6 +86,7 @@ def _check_seeds(name: str, runs: Sequence[str], histories: Sequence[RunHistory]
         kept = {key: str(value) for key, value in options.items() if key.split(".")[-1] not in _FREE_AMONG_SEEDS}
         machine = history.run.get("machine") or {}
         kept |= {name: str(machine[name]) for name in ("dtype", "fp8") if name in machine}
+        kept |= {"length": str(history.total_steps)} if history.lengthened else {}
         text = _text_of(history)
         return kept if text is None else kept | {"text and tokenizer": text}
 

@@ -11,7 +11,7 @@ Every record has a ``kind``; the other fields depend on it:
     eval     step, tokens, seconds, loss, bpb, bpb_stderr
     core     step, tokens, seconds, core, core_stderr, centred, accuracy, missing
     sample   step, samples
-    resume   step, time
+    resume   step, time; where it made the run longer steps_before, total_steps
     rollback step, spike_step
     final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
              flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
@@ -105,6 +105,7 @@ class RunHistory:
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
         resumed_at: the steps at which the run was taken up again.
+        lengthened: the ``resume`` records that made the run longer.
         spikes: the ``train`` records of steps whose loss jumped, also of those that were made again after a rollback.
     """
 
@@ -115,6 +116,7 @@ class RunHistory:
     samples: Sequence[Mapping[str, Any]]
     final: Mapping[str, Any]
     resumed_at: Sequence[int]
+    lengthened: Sequence[Mapping[str, Any]]
     spikes: Sequence[Mapping[str, Any]]
 
     @classmethod
@@ -150,6 +152,7 @@ class RunHistory:
             samples=sampled[-1] if sampled else (),
             final=final,
             resumed_at=[record["step"] for record in kinds.get("resume", [])],
+            lengthened=[record for record in kinds.get("resume", []) if record.get("total_steps")],
             spikes=[record for record in kinds.get("train", []) if "spike" in record],
         )
 
@@ -160,11 +163,21 @@ class RunHistory:
 
     @property
     def repeat(self) -> str | None:
-        """The command that makes the run again, by torchrun if several ranks made it; None if the log has none."""
+        """The commands that make the run again, by torchrun if several ranks made it; None if the log has none."""
         command: str | None = self.run.get("repeat")
-        if not command or self.ranks == 1:
-            return command
-        return f"torchrun --standalone --nproc-per-node={self.ranks} -m {command}"
+        if not command:
+            return None
+        commands = [command]
+        for record in self.lengthened:
+            start = "" if record["step"] == record.get("steps_before") else f" --resume-step {record['step']}"
+            commands.append(f"quintic train --resume --steps {record['total_steps']}{start}")
+        launcher = "" if self.ranks == 1 else f"torchrun --standalone --nproc-per-node={self.ranks} -m "
+        return " && ".join(launcher + command for command in commands)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Length of the run, the latest if it was made longer; None if the log has none."""
+        return (self.lengthened[-1] if self.lengthened else self.run).get("total_steps")
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["wrong_in"]
 
 _TEXTS = ("kind", "name", "time", "command", "repeat", "code", "on_spike")
-_COUNTS = ("step", "total_steps", "spike_step", "least_bpb_step", "epoch", "stage", "ranks")
+_COUNTS = ("step", "total_steps", "steps_before", "spike_step", "least_bpb_step", "epoch", "stage", "ranks")
 _NUMBERS = (
     "tokens", "seconds", "loss", "bpb", "bpb_stderr", "core", "core_stderr", "lr_multiplier", "momentum",
     "weight_decay", "tokens_per_second", "smoothed_loss", "least_loss", "least_bpb", "flops", "mfu",

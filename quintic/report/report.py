@@ -108,14 +108,19 @@ def _sources(folder: Path) -> list[tuple[str, list[tuple[str, Any]], str]]:
 
 def _status(history: RunHistory) -> str:
     last = (history.train or history.evals)[-1]["step"]
-    total = history.run.get("total_steps")
+    total = history.total_steps
     parts = [f"Started {date(str(history.run['time']))}"] if history.run.get("time") else []
+    if (source := ((history.run.get("config") or {}).get("run") or {}).get("init_from")) is not None:
+        parts.append(f"from the weights of {source}")
     if history.final:
         parts.append(f"finished after {int(history.final.get('step', last)):,} steps")
     else:
         parts.append(f"not finished: step {last:,}" + (f" of {total:,}" if total else ""))
     if history.resumed_at:
         parts.append("continued from step " + ", ".join(f"{step:,}" for step in history.resumed_at))
+    for record in history.lengthened:
+        lengths = f"from {record.get('steps_before') or 0:,} to {record['total_steps']:,} steps"
+        parts.append(f"made longer after step {record['step']:,}, {lengths}")
     return (text := "; ".join(parts))[0].upper() + text[1:] + "."
 
 

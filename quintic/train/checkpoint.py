@@ -49,6 +49,7 @@ __all__ = [
     "Checkpoint",
     "checkpoint_of_step",
     "checkpoints",
+    "copy_weights",
     "load_model_weights",
     "newest_checkpoint",
     "restore_optimizer",
@@ -211,8 +212,8 @@ def newest_checkpoint(
     raise CheckpointError(f"{run_dir}: has no checkpoint yet; start the run anew, without --resume")
 
 
-def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step.
+def checkpoint_of_step(run_dir: Path, step: int, *, option: str = "--resume-step") -> Checkpoint:
+    """Return the checkpoint of a step, which the user gave in an option.
 
     Raises:
         CheckpointError: the run has not kept it, or it is damaged.
@@ -221,9 +222,9 @@ def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
     path = next((path for path in kept if step_of(path) == step), None)
     if path is None:
         steps = ", ".join(str(step_of(path)) for path in reversed(kept)) or "none"
-        raise CheckpointError(f"--resume-step {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
+        raise CheckpointError(f"{option} {step}: {run_dir} has no checkpoint of that step; it has kept {steps}")
     if damage := _damage(path):
-        raise CheckpointError(f"--resume-step {step}: {path}: {damage}; choose another step")
+        raise CheckpointError(f"{option} {step}: {path}: {damage}; choose another step")
     return Checkpoint(path=path)
 
 
@@ -257,15 +258,23 @@ def load_model_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     Raises:
         CheckpointError: names or shapes differ.
     """
+    copy_weights(_read(checkpoint, "model", model.state_dict()), model, checkpoint.path)
+
+
+def copy_weights(saved: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+    """Copy weights by name into `model`, each rank its part.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message says so of `path`.
+    """
     own = model.state_dict()
-    saved = _read(checkpoint, "model", own)
     try:
         model.load_state_dict(
             {name: divided_as(value, own[name]) if name in own else value for name, value in saved.items()}
         )
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        raise CheckpointError(f"{checkpoint.path}: does not fit this model: {lines[-1]}") from None
+        raise CheckpointError(f"{path}: does not fit this model: {lines[-1]}") from None
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:

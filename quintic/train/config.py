@@ -266,8 +266,11 @@ class BaseRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(BaseRunConfig):
-    """Devices, evaluations, checkpoints and records."""
+    """First weights, devices, evaluations, checkpoints and records."""
 
+    init_from: str | None = None
+    """Start from the weights of this run (its name or folder) or exported model (its folder), with its sizes and its
+    tokenizer, a new optimizer and a new schedule; by default from random weights."""
     fp8: bool = False
     """Multiply in 8 bits (a GPU of compute capability 8.9 or more)."""
     fp8_recipe: Literal["auto", "tensorwise", "rowwise"] = "auto"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from quintic.train.lookups import allocate_lookups
 from quintic.train.metrics import MetricsLog, TensorBoardTracker, Tracker, WandbTracker, missing_package
 from quintic.train.recipe import scale_lines
 from quintic.train.runs import TOKENIZER_FILE, hold_run, wandb_id
+from quintic.train.saving.initial import load_initial_weights
+from quintic.train.saving.longer import lengthened
 from quintic.train.saving.source import keep_source
 from quintic.train.schedule import is_due
 from quintic.train.trainer import Trainer
@@ -111,8 +114,12 @@ def train(
         if checkpoint is not None:
             ranks.agree(lambda: run.restore(checkpoint))
             say(f"Continuing {run_dir.name} after step {run.step}")
+        elif (source := config.run.init_from) is not None:
+            load = partial(load_initial_weights, run.model, Path(source), dataset.tokenizer, message=say)
+            say(ranks.agree(load))
         else:
             allocation = allocate_lookups(run.model, dataset, seed=config.run.seed)
+        longer_than = ranks.agree(lambda: lengthened(run, run_dir, say)) if resume else None
         ranks.from_first(lambda: dataset.tokenizer.save(run_dir / TOKENIZER_FILE))
         for line in filter(None, [*run.describe(), allocation]):
             say(line)
@@ -131,7 +138,8 @@ def train(
         if checkpoint is None or not has_log:
             log.write("run", time=now, name=run_dir.name, command=command, **run.facts())
         if checkpoint is not None:
-            log.write("resume", step=run.step, time=now)
+            lengths = {} if longer_than is None else {"steps_before": longer_than, "total_steps": run.total}
+            log.write("resume", step=run.step, time=now, **lengths)
             if ranks.from_first(lambda: keep_source(run_dir, run.step)):
                 progress.message("The source of quintic has changed since the run's last part; its folder keeps both")
         try:

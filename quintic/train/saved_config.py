@@ -11,7 +11,7 @@ from typing import Any, Literal
 from quintic.errors import ConfigError
 from quintic.train.config import Config
 
-__all__ = ["changed_fields", "check_resumed", "from_dict", "load_config", "repeat_command", "to_dict"]
+__all__ = ["changed_fields", "check_longer", "check_resumed", "from_dict", "load_config", "repeat_command", "to_dict"]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -94,27 +94,43 @@ _FREE_WHEN_RESUMED = frozenset(
 _LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
 
 
-def check_resumed(saved: Config, asked: Config, path: Path) -> None:
+def check_resumed(saved: Config, asked: Config, path: Path, *, may_lengthen: bool = False) -> None:
     """Check that a run can be continued with other options.
 
     Args:
         saved: the run's own.
         asked: the options now.
         path: the file of `saved`, for the message.
+        may_lengthen: allow more steps. Where `saved` has no number of them, whether they are more is checked later.
 
     Raises:
         ConfigError: they change what the run computes.
     """
     # Where a run that goes back to checkpoints goes back to depends on when they were due.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
-    for name, (old, _) in changed_fields(saved, asked).items():
-        if name not in free:
+    for name, (old, new) in changed_fields(saved, asked).items():
+        if name == "schedule.steps" and may_lengthen and new is not None:
+            check_longer(new, old)
+        elif name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
             why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
             raise ConfigError(
                 f"{option} cannot change when a run is resumed{why}: leave it out (it is {old}), or start a new run "
                 f"with its other options (quintic train --config {shlex.quote(str(path))} --run NEW {option} ...)"
             )
+
+
+def check_longer(steps: int, before: int | None) -> None:
+    """Check that `--steps` makes a run longer than it is; None for a length that is not known yet.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if before is not None and steps <= before:
+        raise ConfigError(
+            f"--steps {steps}: a resumed run can be made longer, not shorter, and it has {before:,} steps: leave the "
+            "option out, or start a new run"
+        )
 
 
 # Written out whatever they are: who reads the command sees the run, and defaults may change.
@@ -149,7 +165,7 @@ def repeat_command(config: Config, *, steps: int, **chosen: Any) -> str:
             if isinstance(getattr(defaults, f.name), bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
                 continue
-            is_path = f.name in ("data", "tokenizer", "data_dir", "core") and value not in (None, "python")
+            is_path = f.name in ("data", "tokenizer", "data_dir", "core", "init_from") and value not in (None, "python")
             if is_path and Path(value).exists():
                 value = Path(value).resolve()  # the same from another folder
             words += [option, *map(str, value)] if isinstance(value, tuple) else [option, str(value)]

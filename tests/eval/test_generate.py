@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintic.data.dataset import Dataset
-from quintic.eval.generate import _draw, default_prompts, generate_batch, sample_text
+from quintic.eval.generate import _draw, _Stream, default_prompts, generate_batch, sample_text
 from quintic.model.gpt import GPT, GPTConfig
 
 VOCAB, BOS = 61, 0
@@ -217,6 +217,41 @@ def test_samples_are_the_decoded_continuations(tiny_dataset: Dataset) -> None:
     for seed in (-1, 2**63):
         with pytest.raises(ValueError, match=f"^seed={seed}: must be at least 0 and below 2\\^63$"):
             sample_text(model, tokenizer, (), max_tokens=1, seed=seed)
+
+
+def test_samples_are_written_as_they_grow(tiny_dataset: Dataset) -> None:
+    tokenizer = tiny_dataset.tokenizer
+    model = model_of(vocab_size=tiny_dataset.vocab_size, bos_id=tiny_dataset.bos_id)
+    prompts = ("def model", "", "résumé", *["x"] * 33)  # more than go through the model together
+    pieces: list[str] = []
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 4}
+    samples = sample_text(model, tokenizer, prompts, **options, write=pieces.append)
+    assert samples == sample_text(model, tokenizer, prompts, **options)
+    assert "".join(pieces) == "".join(f"{sample['prompt']}{sample['text']}\n\n" for sample in samples)
+    # The first text token by token, and the others when it is their turn.
+    first = samples[0]["text"]
+    assert pieces[0] == "def model"
+    assert len(pieces) > 5
+    assert "".join(pieces[1 : pieces.index("\n\n")]) == first
+    assert all(pieces)
+
+
+def test_a_stream_has_whole_characters_only(tiny_dataset: Dataset) -> None:
+    tokenizer = tiny_dataset.tokenizer
+    text = "é\U0001f642"
+    tokens = [
+        token for byte in text.encode() for token in range(256) if tokenizer.decode_bytes([token]) == bytes([byte])
+    ]
+    assert tokenizer.decode_bytes(tokens) == text.encode()  # a byte each
+    pieces: list[str] = []
+    stream = _Stream(tokenizer, ("a", "b", "c"), pieces.append)
+    for token in tokens:
+        stream.add({0: token, 2: token})  # the second text has ended at once
+    assert pieces == ["a", "é", "\U0001f642"]
+    stream.add({2: tokens[0]})  # the first one ends, and this one in the middle of a character
+    assert pieces[3:] == ["\n\n", "b\n\n", f"c{text}"]
+    stream.close()
+    assert pieces[6:] == ["\ufffd\n\n"]
 
 
 def test_prompts_suit_the_data() -> None:
