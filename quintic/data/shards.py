@@ -109,8 +109,9 @@ def prepare(
             raise DataError(f"{name} is {value}; it must be at least 1")
     data_dir = Path(data_dir)
     source = open_source(spec, cache_dir=data_dir / "cache", text_field=text_field)
-    for line in source.notes if note is not None else ():
-        note(line)
+    if note is not None:
+        for line in source.notes:
+            note(line)
     if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
         raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with --max-bytes")
     given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None

@@ -138,7 +138,7 @@ def teachable(pieces: list[tuple[int, bytes]]) -> list[bytes]:
         return [piece for _, piece in pieces]
     words = set[str]()
     num_bytes = work = 0
-    chosen = []
+    chosen: list[int] = []
     for number, (_, piece) in sorted(enumerate(pieces), key=lambda numbered: numbered[1][0]):
         new_words = set(_RUNS.findall(piece.decode())) - words
         costs = _with_costs(num_bytes, work, (word.encode() for word in new_words))
