@@ -220,7 +220,7 @@ def _value_end(data: bytearray, start: int) -> int:
     Raises:
         ValueError: there is none, or it does not end.
     """
-    first = data[start : start + 1]
+    first = bytes(data[start : start + 1])
     if first == b'"':
         return _string_end(data, start + 1)
     if first not in (b"{", b"["):
