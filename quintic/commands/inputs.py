@@ -159,7 +159,7 @@ def _text_of(run_dir: Path, summary: Mapping[str, Any], data: DataConfig) -> Dat
     for folder in (data.data_dir, path.parent, run_dir.resolve().parent.parent / path.parent.name):
         for manifest in sorted(folder.glob(f"*-{summary['key']}/{MANIFEST_NAME}")):
             return Dataset.open(manifest.parent)
-    settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes, data.text_field)
+    settings = (data.vocab_size, data.tokenizer, data.val_frac, data.max_bytes, data.text_field, data.val_data)
     command = prepare_command(data.data, data.data_dir, *settings)
     raise DataError(
         f"{path}: the text of {run_dir.name} does not exist any more; unless its source has changed since, run again: "

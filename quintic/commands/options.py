@@ -375,12 +375,24 @@ def training_options(arguments: list[str], command: str) -> Start:
 
 def _absolute(data: DataConfig) -> DataConfig:
     """Return the options of text with paths that are good in any working folder."""
-    source, tokenizer = data.data, data.tokenizer
-    if source not in ("python", "") and not source.startswith("hf:") and Path(source).expanduser().exists():
-        source = os.path.abspath(Path(source).expanduser())
+    source, tokenizer = _absolute_source(data.data), data.tokenizer
+    val_data = None if data.val_data is None else _absolute_source(data.val_data)
     if tokenizer is not None and tokenizer != "gpt2" and Path(tokenizer).exists():
         tokenizer = os.path.abspath(tokenizer)
-    return dataclasses.replace(data, data=source, tokenizer=tokenizer, data_dir=Path(os.path.abspath(data.data_dir)))
+    data_dir = Path(os.path.abspath(data.data_dir))
+    return dataclasses.replace(data, data=source, val_data=val_data, tokenizer=tokenizer, data_dir=data_dir)
+
+
+def _absolute_source(source: str) -> str:
+    if source in ("python", "") or source.startswith("hf:"):
+        return source
+    if Path(source).expanduser().exists():
+        return os.path.abspath(Path(source).expanduser())
+    # The sources of a mixture, each with its weight; what is neither there nor a source is refused when it is opened.
+    words = [word.rpartition("=") for word in source.split()]
+    if len(words) < 2 or not all(sign and name for name, sign, _ in words):
+        return source
+    return " ".join(f"{_absolute_source(name)}={weight}" for name, _, weight in words)
 
 
 def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> Config:

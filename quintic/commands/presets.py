@@ -288,6 +288,7 @@ _NEEDS: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
 # ... or, where one command line may serve for either choice, only overridden.
 _OVERRIDDEN: Mapping[tuple[str, ...], tuple[str, Callable[[Config], bool]]] = {
     ("vocab_size",): ("--tokenizer", lambda config: config.data.tokenizer is not None),
+    ("val_frac",): ("--val-data", lambda config: config.data.val_data is not None),
     ("warmup_frac",): ("--warmup-steps", lambda config: config.schedule.warmup_steps is not None),
     ("adamw_lr", "adamw_head_lr", "adamw_weight_decay"): (
         "--optimizer muon",

@@ -43,6 +43,7 @@ def prepared(data: DataConfig, *, repair: bool = True) -> Dataset:
         repair=repair,
         progress=progress,
         text_field=data.text_field,
+        val_data=data.val_data,
         note=lambda line: print(f"Preparing data: {line}", flush=True),
     )
     verify(dataset, again=data.verify)

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,16 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object, write_atomically
 from quintic.errors import DataError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "TOKENIZER_NAME", "Dataset", "DocumentSplit", "SplitName", "checksum"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "TOKENIZER_NAME",
+    "Dataset",
+    "DocumentSplit",
+    "Share",
+    "SplitName",
+    "checksum",
+]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -118,6 +127,22 @@ class DocumentSplit:
         return self.shards[shard][start - base : end - base]
 
 
+class Share(NamedTuple):
+    """The documents of one source in a split.
+
+    Attributes:
+        source: the string that names it.
+        weight: share of the tokens when rows are made, among the sources of the split.
+        first: number of its first document.
+        last: number behind its last one.
+    """
+
+    source: str
+    weight: float
+    first: int
+    last: int
+
+
 class Dataset:
     """Prepared text: a tokenizer and the two splits. `Dataset.open` and `prepare` make one.
 
@@ -189,6 +214,17 @@ class Dataset:
         if tokenizer.fingerprint() != self.manifest["tokenizer"]["fingerprint"]:
             raise DataError(f"{path}: changed since the text was prepared; run again: {self.manifest['command']}")
         return tokenizer
+
+    def shares(self, name: SplitName) -> list[Share]:
+        """Return the sources that have documents in a split, with their weights; one where there is no mixture."""
+        split = self.split(name)
+        everything = Share(self.manifest["source"]["spec"], 1.0, 0, split.num_documents)
+        found = [
+            Share(fields["source"], float(fields["weight"]), *map(int, fields[name]))
+            for fields in self.manifest.get("sources", [])
+        ]
+        # Validation text of its own has no weight, and is then the only one.
+        return [share for share in found if share.first < share.last] or [everything]
 
     def split(self, name: SplitName) -> DocumentSplit:
         """Return the `train` or the `val` split.

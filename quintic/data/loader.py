@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quintic.data.prefetch import Prefetcher
-from quintic.data.rows import PackedRows, PieceTable, RowPosition, RowStream
+from quintic.data.rows import MixedRows, PackedRows, PieceTable, RowPosition, RowStream
 from quintic.data.shards import Dataset, SplitName
 from quintic.errors import DataError
 
@@ -146,9 +146,10 @@ class Loader(Iterator[Batch]):
         _check_sizes(rows=rows, seq_len=seq_len, rank=rank, world_size=world_size)
         if buffer_documents < 1 or prefetch < 0:
             raise DataError(f"buffer_documents {buffer_documents} and prefetch {prefetch} must be at least 1 and 0")
-        table = PieceTable(dataset.split(split), dataset.bos_id, seq_len + 1)
-        if table.num_tokens < rows * (seq_len + 1) * world_size:
-            raise _too_little_text(split, table.num_tokens, rows, seq_len, world_size)
+        tables = _tables(dataset, split, seq_len)
+        num_tokens = sum(table.num_tokens for table in tables)
+        if num_tokens < rows * (seq_len + 1) * world_size:
+            raise _too_little_text(split, num_tokens, rows, seq_len, world_size)
         self._depth = prefetch
         self._device = numbered(device)
         self._identity = {
@@ -160,13 +161,22 @@ class Loader(Iterator[Batch]):
             "shuffle": shuffle,
             "buffer_documents": buffer_documents,
         }
-        self._stream = RowStream(table, seed=seed, shuffle=shuffle, buffer_documents=buffer_documents)
-        self._position = self._stream.position()
+        self._shares = dataset.shares(split)
+        self._tokens = [table.num_tokens for table in tables]
+        self._stream = MixedRows(
+            [
+                # Each source has permutations of its own; the first those of a text without others.
+                RowStream(table, seed=seed + number * 2**32, shuffle=shuffle, buffer_documents=buffer_documents)
+                for number, table in enumerate(tables)
+            ],
+            [share.weight or 1.0 for share in self._shares],
+        )
+        self._positions = self._stream.positions()
         # The thread gets what it needs and not this object, so that dropping the loader ends the thread.
         self._make = functools.partial(
             _next_batch, self._stream, dataset, self._device, rows=rows, part=rank, parts=world_size
         )
-        self._prefetcher: Prefetcher[tuple[Batch, RowPosition]] | None = None
+        self._prefetcher: Prefetcher[tuple[Batch, tuple[RowPosition, ...]]] | None = None
         self._closed = False
 
     def __next__(self) -> Batch:
@@ -179,22 +189,34 @@ class Loader(Iterator[Batch]):
         if self._closed:
             raise ValueError("the loader is closed")
         if self._depth == 0:
-            batch, position = self._make()
+            batch, positions = self._make()
         else:
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(self._make, self._depth)
-            batch, position = self._prefetcher.get()
-        self._position = position
+            batch, positions = self._prefetcher.get()
+        self._positions = positions
         return batch.to(self._device)
 
     @property
     def cropped_frac(self) -> float:
         """Fraction of the tokens that was dropped rather than served, over all batches returned so far."""
-        return self._position.cropped / max(1, self._position.served + self._position.cropped)
+        cropped = sum(position.cropped for position in self._positions)
+        return cropped / max(1, cropped + sum(position.served for position in self._positions))
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source has been read so far: source -> tokens served and dropped over tokens there are."""
+        return {
+            share.source: (position.served + position.cropped) / max(1, tokens)
+            for share, position, tokens in zip(self._shares, self._positions, self._tokens, strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place behind the last batch returned, fit for JSON; batches made ahead do not count."""
-        return {**self._identity, "position": self._position.to_json()}
+        positions = [position.to_json() for position in self._positions]
+        if len(positions) == 1:
+            return {**self._identity, "position": positions[0]}
+        return {**self._identity, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place: the next batch is the one that followed when the state was taken.
@@ -216,16 +238,17 @@ class Loader(Iterator[Batch]):
                     f"the saved data state was made with {name} {state[name]!r}, this run has {value!r}; resume with "
                     f"the {name} of the saved run, or start a new one"
                 )
-        if not isinstance(state.get("position"), dict):
+        saved = state.get("positions", [state.get("position")])
+        if not isinstance(saved, list) or not all(isinstance(position, dict) for position in saved):
             raise DataError("the saved data state has no 'position'; it was not made by this loader")
-        position = RowPosition.from_json(state["position"])
+        positions = tuple(map(RowPosition.from_json, saved))
         self._stop()
         try:
-            self._stream.restore(position)
+            self._stream.restore(positions)
         except DataError:
-            self._stream.restore(self._position)
+            self._stream.restore(self._positions)
             raise
-        self._position = position
+        self._positions = positions
 
     def close(self) -> None:
         """Stop the thread; no more batches. May be called twice."""
@@ -266,23 +289,37 @@ def iterate_validation_rows(
         DataError: a number is out of range, or there is too little text for one batch.
     """
     _check_sizes(rows=rows, seq_len=seq_len, rank=0, world_size=1)
-    table = PieceTable(dataset.split("val"), dataset.bos_id, seq_len + 1)
+    tables = _tables(dataset, "val", seq_len)
     wanted = None if max_tokens is None else max(1, max_tokens // (rows * seq_len))
-    stream = RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
+    stream = MixedRows(
+        [
+            RowStream(table, seed=0, shuffle=False, buffer_documents=_VALIDATION_BUFFER, max_epochs=1)
+            for table in tables
+        ],
+        [share.weight or 1.0 for share in dataset.shares("val")],
+    )
     count = 0
     while (wanted is None or count < wanted) and (block := stream.next_rows(rows)) is not None:
         yield _to_batch(block, dataset, numbered=True)
         count += 1
     if not count:
-        raise _too_little_text("val", table.num_tokens, rows, seq_len, 1)
+        raise _too_little_text("val", sum(table.num_tokens for table in tables), rows, seq_len, 1)
+
+
+def _tables(dataset: Dataset, split: SplitName, seq_len: int) -> list[PieceTable]:
+    """Return the pieces of each source's documents in a split."""
+    documents = dataset.split(split)
+    return [
+        PieceTable(documents, dataset.bos_id, seq_len + 1, (share.first, share.last)) for share in dataset.shares(split)
+    ]
 
 
 def _next_batch(
-    stream: RowStream, dataset: Dataset, device: torch.device, *, rows: int, part: int, parts: int
-) -> tuple[Batch, RowPosition]:
+    stream: MixedRows, dataset: Dataset, device: torch.device, *, rows: int, part: int, parts: int
+) -> tuple[Batch, tuple[RowPosition, ...]]:
     block = stream.next_rows(rows, part=part, parts=parts)
     assert block is not None  # a stream without max_epochs does not end
-    return _to_batch(block, dataset).pinned(device), stream.position()
+    return _to_batch(block, dataset).pinned(device), stream.positions()
 
 
 def _to_batch(block: PackedRows, dataset: Dataset, *, numbered: bool = False) -> Batch:

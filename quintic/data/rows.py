@@ -3,6 +3,7 @@
 numpy only; tensors, threads and saved states are `quintic.data.loader`, whose docstring explains pieces and order.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from quintic.data.packing import BestFitPacker
 from quintic.data.shards import DocumentSplit
 from quintic.errors import DataError
 
-__all__ = ["PackedRows", "PieceTable", "RowPosition", "RowStream"]
+__all__ = ["MixedRows", "PackedRows", "PieceTable", "RowPosition", "RowStream"]
 
 _LOOKAHEAD = 1024
 # An epoch without a full row can be an unlucky permutation of very little text; this many in a row are no luck.
@@ -29,20 +30,26 @@ class PieceTable:
     `k * (row_tokens - 1)` on.
     """
 
-    def __init__(self, split: DocumentSplit, bos_id: int, row_tokens: int) -> None:
+    def __init__(
+        self, split: DocumentSplit, bos_id: int, row_tokens: int, documents: tuple[int, int] | None = None
+    ) -> None:
         """Count the pieces.
 
         Args:
             split: the documents.
             bos_id: the token every piece begins with.
             row_tokens: longest piece, at least 2.
+            documents: number of the first document and the one behind the last; all of the split when None.
         """
+        first, last = (0, split.num_documents) if documents is None else documents
+        offsets = split.offsets[first : last + 1]
         self.row_tokens = row_tokens
         self._bos_id = bos_id
         self._shards = split.shards
         self._shard_offsets = split.shard_offsets
-        self._starts = split.offsets[:-1] + 1  # behind the document's own bos, which a piece brings along
-        self._text_tokens = np.diff(split.offsets) - 1
+        self._first_document = first
+        self._starts = offsets[:-1] + 1  # behind the document's own bos, which a piece brings along
+        self._text_tokens = np.diff(offsets) - 1
         self._stride = row_tokens - 1
         pieces = np.maximum(1, -(-self._text_tokens // self._stride))
         self._first_piece = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces)])
@@ -64,7 +71,7 @@ class PieceTable:
 
     def documents(self, pieces: Int64s) -> Int64s:
         """Return the number of each piece's document in the split: int64 of the same shape."""
-        return self._locate(pieces)[0]
+        return self._locate(pieces)[0] + self._first_document
 
     def fill(self, out: Int64s, pieces: Int64s, takes: Int64s) -> None:
         """Write the first `takes[i]` tokens of each piece one after the other into `out`.
@@ -97,7 +104,7 @@ class PackedRows:
     Attributes:
         tokens: (rows, row_tokens) int64.
         documents: (rows, row_tokens) int64; the number, in the split, of the document that each token comes from.
-        epoch: that of the first row.
+        epoch: that of the first row; of several sources, the least that any is in.
     """
 
     tokens: Int64s
@@ -196,6 +203,16 @@ class RowStream:
         self._packer = self._new_packer(zip(position.waiting, lengths.tolist(), strict=True))
         self._served, self._cropped = position.served, position.cropped
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self._epoch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows so far, of all epochs."""
+        return self._served // self._table.row_tokens
+
     def position(self) -> RowPosition:
         """Return the place of the next row."""
         return RowPosition(
@@ -206,41 +223,21 @@ class RowStream:
             cropped=self._cropped,
         )
 
-    def next_rows(self, rows: int, *, part: int = 0, parts: int = 1) -> PackedRows | None:
-        """Pack the next `parts * rows` rows and return one part of them, or None when there are not so many.
-
-        Args:
-            rows: rows of a part.
-            part: number of the part to return, from 0; only its tokens are read.
-            parts: number of equal parts.
+    def pack_row(self) -> "_RowPieces | None":
+        """Pack the next row and read none of its tokens; None when there is none.
 
         Raises:
             DataError: several epochs in a row did not fill one row.
         """
-        places: list[int] = []
-        takes: list[int] = []
-        ends = [0]
-        first_epoch = self._epoch
-        for row in range(parts * rows):
-            pieces = self._next_row()
-            if pieces is None:
-                return None
-            if row == 0:
-                first_epoch = self._epoch
-            # The permutation of an epoch ends with it, so places are turned into pieces row by row.
-            places += self._order[[place for place, _ in pieces]].tolist()
-            takes += [take for _, take in pieces]
-            ends.append(len(takes))
-        numbers, lengths = np.array(places, dtype=np.int64), np.array(takes, dtype=np.int64)
-        self._cropped += int((self._table.lengths(numbers) - lengths).sum())
-        self._served += parts * rows * self._table.row_tokens
-        wanted = slice(ends[part * rows], ends[(part + 1) * rows])
-        numbers, lengths = numbers[wanted], lengths[wanted]
-        out = np.empty(rows * self._table.row_tokens, dtype=np.int64)
-        self._table.fill(out, numbers, lengths)
-        documents = np.repeat(self._table.documents(numbers), lengths)
-        shape = (rows, self._table.row_tokens)
-        return PackedRows(tokens=out.reshape(shape), documents=documents.reshape(shape), epoch=first_epoch)
+        packed = self._next_row()
+        if packed is None:
+            return None
+        # The permutation of an epoch ends with it, so places are turned into pieces row by row.
+        pieces = self._order[[place for place, _ in packed]]
+        takes = np.array([take for _, take in packed], dtype=np.int64)
+        self._cropped += int((self._table.lengths(pieces) - takes).sum())
+        self._served += self._table.row_tokens
+        return _RowPieces(self._table, pieces, takes, self._epoch)
 
     def _next_row(self) -> list[tuple[int, int]] | None:
         for _ in range(_EMPTY_EPOCHS):
@@ -286,3 +283,104 @@ class RowStream:
 
     def _new_packer(self, waiting: Any) -> BestFitPacker:
         return BestFitPacker(self._table.row_tokens, self._buffer_documents, waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowPieces:
+    """A packed row whose tokens are not read yet.
+
+    Attributes:
+        table: of the pieces.
+        pieces: (n,) int64.
+        takes: (n,) int64; tokens of each.
+        epoch: of the text.
+    """
+
+    table: PieceTable
+    pieces: Int64s
+    takes: Int64s
+    epoch: int
+
+
+def _read(rows: Sequence[_RowPieces], *, epoch: int) -> PackedRows:
+    shape = (len(rows), rows[0].table.row_tokens)
+    tokens, documents = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+    for number, row in enumerate(rows):
+        row.table.fill(tokens[number], row.pieces, row.takes)
+        documents[number] = np.repeat(row.table.documents(row.pieces), row.takes)
+    return PackedRows(tokens=tokens, documents=documents, epoch=epoch)
+
+
+class MixedRows:
+    """Rows of several streams, in the shares of their weights.
+
+    The next row is of the stream that is furthest behind its share of all rows so far, the first of several. So the
+    order depends on the counts of rows alone, and after n rows each stream has its share of them to within a row
+    or two.
+    """
+
+    def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]) -> None:
+        """Start at the beginning of each stream.
+
+        Args:
+            streams: one for each source, of equal row lengths.
+            weights: their shares, above 0.
+        """
+        self._streams = list(streams)
+        self._weights = [weight / sum(weights) for weight in weights]
+        self._counts = [0] * len(streams)
+        self._ended: set[int] = set()
+
+    def restore(self, positions: Sequence[RowPosition]) -> None:
+        """Go to the positions that `positions` returned: the next row is the one that came after them.
+
+        Raises:
+            DataError: they are of other text.
+        """
+        if len(positions) != len(self._streams):
+            raise DataError(
+                f"the saved data position is of {len(positions)} sources, the text has {len(self._streams)}; it was "
+                "made from other text"
+            )
+        for stream, position in zip(self._streams, positions, strict=True):
+            stream.restore(position)
+        self._counts = [stream.num_rows for stream in self._streams]
+        self._ended = set()
+
+    def positions(self) -> tuple[RowPosition, ...]:
+        """Return the place of each stream's next row."""
+        return tuple(stream.position() for stream in self._streams)
+
+    def next_rows(self, rows: int, *, part: int = 0, parts: int = 1) -> PackedRows | None:
+        """Pack the next `parts * rows` rows and return one part of them, or None when there are not so many.
+
+        Args:
+            rows: rows of a part.
+            part: number of the part to return, from 0; only its tokens are read.
+            parts: number of equal parts.
+
+        Raises:
+            DataError: several epochs of a source in a row did not fill one row.
+        """
+        packed: list[_RowPieces] = []
+        while len(packed) < parts * rows:
+            if len(self._ended) == len(self._streams):
+                return None
+            number = self._next_stream()
+            row = self._streams[number].pack_row()
+            if row is None:
+                self._ended.add(number)
+            else:
+                self._counts[number] += 1
+                packed.append(row)
+        epoch = packed[0].epoch if len(self._streams) == 1 else min(stream.epoch for stream in self._streams)
+        return _read(packed[part * rows : (part + 1) * rows], epoch=epoch)
+
+    def _next_stream(self) -> int:
+        going = [number for number in range(len(self._streams)) if number not in self._ended]
+        total = sum(self._counts[number] for number in going) + 1
+        weight = sum(self._weights[number] for number in going)
+        return max(
+            going,
+            key=lambda number: (total * self._weights[number] / weight - self._counts[number], -number),
+        )

@@ -28,10 +28,10 @@ from typing import Any
 
 from quintic.data.dataset import FORMAT_VERSION, MANIFEST_NAME, TOKENIZER_NAME, Dataset, DocumentSplit, SplitName
 from quintic.data.files.documents import MAX_DOCUMENT_BYTES, TEXT_FIELD
+from quintic.data.mixture import MixedSource, joined, open_sources, survey_all
 from quintic.data.shard_writer import ShardWriter, exclusive
 from quintic.data.source import Source
-from quintic.data.sources import open_source
-from quintic.data.survey import pieces_within, survey, text_hash
+from quintic.data.survey import pieces_within, text_hash
 from quintic.data.tokenizer import Tokenizer, lost_text
 from quintic.durable import flush, json_object, remove_unfinished, write_atomically
 from quintic.errors import DataError
@@ -51,7 +51,9 @@ _MAX_REMOTE_BYTES = 50 << 30
 class _Plan:
     """Everything one preparation was asked for."""
 
+    sources: tuple[MixedSource, ...]
     source: Source
+    """All of them, one after the other."""
     fingerprint: str
     tokenizer: Tokenizer | None
     tokenizer_name: str | None
@@ -74,6 +76,7 @@ def prepare(
     repair: bool = True,
     progress: Progress | None = None,
     text_field: str = TEXT_FIELD,
+    val_data: str | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Dataset:
     """Tokenize a text source into `data_dir/<name>-<key>`, or open that folder when it is finished.
@@ -82,18 +85,19 @@ def prepare(
     sizes of the files; `Dataset.verify` checks their content.
 
     Args:
-        spec: the text source, see `open_source`.
+        spec: the text source, see `open_source`; or several with weights, see `quintic.data.mixture`.
         data_dir: folder of datasets; made when missing. Downloads go to `cache` in it.
         vocab_size: ids of the tokenizer to train, at least 257; not used when `tokenizer` is given.
         tokenizer: a tokenizer to use instead of training one, see `Tokenizer.load`.
         val_frac: wanted fraction of documents on the validation side, between 0 and 1.
         max_bytes: stop after so many UTF-8 bytes of text; the document that reaches it is still taken, or its piece
-            where it is cut.
+            where it is cut. Of each source, where there are several.
         shard_tokens: a shard is closed when it holds so many tokens.
         repair: whether a finished folder with a file that is missing or of the wrong size is prepared again; else
             that is an error.
         progress: called now and then, from this thread.
         text_field: the field of JSON, CSV and Parquet that holds the text.
+        val_data: source of the validation text; a part of `spec` is held back when None.
         note: called with a line for people about each kind of files that is left out.
 
     Raises:
@@ -108,9 +112,11 @@ def prepare(
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}; it must be at least 1")
     data_dir = Path(data_dir)
-    source = open_source(spec, cache_dir=data_dir / "cache", text_field=text_field)
-    for line in source.notes if note is not None else ():
-        note(line)
+    sources = open_sources(spec, val_data, cache_dir=data_dir / "cache", text_field=text_field)
+    source = joined(sources, spec)
+    if note is not None:
+        for line in source.notes:
+            note(line)
     if source.is_remote and max_bytes is None and source.size_bytes > _MAX_REMOTE_BYTES:
         raise DataError(f"{spec}: a download of {source.size_bytes / 1e9:.0f} GB; limit the text with --max-bytes")
     given = Tokenizer.load(tokenizer, cache_dir=data_dir / "cache" / "hub") if tokenizer is not None else None
@@ -127,6 +133,7 @@ def prepare(
     identity = json.dumps([FORMAT_VERSION, fingerprint, settings], sort_keys=True)
     key = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
     plan = _Plan(
+        sources=sources,
         source=source,
         fingerprint=fingerprint,
         tokenizer=given,
@@ -134,7 +141,7 @@ def prepare(
         settings=settings,
         key=key,
         folder=data_dir / f"{source.name}-{key}",
-        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field),
+        command=prepare_command(spec, data_dir, vocab_size, tokenizer, val_frac, max_bytes, text_field, val_data),
         progress=progress or (lambda stage, done, total: None),
     )
     finished = _open_finished(plan.folder, repair=repair)
@@ -149,6 +156,7 @@ def prepare_command(
     val_frac: float,
     max_bytes: int | None,
     text_field: str = TEXT_FIELD,
+    val_data: str | None = None,
 ) -> str:
     """Return the `quintic prepare` command that calls `prepare` with these arguments."""
     words = ["quintic", "prepare", "--data", spec, "--data-dir", str(data_dir)]
@@ -156,6 +164,7 @@ def prepare_command(
     words += ["--val-frac", str(val_frac)]
     words += ["--max-bytes", str(max_bytes)] if max_bytes is not None else []
     words += ["--text-field", text_field] if text_field != TEXT_FIELD else []
+    words += ["--val-data", val_data] if val_data is not None else []
     return shlex.join(words)
 
 
@@ -230,8 +239,11 @@ class _Tokenization:
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
-        self._cursor = (0, 0)
-        self._threshold = 0
+        self._number = 0  # of the source that is read
+        self._cursor = (0, 0)  # in it
+        self._source_bytes = 0  # of it
+        self._thresholds: list[int] = []
+        self._ends: list[dict[str, int]] = []  # documents on each side, up to the end of each source
         self._writers: dict[str, ShardWriter] = {}
         self.text_bytes = 0
 
@@ -240,13 +252,12 @@ class _Tokenization:
         plan = self._plan
         plan.progress("survey", 0, plan.source.text_bytes)
         settings = plan.settings
-        sample = survey(
-            plan.source,
+        sample, self._thresholds = survey_all(
+            plan.sources,
             val_frac=settings["val_frac"],
             max_bytes=settings["max_bytes"],
             sample_bytes=settings["sample_bytes"],
         )
-        self._threshold = sample.threshold
         tokenizer = plan.tokenizer
         if tokenizer is None:
             plan.progress("tokenizer", sample.text_bytes, sample.text_bytes)
@@ -263,7 +274,8 @@ class _Tokenization:
                 return False
             self._set_tokenizer(tokenizer)
             self._cursor = (int(state["cursor"][0]), int(state["cursor"][1]))
-            self._threshold = int(state["threshold"])
+            self._number, self._source_bytes = int(state["source"]), int(state["source_bytes"])
+            self._thresholds, self._ends = list(state["thresholds"]), list(state["ends"])
             self.text_bytes = int(state["text_bytes"])
             return all(writer.resume(state["splits"][name]) for name, writer in self._writers.items())
         except (DataError, KeyError, TypeError, ValueError, IndexError):
@@ -271,22 +283,30 @@ class _Tokenization:
 
     def run(self) -> None:
         """Tokenize from the cursor to the end and write the manifest."""
+        while self._number < len(self._plan.sources):
+            self._run_source(self._plan.sources[self._number].source)
+            self._ends.append({name: writer.num_documents for name, writer in self._writers.items()})
+            self._number, self._cursor, self._source_bytes = self._number + 1, (0, 0), 0
+        self._publish()
+        self._plan.progress("done", self.text_bytes, self.text_bytes)
+
+    def _run_source(self, source: Source) -> None:
         limit = self._plan.settings["max_bytes"]
-        total = self._plan.source.text_bytes if limit is None else limit
+        total = self._plan.source.text_bytes if limit is None else limit * len(self._plan.sources)
         pending: list[bytes] = []
         pending_bytes = 0
         checkpointed = self._num_closed()
         self._plan.progress("tokens", self.text_bytes, total)
-        if limit is None or self.text_bytes < limit:
-            for cursor, document in self._plan.source.documents_from(self._cursor):
-                for piece in pieces_within(document, limit, self.text_bytes + pending_bytes):
+        if limit is None or self._source_bytes < limit:
+            for cursor, document in source.documents_from(self._cursor):
+                for piece in pieces_within(document, limit, self._source_bytes + pending_bytes):
                     pending.append(piece)
                     pending_bytes += len(piece)
                     if pending_bytes >= _BATCH_BYTES:  # a document may have hundreds of pieces
                         self._write(pending)
                         pending, pending_bytes = [], 0
                         self._plan.progress("tokens", self.text_bytes, total)
-                full = limit is not None and self.text_bytes + pending_bytes >= limit
+                full = limit is not None and self._source_bytes + pending_bytes >= limit
                 if self._num_closed() > checkpointed:
                     # The cursor is that of whole documents: a checkpoint is taken where all before it is written.
                     self._write(pending)
@@ -297,8 +317,6 @@ class _Tokenization:
                 if full:
                     break
         self._write(pending)
-        self._publish()
-        self._plan.progress("done", self.text_bytes, self.text_bytes)
 
     def abandon(self) -> None:
         """Close files that are still open."""
@@ -323,19 +341,32 @@ class _Tokenization:
             # One that was trained here keeps every byte; of others only the text itself can tell.
             if self._plan.tokenizer is not None and (back := self._tokenizer.decode_bytes(ids)) != piece:
                 raise DataError(f"--tokenizer {self._plan.tokenizer_name}: {lost_text(piece, back)}")
-            side = "val" if text_hash(piece) < self._threshold else "train"
+            side = "val" if text_hash(piece) < self._thresholds[self._number] else "train"
             self._writers[side].add([bos, *ids], len(piece))
             self.text_bytes += len(piece)
+            self._source_bytes += len(piece)
 
     def _checkpoint(self) -> None:
         state = {
             "tokenizer": self._tokenizer.fingerprint(),
             "cursor": self._cursor,
-            "threshold": self._threshold,
+            "source": self._number,
+            "source_bytes": self._source_bytes,
+            "thresholds": self._thresholds,
+            "ends": self._ends,
             "text_bytes": self.text_bytes,
             "splits": {name: writer.checkpoint() for name, writer in self._writers.items()},
         }
         write_atomically(self._plan.folder / _PROGRESS_NAME, json.dumps(state))
+
+    def _shares(self) -> list[dict[str, Any]]:
+        """Return the sources for the manifest, with the documents of each on both sides: from one number to another."""
+        begins = [dict.fromkeys(self._writers, 0), *self._ends[:-1]]
+        places = [
+            {name: [begin[name], end[name]] for name in end} for begin, end in zip(begins, self._ends, strict=True)
+        ]
+        named = [{"source": mixed.source.spec, "weight": mixed.weight} for mixed in self._plan.sources]
+        return [fields | place for fields, place in zip(named, places, strict=True)]
 
     def _publish(self) -> None:
         plan = self._plan
@@ -356,7 +387,8 @@ class _Tokenization:
             "dtype": self._dtype,
             "bos_id": self._tokenizer.bos_id,
             "vocab_size": self._tokenizer.vocab_size,
-            "val_threshold": self._threshold,
+            "val_threshold": self._thresholds[0],
+            **({"sources": self._shares()} if len(plan.sources) > 1 else {}),
             "splits": {name: {"shards": writer.finish()} for name, writer in self._writers.items()},
         }
         write_atomically(plan.folder / MANIFEST_NAME, json.dumps(manifest, indent=1))

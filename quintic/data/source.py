@@ -75,7 +75,7 @@ class Source:
             DataError: a file cannot be read, decoded or downloaded.
         """
         for _, text in self.documents_from((0, 0)):
-            yield text.decode()
+            yield str(text, "utf-8")
 
     def documents_from(self, cursor: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Utf8]]:
         """Yield `(cursor, UTF-8 of a document)` from a place on; the cursor names the place after the document.

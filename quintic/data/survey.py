@@ -13,9 +13,10 @@ from quintic.data.files.documents import MAX_DOCUMENT_BYTES, pieces_of
 from quintic.data.source import NAME_ERRORS, Source
 from quintic.errors import DataError
 
-__all__ = ["Survey", "pieces_within", "survey", "teachable", "text_hash"]
+__all__ = ["HASH_RANGE", "Survey", "pieces_within", "survey", "teachable", "text_hash"]
 
-_HASH_RANGE = 1 << 64
+HASH_RANGE = 1 << 64
+"""All values of `text_hash` are below it."""
 
 # What making a tokenizer may take. Memory: some 130 bytes for each byte of different words. Time: every merge goes
 # through all words that have its pair, so a word costs its length for each merge, of which it sees about as many as it
@@ -67,14 +68,14 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
 
     Args:
         source: the text.
-        val_frac: wanted fraction of validation documents.
+        val_frac: wanted fraction of validation documents; with 0 there are none, however little text there is.
         max_bytes: the text used ends after so many bytes; all is used when None.
         sample_bytes: read about so much, at least 1.
 
     Raises:
         DataError: there is no text, or all of it is one document.
     """
-    threshold = int(val_frac * _HASH_RANGE)
+    threshold = int(val_frac * HASH_RANGE)
     in_order = source.is_remote or max_bytes is not None
     budget = sample_bytes if max_bytes is None else min(sample_bytes, max_bytes)
     seen = sampled = 0
@@ -100,7 +101,7 @@ def survey(source: Source, *, val_frac: float, max_bytes: int | None, sample_byt
         sampled = min(sampled + sum(sizes[::stride]), sample_bytes - 1)
     if not hashes:
         raise DataError(f"{source.spec}: there is no text in it; give a source with text")
-    if complete:
+    if complete and val_frac > 0:
         smallest, largest = min(hashes), max(hashes)
         if smallest == largest:
             advice = f"give two different documents or one of more than {MAX_DOCUMENT_BYTES:,} bytes"
@@ -138,7 +139,7 @@ def teachable(pieces: list[tuple[int, bytes]]) -> list[bytes]:
         return [piece for _, piece in pieces]
     words = set[str]()
     num_bytes = work = 0
-    chosen = []
+    chosen: list[int] = []
     for number, (_, piece) in sorted(enumerate(pieces), key=lambda numbered: numbered[1][0]):
         new_words = set(_RUNS.findall(piece.decode())) - words
         costs = _with_costs(num_bytes, work, (word.encode() for word in new_words))

@@ -39,7 +39,7 @@ _LOSSY_STAGES = frozenset(
 
 # Characters of text that are encoded at once where it has no safe place to be cut; longer words are cut anywhere.
 _MOST_AT_ONCE = 1 << 20
-# Characters that a pattern may look ahead, besides the run of characters of one kind that it is in.
+# Characters that a pattern may look at behind a run of characters of one kind.
 _LOOK_AHEAD = 16
 # Seconds between two looks for Ctrl-C.
 _PATIENCE = 0.2
@@ -330,9 +330,9 @@ def _last_safe_token(
 ) -> int | None:
     """Return the number of the last token at which a text may be cut, however it goes on; None if there is none.
 
-    Such a token begins a word and a run of characters of another kind (letters, digits, spaces, others) than before,
-    and that run ends before the text does. Patterns decide by the characters of a run and few behind it, so neither
-    word changes when more text comes.
+    Such a token begins a word, with a character of another kind (letters, digits, spaces, others) than the one before
+    it. Within a run of one kind, of spaces for example, a pattern may look at all of the run to divide it; where the
+    run ends, it looks at few characters more.
 
     Args:
         text: the text.
@@ -340,15 +340,10 @@ def _last_safe_token(
         words: number of the word of each token.
         margin: characters at the end of the text that are not looked at.
     """
-    limit = len(text) - margin
-    # Where the last run that is complete within the limit begins: no cut may be behind it.
-    while limit > 0 and _kind(text[limit - 1]) == _kind(text[limit]):
-        limit -= 1
-    limit -= 1
     for token in range(len(offsets) - 1, 0, -1):
         start = offsets[token][0]
         if (
-            0 < start <= limit
+            0 < start <= len(text) - margin
             and words[token] != words[token - 1]
             and offsets[token - 1][1] == start
             and _kind(text[start - 1]) != _kind(text[start])

@@ -41,7 +41,7 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Utf8]) -> Iterator[Iterabl
             parts = (piece.decode() for piece in pieces_of(document, _LONG_DOCUMENT))
             yield chain.from_iterable(tokenizer.encode_parts(parts))
         else:
-            waiting.append(document.decode())
+            waiting.append(str(document, "utf-8"))
             num_bytes += len(document)
     yield from tokenizer.encode_batch(waiting)
 

@@ -14,7 +14,7 @@ from durability import disk_events, durable_names
 from hub_server import Hub, serve
 from text_samples import make_text
 
-from quintic.data import shards
+from quintic.data import mixture, shards
 from quintic.data.files.definitions import read_definition
 from quintic.data.hub import open_hub
 from quintic.data.shards import prepare
@@ -197,7 +197,7 @@ def test_a_preparation_goes_on_after_a_lost_network(hub: Hub, tmp_path: Path, mo
     monkeypatch.setattr(shards, "_SAMPLE_BYTES", 5000)
     monkeypatch.setattr(shards, "_BATCH_BYTES", 5000)
     monkeypatch.setattr(
-        shards,
+        mixture,
         "open_source",
         lambda spec, cache_dir, text_field: open_hub(spec, cache_dir=cache_dir, endpoint=hub.endpoint),
     )

@@ -16,7 +16,7 @@ from durability import Synced, as_it_is, disk_events, durable_names
 from text_samples import make_text, write_folder
 
 import quintic.errors
-from quintic.data import shard_writer, shards
+from quintic.data import mixture, shard_writer, shards
 from quintic.data.files.documents import pieces_of
 from quintic.data.shards import Dataset, prepare
 from quintic.data.tokenizer import BOS, Tokenizer
@@ -278,7 +278,7 @@ def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pyte
     part = shards.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).parts[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
     source = shards.Source(name="huge", spec="hf:me/huge", parts=(huge,), is_remote=True)
-    monkeypatch.setattr(shards, "open_source", lambda spec, **options: source)
+    monkeypatch.setattr(mixture, "open_source", lambda spec, **options: source)
     text = message(lambda: prepare("hf:me/huge", data_dir=tmp_path / "data"))
     assert text == "hf:me/huge: a download of 10000 GB; limit the text with --max-bytes"
 

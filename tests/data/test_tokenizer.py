@@ -1,6 +1,7 @@
 """The tokenizer: exact bytes both ways, files of other makers, agreement with transformers."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -263,3 +264,96 @@ def test_gpt2_without_network_says_so(tmp_path: Path, closed_endpoint: str, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"hf:openai-community/gpt2: tokenizer.json cannot be downloaded.*network"):
         read_definition("gpt2", cache_dir=tmp_path, endpoint=closed_endpoint)
+
+
+def with_changes(tokenizer: Tokenizer, **changes: object) -> str:
+    return json.dumps(json.loads(tokenizer.definition) | changes)
+
+
+@pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("more", [{}, {"single_word": True}, {"normalized": True}])
+def test_added_tokens_leave_the_spaces_around_them(
+    tokenizer: Tokenizer, flags: dict[str, bool], more: dict[str, bool]
+) -> None:
+    fields = json.loads(tokenizer.definition)
+    every = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    fields["added_tokens"].append({"id": 999, "content": "<think>", **every, **flags, **more})
+    changed = Tokenizer(json.dumps(fields))
+    for text in ("first   <think>   second", "<think>", " <think>\n", "a<think>b <think><think>\t"):
+        ids = changed.encode(text)
+        assert changed.decode(ids) == text
+        assert changed.token_bytes()[ids].sum() == len(text.encode())
+    assert 380 in changed.encode("x <think> y")  # the library numbers added tokens without gaps
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "NFC"},
+        {"type": "NFKC"},
+        {"type": "Lowercase"},
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+    ],
+)
+def test_a_normalizer_changes_no_text(tokenizer: Tokenizer, normalizer: dict[str, object]) -> None:
+    changed = Tokenizer(with_changes(tokenizer, normalizer=normalizer))
+    text = "  Ein E\u0301tat, ﬁne ² \u212b  "
+    ids = changed.encode(text)
+    assert changed.decode(ids) == text
+    assert changed.token_bytes()[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"type": "Split", "pattern": {"String": "secret"}, "behavior": "Removed", "invert": False},
+        {"type": "Punctuation", "behavior": "Removed"},
+        {"type": "CharDelimiterSplit", "delimiter": "|"},
+        {"type": "Whitespace"},
+        {"type": "BertPreTokenizer"},
+        {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never", "split": False},
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_pre_tokenizer_that_removes_any_text_is_named(
+    tokenizer: Tokenizer, stage: dict[str, object], nested: bool
+) -> None:
+    fields = json.loads(tokenizer.definition)
+    first = {"type": "Sequence", "pretokenizers": [stage]} if nested else stage
+    fields["pre_tokenizer"]["pretokenizers"].insert(0, first)
+    with pytest.raises(DataError, match=f"its pre-tokenizer {stage['type']} removes what it splits at"):
+        Tokenizer(json.dumps(fields))
+
+
+def test_a_tokenizer_that_loses_some_text_says_which(tokenizer: Tokenizer) -> None:
+    # A vocabulary whose end-of-word mark makes all words unknown.
+    fields = json.loads(tokenizer.definition)
+    fields["model"]["end_of_word_suffix"] = "</w>"
+    with pytest.raises(DataError, match=r"loses text: 'Text.*' comes back as '"):
+        Tokenizer(json.dumps(fields))
+
+
+CTRL_C = """
+import random, sys
+from pathlib import Path
+from quintic.data.tokenizer import Tokenizer
+texts = ["".join(random.Random(0).choices("ACGT", k=400_000))]
+print("begun", flush=True)
+Tokenizer.train(texts, 20_000)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal of POSIX")
+def test_ctrl_c_stops_the_making_of_a_tokenizer() -> None:
+    process = subprocess.Popen([sys.executable, "-c", CTRL_C], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        with pytest.raises(subprocess.TimeoutExpired):  # busy with the first merges
+            process.wait(1.0)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert errors.rstrip().endswith(b"KeyboardInterrupt")

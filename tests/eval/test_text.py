@@ -1,12 +1,17 @@
 """Batches of any text: each token is a target once, behind what came before it in its document."""
 
+import random
+from collections.abc import Iterator
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
 from quintic.data.loader import Batch
-from quintic.eval.text import text_batches
+from quintic.data.tokenizer import Tokenizer
+from quintic.eval import text as module
+from quintic.eval.text import encoded, text_batches
 
 BOS = 0
 
@@ -67,3 +72,49 @@ def test_rows_are_filled_tightly() -> None:
 @pytest.mark.parametrize("documents", [[], [[]], [[], []]])
 def test_no_text_makes_no_batch(documents: list[list[int]]) -> None:
     assert list(text_batches(documents, bos_id=BOS, rows=2, seq_len=4)) == []
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a few words of text,\n and 12 more of them. " * 20], 300)
+
+
+def test_long_and_short_documents_have_the_tokens_of_the_whole(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONG_DOCUMENT", 200)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 300)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("a few\n é漢🙂,.12", k=rng.choice([1, 30, 70, 500, 3000]))) for _ in range(60)]
+    documents = [text.encode() for text in texts]
+    documents[7] = memoryview(documents[7])  # as Parquet gives them
+    assert [list(ids) for ids in encoded(tokenizer, documents)] == [tokenizer.encode(text) for text in texts]
+
+
+def test_no_more_is_read_than_is_scored(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONG_DOCUMENT", 1000)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 1000)
+    begun = []
+
+    def documents() -> Iterator[bytes]:
+        for number in range(1000):
+            begun.append(number)
+            yield b"some words of text, " * 20
+
+    batches = text_batches(encoded(tokenizer, documents()), bos_id=tokenizer.bos_id, rows=2, seq_len=16, max_tokens=64)
+    assert sum(int((batch.targets != tokenizer.bos_id).sum()) for batch in batches) == 64
+    assert len(begun) <= 4
+
+    pieces = []
+    pieces_of = module.pieces_of
+
+    def counted(document: bytes, max_bytes: int) -> Iterator[bytes]:
+        for piece in pieces_of(document, max_bytes):
+            pieces.append(piece)
+            yield piece
+
+    monkeypatch.setattr(module, "pieces_of", counted)
+    one = encoded(tokenizer, [b"some words of text, " * 50_000])
+    batches = text_batches(one, bos_id=tokenizer.bos_id, rows=2, seq_len=16, max_tokens=64)
+    assert len(next(batches).inputs) == 2  # the first batch is there before the text has been read
+    assert len(pieces) == 1

@@ -12,7 +12,7 @@ __all__ = ["COMPRESSIONS", "Utf8", "blocks_of", "check_utf8", "cut", "lines_of",
 COMPRESSIONS = (".gz", ".zst")
 
 # Text as it is stored: one byte for each of its bytes, where a `str` takes up to four.
-Utf8 = bytes | bytearray
+Utf8 = bytes | bytearray | memoryview
 
 _BLOCK_BYTES = 1 << 20
 # Bytes decompressed at once: a small file can hold gigabytes of one character. Four bytes of Zstandard can stand for
@@ -39,9 +39,8 @@ def cut(data: Utf8, start: int, max_bytes: int) -> int:
         start: beginning of the piece.
         max_bytes: most bytes of the piece, at least 4.
     """
-    end = data.rfind(b"\n", start, start + max_bytes) + 1
-    if end > start:
-        return end
+    if (length := bytes(data[start : start + max_bytes]).rfind(b"\n") + 1) > 0:
+        return start + length
     end = start + max_bytes
     while end > start + 1 and data[end] & 0xC0 == 0x80:  # inside a character: go back to its first byte
         end -= 1

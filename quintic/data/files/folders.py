@@ -46,13 +46,13 @@ class _LeftOut:
             count = len(self.without_field)
             names = _some(self.without_field)
             yield f"{spec}: {count:,} file{'s' * (count > 1)} left out without a field {text_field!r} ({names})"
-        for names, what in (
+        for paths, what in (
             (self.own, "written by Quintic"),
             (self.installed, "of installed packages or caches"),
             (self.hidden, "hidden"),
         ):
-            if names:
-                yield f"{spec}: left out as {what}: {_some(names)}"
+            if paths:
+                yield f"{spec}: left out as {what}: {_some(paths)}"
 
 
 def _some(names: Iterable[str]) -> str:

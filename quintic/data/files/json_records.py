@@ -119,7 +119,7 @@ def _records(path: Path) -> Iterator[bytearray]:
             elif sign == b'"':
                 in_string = not in_string
             else:
-                depth += 1 if sign in b"{[" else -1
+                depth += 1 if sign in (b"{", b"[") else -1
                 if depth == 0:
                     record = [held[:scanned]]
                     check_utf8(record[0], str(path), offset)
@@ -136,7 +136,7 @@ def _records(path: Path) -> Iterator[bytearray]:
         raise DataError(f"{path}: ends inside the record at byte offset {offset}; copy or download it again")
 
 
-def _skip_between(data: Utf8, start: int) -> int:
+def _skip_between(data: bytearray, start: int) -> int:
     while start < len(data) and data[start] in b" \t\r\n,":
         start += 1
     return start
@@ -201,7 +201,7 @@ def _scanned_text(record: bytearray, place: str, field: str) -> Utf8:
         if found is None:
             raise MissingField(place, field, keys)
         if record[found[0]] != ord('"'):
-            raise _not_a_string(place, field, record[found[0] : found[0] + 40].decode(errors="replace"))
+            raise _not_a_string(place, field, record[found[0] : min(found[1], found[0] + 40)].decode(errors="replace"))
         return _unescaped(record, found[0] + 1, found[1] - 1)
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
@@ -209,18 +209,18 @@ def _scanned_text(record: bytearray, place: str, field: str) -> Utf8:
         raise DataError(f"{place}: not a JSON object ({error}); expected one object per line") from error
 
 
-def _after_space(data: Utf8, start: int) -> int:
+def _after_space(data: bytearray, start: int) -> int:
     match = _SPACE.match(data, start)
     return start if match is None else match.end()
 
 
-def _value_end(data: Utf8, start: int) -> int:
+def _value_end(data: bytearray, start: int) -> int:
     """Return where the JSON value that begins at `start` ends.
 
     Raises:
         ValueError: there is none, or it does not end.
     """
-    first = data[start : start + 1]
+    first = bytes(data[start : start + 1])
     if first == b'"':
         return _string_end(data, start + 1)
     if first not in (b"{", b"["):
@@ -235,13 +235,13 @@ def _value_end(data: Utf8, start: int) -> int:
         if match[0] == b'"':
             at = _string_end(data, at)
             continue
-        depth += 1 if match[0] in b"{[" else -1
+        depth += 1 if match[0] in (b"{", b"[") else -1
         if depth == 0:
             return at
     raise ValueError(f"brackets that do not close, from byte {start} on")
 
 
-def _string_end(data: Utf8, start: int) -> int:
+def _string_end(data: bytearray, start: int) -> int:
     """Return where the string ends whose first character is at `start`: behind its closing quotes."""
     while (match := _QUOTE_OR_ESCAPE.search(data, start)) is not None:
         if match[0] == b'"':
@@ -250,7 +250,7 @@ def _string_end(data: Utf8, start: int) -> int:
     raise ValueError(f"a string that does not end, from byte {start} on")
 
 
-def _unescaped(data: Utf8, start: int, end: int) -> bytearray:
+def _unescaped(data: bytearray, start: int, end: int) -> bytearray:
     """Return the UTF-8 text that a JSON string stands for, taken from between its quotes."""
     text = bytearray()
     while start < end:
