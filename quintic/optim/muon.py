@@ -249,9 +249,9 @@ class Muon(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         runner, first = self.connected(), self._steps_made.first_gradients
-        is_scaled = "found_inf" in self.__dict__  # given by GradScaler, see `_step_supports_amp_scaling`
+        is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
         if is_scaled:
-            unscale_(self._current.groups, self.__dict__["grad_scale"])
+            unscale_(self._current.groups, self._home["grad_scale"])
         for group in self._current.groups:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError(

@@ -56,8 +56,28 @@ class _CycledMomentum:
                 self._seen[place] = group, group["betas"]
 
 
+class _Kept:
+    """An attribute that is set on the optimizer, or on a wrapper that borrows its class, and kept by the optimizer."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: "OptimizerBase | None", owner: type | None = None) -> Any:
+        return self if instance is None else instance._own(self._name)
+
+    def __set__(self, instance: "OptimizerBase", value: Any) -> None:
+        instance._home[self._name] = value
+
+    def __delete__(self, instance: "OptimizerBase") -> None:
+        del instance._home[self._name]
+
+
 class OptimizerBase(Optimizer):
     """Groups with names and checked options, and the state of their parameters."""
+
+    grad_scale = _Kept()
+    found_inf = _Kept()
+    """Set by `GradScaler` for one step, see `_step_supports_amp_scaling`."""
 
     _home: dict[str, Any]
     """The optimizer's own `__dict__`. Wrappers that borrow its class, or copy its attributes, find it by this name and
@@ -166,11 +186,8 @@ class OptimizerBase(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`.
-
-        It sets them on the object that it was given: the step of an optimizer inside a wrapper would not see them.
-        """
-        return self.__dict__ is self._home and leaves_overflow_to_step(self._home["param_groups"])
+        """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`."""
+        return leaves_overflow_to_step(self._home["param_groups"])
 
     @property
     def steps_made(self) -> StepsMade:

@@ -498,12 +498,14 @@ def test_state_and_groups_set_on_a_wrapper_are_those_of_what_it_wraps(wrap):
 
 @pytest.mark.parametrize("wrap", [Borrowing, Copying])
 @pytest.mark.parametrize("overflows", [False, True])
-def test_a_scaler_steps_a_wrapper_as_what_it_wraps(wrap, overflows):
-    """`on_nonfinite="skip"` leaves scaled gradients to the step, which a wrapper's scaler does not reach."""
+@pytest.mark.parametrize("comms", ["none", "replicated"])
+def test_a_scaler_steps_a_wrapper_as_what_it_wraps(wrap, overflows, comms):
+    """Where gradients are averaged the step itself unscales them, with what the scaler has set on the wrapper."""
     weights = []
     for wrapped in (False, True):
         model = model_of()
-        optimizer = quintic.Muon(quintic.param_groups(model), lr=0.05, on_nonfinite="skip")
+        # So large that a scale of the gradient shows in AdamW's update.
+        optimizer = quintic.Muon(quintic.param_groups(model), lr=0.05, eps=1.0, comms=comms)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
         if overflows:
@@ -513,7 +515,16 @@ def test_a_scaler_steps_a_wrapper_as_what_it_wraps(wrap, overflows):
         weights.append(weights_of(model))
         is_same = all(map(torch.equal, weights[-1], weights_of(model_of())))
         assert is_same == overflows
+        assert not vars(optimizer).keys() & {"found_inf", "grad_scale"}
+        assert not hasattr(optimizer, "found_inf")
     assert_equal(*weights)
+    model = model_of()
+    optimizer = quintic.Muon(quintic.param_groups(model), lr=0.05, eps=1.0)
+    if not overflows:
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    for weight, expected in zip(weights[0], weights_of(model), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_of_steps_are_called_once_through_a_wrapper():
