@@ -71,7 +71,7 @@ def test_help_lists_every_option_with_its_default(command: str, capsys: pytest.C
     if section in TRAINING and command != "prepare":
         assert " --config {None}|PATH " in text
         assert " --preset {None}|STR " in text
-        assert (" --resume, --no-resume " in text) == (command == "train")
+        assert (" --resume, --no-resume " in text) == (command in ("train", "compare"))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,10 +486,8 @@ def test_ctrl_c_stops_a_comparison(
     monkeypatch.setattr("quintic.commands.compare.train", stop)
     assert main(["compare", *tiny_options(tiny_dataset, elsewhere / "runs", run="c")]) == 130
     printed = capsys.readouterr()
-    assert (
-        "stopped after step 2 of 3, which is saved; a comparison cannot be continued: start it again, with another"
-        in printed.out
-    )
+    assert "stopped after step 2 of 3, which is saved; continue with:\n    " in printed.out
+    assert printed.out.endswith(f"compare --resume --run c --runs-dir {elsewhere / 'runs'}\n")
     assert printed.err == ""
 
 

@@ -15,6 +15,7 @@ from quintic.commands.parsing import check_words, options_of, parse, taken
 from quintic.commands.presets import check_initial, preset, suitable_preset, unused_options, with_initial, with_recipe
 from quintic.errors import ConfigError
 from quintic.rehearsal.options import RehearsalOptions
+from quintic.report.options import ReportOptions
 from quintic.speedrun.presets import BYTES_BOS, SpeedrunOptions, switches
 from quintic.speedrun.presets import preset as speedrun_preset
 from quintic.train.config import Config, DataConfig, check_at_least, check_samples
@@ -159,21 +160,6 @@ class ExportOptions:
     """Format: 'hf' is a folder that transformers loads with trust_remote_code=True."""
     out: Path | None = None
     """Folder to write; by default `hf` in the folder of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Write report.html of a run again, or a page that compares several (--runs)."""
-
-    run: str | None = None
-    """Name of the run; by default the one started last."""
-    runs: tuple[str, ...] = ()
-    """Names of runs, two at least, to compare on one page; the first is what the others are measured against. Runs that
-    differ in their seeds only go together: LABEL=RUN,RUN,... stands for their median and range."""
-    runs_dir: Path = Path("runs")
-    """Folder of all runs."""
-    out: Path | None = None
-    """The page; by default report.html in the folder of the run, or comparison.html in the folder of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

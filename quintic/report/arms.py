@@ -148,7 +148,9 @@ def _validated_on(history: RunHistory) -> tuple[Any, ...] | None:
     The counts tell different shares of one source apart. A speedrun has none: its shards are cut in another way.
     """
     data = history.run.get("data") or {}
-    return tuple(data.get(name) for name in ("source", "val_documents", "val_bytes")) if data else None
+    options = (history.run.get("config") or {}).get("data")
+    source = (options.get("val_data") if isinstance(options, Mapping) else None) or data.get("source")
+    return (source, data.get("val_documents"), data.get("val_bytes")) if data else None
 
 
 def tokenizers_differ(arms: Sequence[Arm]) -> bool:

@@ -1,6 +1,7 @@
 """Several runs on one page: the figures by hand, medians and ranges of seeds, what differs."""
 
 import itertools
+import json
 import math
 import re
 import shutil
@@ -14,6 +15,7 @@ from report_pages import read, write_run
 from quintic.errors import ConfigError
 from quintic.report import report
 from quintic.report.comparison import write_comparison
+from quintic.report.history import read_metrics
 from quintic.report.report import write_report
 from quintic.train.metrics import MetricsLog
 
@@ -168,6 +170,16 @@ def test_losses_of_other_texts_or_without_bits_per_byte_are_said_not_to_compare(
     assert sentence(None, one) == reached  # nothing known of one
     shards = {"source": "hf:a/b", "shards": 3}
     assert sentence(shards, shards) == reached
+    # Other text to train on, with a validation text of its own that both have.
+    with_own = [
+        write_text_curve(tmp_path / f"own{i}", {**one, "key": f"{i}", "source": f"{i}"}, [(2.0, 1.0)]) for i in (0, 1)
+    ]
+    for folder in with_own:
+        records = read_metrics(folder / "metrics.jsonl")
+        records[0]["config"] = {"data": {"val_data": "held-out.txt"}}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    figures = write_comparison(dict(zip("ab", with_own, strict=True)), tmp_path / "out.html", title="")
+    assert figures["candidates"]["b"]["sentence"].startswith("b reached a's final validation loss in bits per byte")
     advice = "`quintic eval --data FILE` scores each run on one text"
     other = f"b and a: they were validated on different texts, and so their losses cannot be compared; {advice}"
     for changed in ({"source": "hf:a/b"}, {"val_bytes": 901}, {"val_documents": 5}):
