@@ -103,6 +103,34 @@ def test_everything_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
 
 
+def test_a_model_alone_is_a_checkpoint_and_is_checked_like_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    for step in (1, 2, 3):
+        model, _ = parts()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(step)
+        path = save_checkpoint(tmp_path, step=step, model=model, optimizer=None, state={"kind": "x"}, keep=9)
+        assert sorted(file.name for file in path.iterdir()) == [name for name in FILES if name[:3] != "opt"]
+        assert newest(tmp_path).state() == {"kind": "x", "step": step}
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["model.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path.with_name("step-000002") / "model.safetensors").write_bytes(b"cut off")
+    checkpoint = newest_checkpoint(tmp_path, message=said.append)
+    assert [line.partition("step-")[2].partition(";")[0] for line in said] == [
+        "000003: manifest.json does not list model.safetensors",
+        f"000002: model.safetensors has 7 bytes instead of {manifest_bytes(path.with_name('step-000002'))}",
+    ]
+    model, _ = parts()
+    load_model_weights(checkpoint, model)
+    assert all((param == 1).all() for param in model.parameters())
+
+
+def manifest_bytes(path: Path) -> int:
+    return int(json.loads((path / "manifest.json").read_text())["model.safetensors"]["bytes"])
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 999_999, 1_000_000):
         save(tmp_path, step, keep=3)
