@@ -120,7 +120,8 @@ def obstacle_to_kernels(param: Tensor) -> str | None:
     if param.dtype not in _TRITON_DTYPES:
         return f"{param.dtype} has no kernel"
     # A DTensor is none of these: callers have its local tensor, and what that wraps counts.
-    if is_traceable_wrapper_subclass(param) and not hasattr(param, "_local_tensor"):
+    is_wrapper: bool = is_traceable_wrapper_subclass(param)
+    if is_wrapper and not hasattr(param, "_local_tensor"):
         return f"a {type(param).__name__} keeps its memory in tensors of its own"
     if not is_dense(param):
         return f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps in memory"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.checkpoint.saving import saved_state
-from quintic.optim.current import Current, States, StepsMade
+from quintic.optim.current import Current, CycledMomentum, SharedRates, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
@@ -28,32 +28,10 @@ from quintic.optim.rules.opaque import opaque
 from quintic.optim.rules.rates import fill_adamw_rates
 from quintic.optim.state.parameters import carry, whole_states
 from quintic.optim.step.runner import Runner
+from quintic.optim.undecided import Undecided
 from quintic.optim.validate import check_apart, check_is_group, check_members, check_params
 
 __all__ = ["OptimizerBase"]
-
-# What schedulers leave in groups whose momentum they cycle.
-_CYCLED_KEY = "max_momentum"
-
-
-class _CycledMomentum:
-    """Takes the momentum of Muon groups from `betas`, where schedulers write it in optimizers that have these."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[dict[str, Any], object]] = []
-        """Muon groups, with the `betas` they had when they were last looked at."""
-
-    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take the groups as they are: only what is written from now on counts."""
-        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
-
-    def follow(self) -> None:
-        """Set the momentum of groups whose `betas` a scheduler has written since."""
-        for place, (group, seen) in enumerate(self._seen):
-            if group["betas"] is not seen:
-                if _CYCLED_KEY in group:
-                    group["momentum"] = group["betas"][0]
-                self._seen[place] = group, group["betas"]
 
 
 class _Kept:
@@ -83,19 +61,22 @@ class OptimizerBase(Optimizer):
     """The optimizer's own `__dict__`. Wrappers that borrow its class, or copy its attributes, find it by this name and
     so have the same groups and state."""
     _current: Current
-    _cycled: _CycledMomentum
+    _cycled: CycledMomentum
+    _shared_rates: SharedRates
+    _undecided: Undecided
     _steps_made: StepsMade
 
     def __init__(self, params: Any, defaults: dict[str, Any], orders: Orders) -> None:
         self._forget_steps(orders)
         check_params(params)
-        super().__init__(params, defaults)
+        super().__init__(self._undecided.begin(params), defaults)
+        self._undecided.end(stacklevel=4)
         names = iter(without_wrappers(name for group in self.param_groups for name in group["param_names"]))
         for group in self.param_groups:
             group["param_names"] = [next(names) for _ in group["param_names"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a validated group.
+        """Add a validated group; one without an `algorithm` is decided about, and may become several.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -104,7 +85,20 @@ class OptimizerBase(Optimizer):
         check_is_group(number, param_group)
         group = with_new_names(dict(param_group), f"parameter group {number}", stacklevel=2)
         check_keys(number, group, self.defaults)
-        group = with_algorithm(number, group)
+        parts = self._undecided.divided(number, with_algorithm(number, group), self.defaults)
+        try:
+            for part in parts:
+                self._add_decided(part)
+        except (TypeError, ValueError):
+            del self.param_groups[number:]
+            self._cycled.watch(self.param_groups)
+            self._current.outdate()
+            raise
+        self._shared_rates.watch(self.param_groups)
+        self._undecided.warn(stacklevel=2)
+
+    def _add_decided(self, group: dict[str, Any]) -> None:
+        number = len(self.param_groups)
         _add_names(number, group)
         if isinstance(group.get("params"), list):
             check_apart(number, group, self.param_groups)
@@ -134,12 +128,14 @@ class OptimizerBase(Optimizer):
         """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
         groups: list[dict[str, Any]] = self._own("param_groups")
         self._cycled.follow()
+        self._shared_rates.follow()
         return groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._home["param_groups"] = value
         self._cycled.watch(value)
+        self._shared_rates.watch(value)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -243,6 +239,7 @@ class OptimizerBase(Optimizer):
         groups, typed = self.param_groups, self._current.groups
         loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
         self._cycled.watch(self._home["param_groups"])
+        self._shared_rates.watch(self._home["param_groups"])
         self._current.end_load(state, loaded.without, loaded.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -351,6 +348,7 @@ class OptimizerBase(Optimizer):
             "state": _with_mantissas(self._needed_state(), torch.int16) if state else state,
             "param_groups": self.param_groups,
             "_orders": self._current.orders,
+            "_has_decisions": self._undecided.has_decisions,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -359,7 +357,9 @@ class OptimizerBase(Optimizer):
             adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
+        self._undecided.has_decisions = self.__dict__.pop("_has_decisions", True)
         self._cycled.watch(self._home["param_groups"])
+        self._shared_rates.watch(self._home["param_groups"])
 
     def _needed_state(self) -> States:
         """Return the state of all parameters, which is made if there is none; nothing is under way."""
@@ -377,7 +377,8 @@ class OptimizerBase(Optimizer):
         """Forget the steps made, and all that follows from the groups."""
         self._home = self.__dict__
         self._current = Current(orders)
-        self._cycled = _CycledMomentum()
+        self._cycled = CycledMomentum()
+        self._shared_rates, self._undecided = SharedRates(), Undecided()
         self._steps_made = StepsMade()
 
 

@@ -14,9 +14,10 @@ modules that use it. Names are those without what wrappers add (`names.py`).
 import fnmatch
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -26,12 +27,12 @@ from quintic.optim.groups.flattened import check_model_is_whole
 from quintic.optim.groups.heads import heads_of
 from quintic.optim.groups.layer_types import with_layer_types
 from quintic.optim.groups.names import model_parameters, numberless
-from quintic.optim.groups.options import with_new_names
+from quintic.optim.groups.options import adopt_old_names, with_new_names
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
 from quintic.optim.layout.views import Matrix, Split, View
 
-__all__ = ["Decision", "Rule", "decide", "grouped", "param_groups"]
+__all__ = ["Decision", "Rule", "decide", "grouped", "later_decisions", "param_groups"]
 
 _logger = logging.getLogger("quintic")
 
@@ -120,13 +121,55 @@ def param_groups(
             hyperparameters have a name that says what a group consists of.
         TypeError: `model` is no module.
     """
+    rules = _checked_rules(rules)
     decisions = decide(model, rules, convolutions)
     _warn(model, decisions)
     if _logger.isEnabledFor(logging.DEBUG):
         for one in decisions:
             how = f"muon, {one.view}" if one.algorithm == "muon" else one.algorithm
             _logger.debug("%s %s: %s, because: %s", one.name, tuple(one.param.shape), how, one.why)
-    return grouped(decisions, muon=muon, adamw=adamw)
+    groups = grouped(decisions, muon=muon, adamw=adamw)
+    options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    for given in options.values():
+        adopt_old_names(given)
+    _remember(model, _Request(rules, convolutions, options))
+    return groups
+
+
+class _Request(NamedTuple):
+    """What `param_groups` was asked for a model."""
+
+    rules: Sequence[Rule]
+    convolutions: Convolutions
+    options: Mapping[str, Mapping[str, Any]]
+    """By algorithm."""
+
+
+_requests: list[tuple[weakref.ref[nn.Module], _Request]] = []
+"""The models that groups were made for, and that are still there; the latest last."""
+
+
+def _remember(model: nn.Module, request: _Request) -> None:
+    others = [(ref, other) for ref, other in _requests if ref() is not None and ref() is not model]
+    _requests[:] = [*others, (weakref.ref(model), request)]
+
+
+def later_decisions(params: Collection[Tensor]) -> dict[Tensor, Decision]:
+    """Return decisions about parameters of models that `param_groups` has made groups for, also frozen ones.
+
+    They are those of the model as it is now, with the rules and options of the call, which are the decisions' options.
+    Parameters that are in no such model, or that are undecided there, are left out.
+    """
+    decisions: dict[Tensor, Decision] = {}
+    for ref, request in reversed(_requests):
+        model = ref()
+        wanted = {param for param in params if param not in decisions}
+        if model is None or not any(param in wanted for param in model.parameters()):
+            continue
+        for one in decide(model, request.rules, request.convolutions, wanted=wanted):
+            options = {**request.options[one.algorithm], **one.options}
+            decisions[one.param] = replace(one, options=options)
+    return decisions
 
 
 def grouped(
@@ -186,8 +229,17 @@ def _checked_rules(rules: Iterable[Rule]) -> list[Rule]:
     return found
 
 
-def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convolutions = "adamw") -> list[Decision]:
-    """Return one decision per trainable parameter, in the model's order; arguments and errors as `param_groups`."""
+def decide(
+    model: nn.Module,
+    rules: Iterable[Rule] = (),
+    convolutions: Convolutions = "adamw",
+    *,
+    wanted: Collection[Tensor] | None = None,
+) -> list[Decision]:
+    """Return one decision per trainable parameter, in the model's order; arguments and errors as `param_groups`.
+
+    With `wanted`, decide about these parameters instead, frozen or not, and leave out those that no rule covers.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"a {type(model).__name__} says nothing of what its parameters are for: give the model, a torch.nn.Module, "
@@ -207,7 +259,7 @@ def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convoluti
     used_rules: set[int] = set()
     # A shared tensor is listed once, under its first name.
     for name, param in model_parameters(model):
-        if not param.requires_grad:
+        if not (param.requires_grad if wanted is None else param in wanted):
             continue
         if is_lazy(param):
             raise ValueError(f"{name} has no shape yet: run one batch through the model before making parameter groups")
@@ -227,6 +279,8 @@ def decide(model: nn.Module, rules: Iterable[Rule] = (), convolutions: Convoluti
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         why = f"{choice.why}; tied to {others[0]}{more}" if others else choice.why
         decisions.append(Decision(name, param, choice.algorithm, choice.view, options, why, number is not None))
+    if wanted is not None:
+        return decisions
     if undecided:
         raise ValueError(_undecided_message(undecided))
     unused = [rule.pattern for number, rule in enumerate(rules) if number not in used_rules]

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from quintic.optim.groups.uses import attribute_of
 
-__all__ = ["Operation", "operation_on", "with_layer_types"]
+__all__ = ["Operation", "layer_with", "operation_on", "with_layer_types"]
 
 # Names of the input and output sizes of linear layers.
 _SIZES = (
@@ -94,6 +94,12 @@ def operation_on(module: nn.Module, attribute: str) -> Operation | None:
     """Return what a graph uses a parameter of a module for; None if none says so, or several things at once."""
     operations: Mapping[str, Operation] = module.__dict__.get("traced_operations", {})
     return operations.get(attribute)
+
+
+def layer_with(kind: type[nn.Module], **params: Tensor) -> nn.Module:
+    """Return a layer of a class of `torch.nn` that has these parameters, and is never called."""
+    attributes = {"_parameters": params, "_modules": {}, "_buffers": {}, "training": False}
+    return _bare(kind, {**attributes, **(_sizes_of(kind, params, None) or {})})
 
 
 class _Copier:

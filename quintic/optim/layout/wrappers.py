@@ -1,8 +1,8 @@
 """Tensors that wrap others: weights that a library stores in its own format, as subclasses of `torch.Tensor`.
 
-Such a tensor computes with what it wraps, and only as far as its library wrote the operations. Some do all that a step
-needs (torchao's weights for 8-bit matrix products keep an ordinary tensor inside). Others lack operations, or return copies where
-a step would write to memory, so that the update would be lost. They are tried when a group is added.
+Such a tensor computes with what it wraps, as far as its library wrote the operations. Some do all that a step needs:
+torchao's weights for 8-bit matrix products keep an ordinary tensor inside. Others lack operations, or return copies
+where a step would write to memory, so that the update would be lost. They are tried when a group is added.
 """
 
 import torch
@@ -14,18 +14,23 @@ from quintic.optim.layout.views import View
 __all__ = ["check_wrapper"]
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a class that keeps its memory in tensors of its own; so is a `DTensor`."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
 def check_wrapper(name: str, tensor: Tensor, view: View | None) -> None:
     """Reject a wrapper that cannot be stepped as an ordinary tensor can; the TypeError names it and the way out.
 
-    Tries the operations of a step on a copy; waits for the device, and needs the memory of two copies. Other tensors are
-    not looked at.
+    Tries the operations of a step on a copy; waits for the device, and needs the memory of two copies. Other tensors
+    are not looked at.
 
     Args:
         name: of the parameter.
         tensor: what this rank holds of it; a `DTensor` is no wrapper.
         view: of its matrices; None where it is stepped entry by entry.
     """
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper(tensor):
         return
     try:
         problem = _problem(tensor, view)

@@ -1,0 +1,229 @@
+"""Parameter groups that nobody decided about: `{"params": [...]}` without `algorithm`, as other libraries make them.
+
+Callbacks that unfreeze a part of a model (Lightning's `BackboneFinetuning`) add such groups, and helpers that divide a
+model by depth (timm's layer decay) return them. Who decides, first to last: the model, where `param_groups` was called
+for it; the names of the parameters, where there are any; their shapes, with a warning that names the ways out. A group
+with parameters for both algorithms, or for several views, becomes several, with one learning rate.
+
+An optimizer of which nothing was ever decided is used as `torch.optim.Muon` is, and stays so: its parameters are
+matrices, and others an error.
+"""
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from quintic.optim.groups.classify import Algorithm
+from quintic.optim.groups.groups import Decision, decide, later_decisions
+from quintic.optim.groups.layer_types import layer_with
+from quintic.optim.groups.names import without_wrappers
+from quintic.optim.layout.views import Matrix, View
+from quintic.optim.rules.rates import ADDED_WITH
+
+__all__ = ["Undecided"]
+
+_NUM_LISTED = 5
+
+# Layers that look rows up, and norms, by the last part of their names.
+_LOOKUP = re.compile(
+    r"(^|_)(emb|embeds?|embeddings?|tokens?|embed_tokens|wte|wpe)(_|$)|position|pos_embed", re.IGNORECASE
+)
+# Reasons for AdamW that rest on the shape of a matrix, which is not enough without its module.
+_OF_SHAPE = re.compile(r"1-D, stored|one output or one input")
+
+_NORM = re.compile(r"norm|(^|_)(ln|bn)(_|\d|$)", re.IGNORECASE)
+
+
+class _Treatment(NamedTuple):
+    algorithm: Algorithm
+    view: View
+    options: Mapping[str, Any]
+    is_certain: bool
+
+
+class _Guess(NamedTuple):
+    """What names and shapes suggest about a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: Algorithm
+
+
+def _decided(
+    number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, is_new: bool
+) -> tuple[list[dict[str, Any]], list[_Guess]]:
+    """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
+
+    There is nothing to decide, and the group remains as it is, where it says what it is, or nothing does.
+
+    Args:
+        number: of the group in the optimizer.
+        group: as the caller gave it.
+        defaults: options of the optimizer.
+        has_decisions: whether any group of the optimizer says which algorithm it is for.
+        is_new: whether the optimizer is being constructed, where who lists matrices without names means matrices.
+    """
+    params = group.get("params")
+    if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
+        return [dict(group)], []
+    params = list(params)
+    rows = _rows(params, group.get("param_names"))
+    if rows is None:
+        return [{**group, "params": params}], []
+    known = later_decisions({param for _, param in rows})
+    is_named = any(name is not None for name, _ in rows)
+    if not known and not has_decisions and not is_named:
+        return [{**group, "params": params}], []
+    by_name = _by_names([(name, param) for name, param in rows if param not in known], is_new=is_new)
+    treated: dict[tuple[Any, ...], list[tuple[str, Tensor, _Treatment]]] = {}
+    guesses: list[_Guess] = []
+    for place, (name, param) in enumerate(rows):
+        decision = known.get(param)
+        if decision is not None:
+            treatment = _Treatment(decision.algorithm, decision.view, decision.options, True)
+            own_name = decision.name if name is None else name
+        else:
+            treatment = by_name[param]
+            own_name = f"group{number}.param{place}" if name is None else name
+            if not treatment.is_certain:
+                guesses.append(_Guess(own_name, tuple(param.shape), treatment.algorithm))
+        key = (
+            treatment.algorithm,
+            str(treatment.view),
+            getattr(treatment.view, "names", None),
+            repr(sorted(treatment.options.items(), key=lambda item: item[0])),
+        )
+        treated.setdefault(key, []).append((own_name, param, treatment))
+    # Muon's come first, as in `param_groups`.
+    parts = [_part(group, treated[key], defaults) for key in sorted(treated, key=lambda key: key[0] != "muon")]
+    if len(parts) > 1:
+        for part in parts:
+            part[ADDED_WITH] = number
+    return parts, guesses
+
+
+def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
+    """Return names and parameters; None where they are no parameters, which is an error for others to name."""
+    if isinstance(names, list | tuple) and len(names) == len(params):
+        params = list(zip(names, params, strict=True))
+    rows = [row if isinstance(row, tuple) and len(row) == 2 else (None, row) for row in params]
+    is_right = rows and all(isinstance(param, Tensor) for _, param in rows)
+    return rows if is_right and len({name is None for name, _ in rows}) == 1 else None
+
+
+def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, is_new: bool) -> dict[Tensor, _Treatment]:
+    """Return the treatment of parameters by their names and shapes, as far as these tell."""
+    named = [(name, param) for name, param in rows if name is not None]
+    clean = without_wrappers(str(name) for name, _ in named)
+    skeleton = _skeleton({name: param for name, (_, param) in zip(clean, named, strict=True)})
+    decisions: dict[Tensor, Decision] = (
+        {one.param: one for one in decide(skeleton, wanted={param for _, param in named})} if named else {}
+    )
+    treatments: dict[Tensor, _Treatment] = {}
+    for name, param in rows:
+        decision = decisions.get(param)
+        if decision is not None and not (param.ndim == 2 and _OF_SHAPE.match(decision.why)):
+            # A matrix that is called as any layer is, and a vector, need no warning; the rest are guesses.
+            is_certain = param.ndim < 2 or decision.algorithm == "muon"
+            treatments[param] = _Treatment(decision.algorithm, decision.view, {}, is_certain)
+        else:
+            algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
+            is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or is_new))
+            treatments[param] = _Treatment(algorithm, Matrix(), {}, is_certain)
+    return treatments
+
+
+def _skeleton(params: Mapping[str, Tensor]) -> nn.Module:
+    """Return a tree of modules with these parameters, of the classes that names and numbers of dimensions suggest."""
+    root = nn.Module()
+    for name, param in params.items():
+        *path, attribute = name.split(".")
+        module = root
+        for depth, part in enumerate(path):
+            child = module._modules.get(part)
+            if child is None:
+                is_owner = depth == len(path) - 1 and attribute == "weight"
+                child = module._modules[part] = _layer(part, param) if is_owner else nn.Module()
+            module = child
+        module._parameters[attribute] = param  # type: ignore[assignment]
+    return root
+
+
+def _layer(name: str, weight: Tensor) -> nn.Module:
+    if weight.ndim != 2 or _NORM.search(name):
+        return nn.Module()
+    return layer_with(nn.Embedding if _LOOKUP.search(name) else nn.Linear, weight=weight)
+
+
+def _part(
+    group: Mapping[str, Any], rows: Sequence[tuple[str, Tensor, _Treatment]], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    treatment = rows[0][2]
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    part = {**treatment.options, **own, "algorithm": treatment.algorithm, "view": treatment.view}
+    part["params"] = [(name, param) for name, param, _ in rows]
+    if treatment.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in part:
+        # Who knows of no algorithms means the rate of the whole model, on the scale of `lr`.
+        ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
+        if ratio is None and rate > 0:
+            usual = treatment.options.get("lr", part.get("adamw_lr", defaults["adamw_lr"]))
+            ratio = float(usual) / rate
+        if ratio is not None:
+            part["adamw_lr_ratio"] = ratio
+    return part
+
+
+class Undecided:
+    """What one optimizer knows of groups that do not say what they are."""
+
+    def __init__(self) -> None:
+        self.has_decisions = False
+        """Whether any group said which algorithm it is for."""
+        self._is_new = self._takes_matrices = False
+        """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        self._guesses: list[_Guess] = []
+
+    def begin(self, params: Any) -> Any:
+        """Return what the constructor was given, which may be an iterator, for PyTorch's constructor."""
+        if isinstance(params, Tensor | dict):
+            return params
+        params = list(params)
+        self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
+        self.has_decisions = any("algorithm" in group for group in params if isinstance(group, Mapping))
+        return params
+
+    def end(self, stacklevel: int) -> None:
+        """End the construction, and warn once of what was guessed in it; for that caller's caller."""
+        self._is_new = self._takes_matrices = False
+        self.warn(stacklevel + 1)
+
+    def divided(self, number: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the groups that a new group becomes, itself where there is nothing to decide."""
+        if self._takes_matrices:
+            return [dict(group)]
+        parts, guesses = _decided(number, group, defaults, has_decisions=self.has_decisions, is_new=self._is_new)
+        self._guesses += guesses
+        self.has_decisions |= "algorithm" in parts[0]
+        return parts
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of what was guessed since the last time, unless the optimizer is being constructed; say what to do."""
+        if self._is_new or not self._guesses:
+            return
+        guesses, self._guesses = self._guesses, []
+        texts = []
+        for algorithm, what in (("muon", "taken for Muon's matrices"), ("adamw", "given to AdamW")):
+            names = [f"{one.name} of shape {one.shape}" for one in guesses if one.algorithm == algorithm]
+            if names:
+                more = f" and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
+                texts.append(f"{what} are {', '.join(names[:_NUM_LISTED])}{more}")
+        warnings.warn(
+            f"parameter groups without algorithm, of no model that quintic.param_groups was called for: by name and "
+            f"shape, {'; '.join(texts)}. Say algorithm='muon' or 'adamw' in each group; or make groups of the module: "
+            f"for group in quintic.param_groups(module): optimizer.add_param_group(group)",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
