@@ -3,6 +3,7 @@
 Users change options of groups, others move, convert or exchange parameters. So everything looks first: at the
 parameters, then at the options, which are checked again; then the plan is made anew if it depends on what has changed,
 and state is made, moved along or left as it is (`upkeep.py`). `StepsMade` counts the steps, and reports the last one.
+`CycledMomentum` and `SharedRates` carry what schedulers and callbacks write in some groups over to others.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -19,6 +20,7 @@ from quintic.optim.comms.sharing import layouts_of
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.group_keys import WATCHED_KEYS, settle_keys
 from quintic.optim.groups.options import CHECKED_OPTIONS, Group, needs_state
+from quintic.optim.layout.wrappers import OPENED, close, open_for_step
 from quintic.optim.plan.order import Orders
 from quintic.optim.qk_clip.step import QKStep
 from quintic.optim.state.parameters import Parameter, connected_parameters
@@ -29,7 +31,13 @@ from quintic.optim.step.sparse_rows import AnnouncedRows
 from quintic.optim.step.telemetry import StepReport, report_of
 from quintic.optim.validate import check_group, check_scheduled
 
-__all__ = ["Current", "States", "StepsMade"]
+__all__ = ["ADDED_WITH", "Current", "CycledMomentum", "SharedRates", "States", "StepsMade"]
+
+ADDED_WITH = "added_with"
+"""The key of groups that one group was divided into: the number of the first of them."""
+
+# What schedulers leave in groups whose momentum they cycle.
+_CYCLED_KEY = "max_momentum"
 
 States: TypeAlias = dict[Tensor, dict[str, Any]]
 
@@ -105,8 +113,22 @@ class Current:
 
     def use_state(self, states: States) -> None:
         """Let all parameters have the state that they need, in a step that is `planned` and changes it."""
+        if OPENED:
+            for group in self.groups:
+                for param in group.params:
+                    open_for_step(param)
         self._make_state(states)
         self._upkeep.use()
+
+    def close_wrappers(self, pending_steps: Sequence[int]) -> None:
+        """Write back what a step has made of weights that had to be opened for it.
+
+        Others stay as they are, because rounding them once more may change them.
+        """
+        for group, pending in zip(self.groups, pending_steps, strict=True) if OPENED else ():
+            for param in group.params if not pending else ():
+                if param.grad is not None:
+                    close(param)
 
     def needed_state(self, dictionaries: _Dictionaries, states: States) -> States:
         """Return the state, all of it made and nothing under way."""
@@ -266,3 +288,51 @@ class StepsMade:
         vars(self).update(vars(kept))
         if skipped is not None and kept._skipped is not None:
             self._skipped = skipped.copy_(kept._skipped)  # a CUDA graph may count there
+
+
+class CycledMomentum:
+    """Takes the momentum of Muon groups from `betas`, where schedulers write it in optimizers that have these."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], object]] = []
+        """Muon groups, with the `betas` they had when they were last looked at."""
+
+    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take the groups as they are: only what is written from now on counts."""
+        self._seen = [(group, group["betas"]) for group in groups if group["algorithm"] == "muon"]
+
+    def follow(self) -> None:
+        """Set the momentum of groups whose `betas` a scheduler has written since."""
+        for place, (group, seen) in enumerate(self._seen):
+            if group["betas"] is not seen:
+                if _CYCLED_KEY in group:
+                    group["momentum"] = group["betas"][0]
+                self._seen[place] = group, group["betas"]
+
+
+class SharedRates:
+    """Lets groups that one group was divided into have one learning rate, where a callback sets that of the last."""
+
+    def __init__(self) -> None:
+        self._sets: list[list[tuple[dict[str, Any], Any]]] = []
+        """Groups that were added together, the last one last, each with the rate that it had."""
+
+    def watch(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take the groups as they are: only what is written from now on counts."""
+        together: dict[Any, list[tuple[dict[str, Any], Any]]] = {}
+        for group in groups:
+            if group.get(ADDED_WITH) is not None:
+                together.setdefault(group[ADDED_WITH], []).append((group, group["lr"]))
+        self._sets = [alike for alike in together.values() if len(alike) > 1]
+
+    def follow(self) -> None:
+        """Give the other groups the rate of the last one, where that alone was written since."""
+        for place, alike in enumerate(self._sets):
+            *others, (last, before) = alike
+            if last["lr"] is before:
+                continue
+            for group, rate in others:
+                # One with a rate of its own, set by a scheduler or by hand, keeps it.
+                if group["lr"] is rate and (rate is before or float(rate) == float(before)):
+                    group["lr"] = last["lr"]
+            self._sets[place] = [(group, group["lr"]) for group, _ in alike]

@@ -370,6 +370,7 @@ class Muon(OptimizerBase):
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
+        self._current.close_wrappers(pending_steps)
         self._advance(pending_steps)
         rows = zip(self._home["param_groups"], pending_steps, strict=True)
         waiting = sum(len(dictionary["params"]) for dictionary, pending in rows if pending)

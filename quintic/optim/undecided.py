@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from quintic.optim.current import ADDED_WITH
 from quintic.optim.groups.classify import Algorithm
 from quintic.optim.groups.groups import Decision, decide, later_decisions
 from quintic.optim.groups.layer_types import layer_with
 from quintic.optim.groups.names import without_wrappers
 from quintic.optim.layout.views import Matrix, View
-from quintic.optim.rules.rates import ADDED_WITH
 
 __all__ = ["Undecided"]
 

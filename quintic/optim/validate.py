@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from quintic.kernels.dispatch import choose_kernels, is_dense
 from quintic.optim.comms.sharing import DIVIDING
 from quintic.optim.groups.flattened import check_group_is_whole
-from quintic.optim.layout.layouts import local_tensor
+from quintic.optim.layout.layouts import is_dtensor, local_tensor
 from quintic.optim.layout.views import View
 from quintic.optim.layout.wrappers import check_wrapper
 from quintic.optim.polar.forms import check_orthogonalizer
@@ -195,10 +195,9 @@ def check_group(number: int, group: Mapping[str, Any], *, was_checked: bool = Fa
                 f"{name}: comms={group['comms']!r} sends runs of memory, and this parameter of shape "
                 f"{tuple(param.shape)} and strides {param.stride()} has gaps in it; make it contiguous"
             )
+        _check_wrapper(name, param, group)
         if group["algorithm"] == "muon":
             _check_matrix(name, param, group)
-        else:
-            check_wrapper(name, local_tensor(param), None)
         try:
             choose_kernels(group["kernels"], local_tensor(param))
         except ValueError as error:
@@ -251,6 +250,25 @@ def check_scheduled(number: int, group: Mapping[str, Any]) -> None:
         )
 
 
+def _check_wrapper(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+    view = None
+    if group["algorithm"] == "muon" and isinstance(group["view"], View):
+        try:
+            group["view"].shapes(param.shape)
+            view = group["view"]
+        except ValueError:
+            pass  # which is an error of its own
+    reasons = (
+        (is_dtensor(param), "a DTensor holds it"),
+        (group["comms"] != "none", f"comms={group['comms']!r} sends its memory"),
+        (group["master"] is not None, f"master={group['master']!r} completes ordinary weights"),
+        (group["tied_to"] is not None, "it is tied to another"),
+    )
+    may_open = next((reason for holds, reason in reasons if holds), None)
+    raw = local_tensor(param) if is_dtensor(param) else param
+    check_wrapper(name, raw, view if raw.shape == param.shape else None, may_open=may_open)
+
+
 def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
     view, multipliers = group["view"], group["lr_multipliers"]
     if not isinstance(view, View):
@@ -260,11 +278,10 @@ def _check_matrix(name: str, param: Tensor, group: Mapping[str, Any]) -> None:
             f"{name}: a {param.ndim}-D parameter (shape {tuple(param.shape)}) cannot be orthogonalised; put it into a "
             f"group with algorithm='adamw', or let quintic.param_groups(model) do so"
         )
-    check_wrapper(name, local_tensor(param), view if local_tensor(param).shape == param.shape else None)
     try:
         count = sum(b for b, _, _ in view.shapes(param.shape))
         if local_tensor(param).shape == param.shape:
-            view.blocks(local_tensor(param.detach()))  # as it lies in memory
+            view.blocks(local_tensor(param).detach())  # as it lies in memory
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if callable(group["adjust_lr"]):

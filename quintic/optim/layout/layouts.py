@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from quintic.optim.layout.wrappers import opened
 
 from quintic.versions import STRIDED_NEEDS, moves_strided_shards, torch_version
 
@@ -201,10 +203,17 @@ def layout_of(name: str, param: Tensor) -> Layout | None:
     return layout
 
 
+# The classes of tensors that need no second look.
+_ORDINARY = frozenset({Tensor, nn.Parameter})
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's box of `tensor`, sharing its memory, without the cost of `DTensor.to_local`."""
+    """Return this rank's box of `tensor`, sharing its memory, without the cost of `DTensor.to_local`.
+
+    Of a wrapper that is opened for steps (`wrappers.py`), the ordinary tensor that they work on.
+    """
     if not is_dtensor(tensor):
-        return tensor
+        return tensor if type(tensor) in _ORDINARY else opened(tensor)
     return _waited_for(tensor._local_tensor)
 
 

@@ -57,7 +57,7 @@ def init_state(param: Tensor, group: Group, own: Sequence[Part] | None = None) -
     for key, needed in needed_state(param, group).items():
         device, pinned = _place(key, param, group)
         state[key] = value = _empty(needed, param, own, device, pinned)
-        weights = local_tensor(param.detach())
+        weights = local_tensor(param).detach()
         if key != "master":
             local_tensor(value).zero_()
         elif own is None:
@@ -121,8 +121,8 @@ def _place(key: str, param: Tensor, group: Group) -> tuple[torch.device, bool]:
 def _empty(needed: Needed, param: Tensor, own: Sequence[Part] | None, device: torch.device, pinned: bool) -> Tensor:
     dtype, shape = needed
     if shape is None and own is None:
-        form = torch.preserve_format
-        return torch.empty_like(param, dtype=dtype, device=device, pin_memory=pinned, memory_format=form)
+        form, like = torch.preserve_format, param if is_dtensor(param) else local_tensor(param)
+        return torch.empty_like(like, dtype=dtype, device=device, pin_memory=pinned, memory_format=form)
     size = (_numel(own),) if shape is None and own is not None else shape
     assert size is not None
     return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
