@@ -348,7 +348,7 @@ class OptimizerBase(Optimizer):
             "state": _with_mantissas(self._needed_state(), torch.int16) if state else state,
             "param_groups": self.param_groups,
             "_orders": self._current.orders,
-            "_has_decisions": self._undecided.has_decisions,
+            "_decided_by": self._undecided.decided_by,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -357,7 +357,7 @@ class OptimizerBase(Optimizer):
             adopt_old_names(options)  # of a file that an older version wrote
         super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
-        self._undecided.has_decisions = self.__dict__.pop("_has_decisions", True)
+        self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
         self._cycled.watch(self._home["param_groups"])
         self._shared_rates.watch(self._home["param_groups"])
 

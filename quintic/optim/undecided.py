@@ -12,7 +12,7 @@ matrices, and others an error.
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ class _Guess(NamedTuple):
 
 
 def _decided(
-    number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, is_new: bool
+    number: int, group: Mapping[str, Any], defaults: Mapping[str, Any], *, has_decisions: bool, trusts_matrices: bool
 ) -> tuple[list[dict[str, Any]], list[_Guess]]:
     """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
 
@@ -64,7 +64,8 @@ def _decided(
         group: as the caller gave it.
         defaults: options of the optimizer.
         has_decisions: whether any group of the optimizer says which algorithm it is for.
-        is_new: whether the optimizer is being constructed, where who lists matrices without names means matrices.
+        trusts_matrices: whether matrices without names are meant for Muon: where the optimizer is being constructed,
+            and where its groups are made by hand.
     """
     params = group.get("params")
     if "algorithm" in group or "view" in group or isinstance(params, Tensor | set | None):
@@ -77,7 +78,7 @@ def _decided(
     is_named = any(name is not None for name, _ in rows)
     if not known and not has_decisions and not is_named:
         return [{**group, "params": params}], []
-    by_name = _by_names([(name, param) for name, param in rows if param not in known], is_new=is_new)
+    by_name = _by_names([row for row in rows if row[1] not in known], trusts_matrices=trusts_matrices)
     treated: dict[tuple[Any, ...], list[tuple[str, Tensor, _Treatment]]] = {}
     guesses: list[_Guess] = []
     for place, (name, param) in enumerate(rows):
@@ -114,7 +115,7 @@ def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] 
     return rows if is_right and len({name is None for name, _ in rows}) == 1 else None
 
 
-def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, is_new: bool) -> dict[Tensor, _Treatment]:
+def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool) -> dict[Tensor, _Treatment]:
     """Return the treatment of parameters by their names and shapes, as far as these tell."""
     named = [(name, param) for name, param in rows if name is not None]
     clean = without_wrappers(str(name) for name, _ in named)
@@ -131,7 +132,7 @@ def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, is_new: bool) -> dic
             treatments[param] = _Treatment(decision.algorithm, decision.view, {}, is_certain)
         else:
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
-            is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or is_new))
+            is_certain = param.ndim < 2 or (param.ndim == 2 and (name is not None or trusts_matrices))
             treatments[param] = _Treatment(algorithm, Matrix(), {}, is_certain)
     return treatments
 
@@ -180,8 +181,8 @@ class Undecided:
     """What one optimizer knows of groups that do not say what they are."""
 
     def __init__(self) -> None:
-        self.has_decisions = False
-        """Whether any group said which algorithm it is for."""
+        self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
+        """Who said of any group which algorithm it is for; groups of `param_groups` have views, too."""
         self._is_new = self._takes_matrices = False
         """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
         self._guesses: list[_Guess] = []
@@ -192,7 +193,7 @@ class Undecided:
             return params
         params = list(params)
         self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
-        self.has_decisions = any("algorithm" in group for group in params if isinstance(group, Mapping))
+        self._note([entry for entry in params if isinstance(entry, Mapping)])
         return params
 
     def end(self, stacklevel: int) -> None:
@@ -204,10 +205,18 @@ class Undecided:
         """Return the groups that a new group becomes, itself where there is nothing to decide."""
         if self._takes_matrices:
             return [dict(group)]
-        parts, guesses = _decided(number, group, defaults, has_decisions=self.has_decisions, is_new=self._is_new)
+        trusts_matrices = self._is_new or self.decided_by != "model"
+        parts, guesses = _decided(
+            number, group, defaults, has_decisions=self.decided_by != "nobody", trusts_matrices=trusts_matrices
+        )
         self._guesses += guesses
-        self.has_decisions |= "algorithm" in parts[0]
+        self._note([group])
         return parts
+
+    def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group in groups:
+            if "algorithm" in group:
+                self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
 
     def warn(self, stacklevel: int) -> None:
         """Warn of what was guessed since the last time, unless the optimizer is being constructed; say what to do."""

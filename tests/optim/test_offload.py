@@ -453,7 +453,7 @@ def test_switching_all_groups_holds_for_later_ones(delayed):
             optimizer.offload()
         assert [group["offload"] for group in optimizer.param_groups] == [on] * 6
         params["late"] = nn.Parameter(torch.ones(6, 6))
-        optimizer.add_param_group({"params": [params["late"]], "algorithm": "muon"})
+        optimizer.add_param_group({"params": [params["late"]]})
         assert optimizer.param_groups[-1]["offload"] is on
         assert any(bucket.offloaded for bucket in optimizer.plan()) is on
         for step in range(2):

@@ -261,7 +261,7 @@ def test_copies_follow_their_own_scheduler(duplicate):
     assert (momenta(optimizer), momenta(twin)) == ([0.5], [pytest.approx(0.875)])
     twin = duplicate(twin)
     added = nn.Parameter(torch.ones(3, 3))
-    twin.add_param_group({"params": [added], "algorithm": "muon", "max_momentum": 0.9, "base_momentum": 0.8})
+    twin.add_param_group({"params": [added], "max_momentum": 0.9, "base_momentum": 0.8})
     twin.param_groups[2]["betas"] = (0.82, 0.95)
     assert momenta(twin) == [pytest.approx(0.875), 0.82]
 

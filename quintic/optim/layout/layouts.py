@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from quintic.optim.layout.wrappers import opened
-
 from quintic.versions import STRIDED_NEEDS, moves_strided_shards, torch_version
 
 if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay

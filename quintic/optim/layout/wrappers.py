@@ -30,7 +30,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 def opened(tensor: Tensor) -> Tensor:
     """Return the tensor that steps work on in place of a plain one: itself, unless it is a wrapper that is opened."""
-    plain: Tensor = OPENED.get(tensor, tensor)
+    plain: Tensor = OPENED.get(tensor, tensor) if is_wrapper(tensor) else tensor
     return plain
 
 
