@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
-from quintic.optim.checkpoint.saving import saved_state
+from quintic.optim.checkpoint.saving import saved_state, with_mantissas
 from quintic.optim.current import Current, CycledMomentum, SharedRates, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
 from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
-from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.plan.order import Orders
 from quintic.optim.rules.numbers import plain
 from quintic.optim.rules.opaque import opaque
@@ -345,7 +344,7 @@ class OptimizerBase(Optimizer):
         state = self._home["state"]
         return {
             "defaults": self.defaults,
-            "state": _with_mantissas(self._needed_state(), torch.int16) if state else state,
+            "state": with_mantissas(self._needed_state(), torch.int16) if state else state,
             "param_groups": self.param_groups,
             "_orders": self._current.orders,
             "_decided_by": self._undecided.decided_by,
@@ -355,7 +354,7 @@ class OptimizerBase(Optimizer):
         """Restore from pickle or deepcopy; the plan is rebuilt on demand."""
         for options in (state["defaults"], *state["param_groups"]):
             adopt_old_names(options)  # of a file that an older version wrote
-        super().__setstate__({**state, "state": _with_mantissas(state["state"], torch.uint16)})
+        super().__setstate__({**state, "state": with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
         self._cycled.watch(self._home["param_groups"])
@@ -380,15 +379,6 @@ class OptimizerBase(Optimizer):
         self._cycled = CycledMomentum()
         self._shared_rates, self._undecided = SharedRates(), Undecided()
         self._steps_made = StepsMade()
-
-
-def _with_mantissas(states: States, dtype: torch.dtype) -> States:
-    """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
-    given: States = defaultdict(dict)
-    for key, state in states.items():
-        mantissa = state.get("mantissa") if isinstance(key, Tensor) else None
-        given[key] = state if mantissa is None or is_dtensor(mantissa) else {**state, "mantissa": mantissa.view(dtype)}
-    return given
 
 
 def _add_names(number: int, group: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""State dicts, made of parameter groups and state as PyTorch's are."""
+"""State dicts, made of parameter groups and state as PyTorch's are; state as it is pickled."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quintic.optim.comms.collectives import has_process_group
+from quintic.optim.layout.layouts import is_dtensor
 from quintic.optim.rules.numbers import plain
 from quintic.optim.state.state import CODE_KEYS, STATE_KEYS
 
-__all__ = ["saved_state"]
+__all__ = ["saved_state", "with_mantissas"]
 
 _SAVED_AS_TEXT = frozenset(("view", *CODE_KEYS))
 
@@ -49,3 +51,12 @@ def _plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_plain, value))
     return plain(value)
+
+
+def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
+    given: dict[Any, Any] = defaultdict(dict)
+    for key, state in states.items():
+        mantissa = state.get("mantissa") if isinstance(key, Tensor) else None
+        given[key] = state if mantissa is None or is_dtensor(mantissa) else {**state, "mantissa": mantissa.view(dtype)}
+    return given
