@@ -17,7 +17,7 @@ from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.checkpoint.saving import saved_state, with_mantissas
 from quintic.optim.current import Current, CycledMomentum, SharedRates, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
-from quintic.optim.grad_scaler import leaves_overflow_to_step
+from quintic.optim.grad_scaler import SetByScaler, leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
@@ -33,30 +33,13 @@ from quintic.optim.validate import check_apart, check_is_group, check_members, c
 __all__ = ["OptimizerBase"]
 
 
-class _Kept:
-    """An attribute that is set on the optimizer, or on a wrapper that borrows its class, and kept by the optimizer."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: "OptimizerBase | None", owner: type | None = None) -> Any:
-        return self if instance is None else instance._own(self._name)
-
-    def __set__(self, instance: "OptimizerBase", value: Any) -> None:
-        instance._home[self._name] = value
-
-    def __delete__(self, instance: "OptimizerBase") -> None:
-        del instance._home[self._name]
-
-
 class OptimizerBase(Optimizer):
     """Groups with names and checked options, and the state of their parameters."""
 
-    grad_scale = _Kept()
-    found_inf = _Kept()
-    """Set by `GradScaler` for one step, see `_step_supports_amp_scaling`."""
+    grad_scale = SetByScaler()
+    found_inf = SetByScaler()
 
-    _home: dict[str, Any]
+    home: dict[str, Any]
     """The optimizer's own `__dict__`. Wrappers that borrow its class, or copy its attributes, find it by this name and
     so have the same groups and state."""
     _current: Current
@@ -118,7 +101,7 @@ class OptimizerBase(Optimizer):
     def _own(self, name: str) -> Any:
         """A property's value. Before there is one, an AttributeError that names it, as for any other attribute."""
         try:
-            return self._home[name]
+            return self.home[name]
         except (AttributeError, KeyError):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
@@ -132,7 +115,7 @@ class OptimizerBase(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._home["param_groups"] = value
+        self.home["param_groups"] = value
         self._cycled.watch(value)
         self._shared_rates.watch(value)
 
@@ -149,13 +132,13 @@ class OptimizerBase(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._home["state"] = value
+        self.home["state"] = value
         self._current.outdate()
 
     @property
     def typed_groups(self) -> Sequence[Group]:
         """The parameter groups as a step sees them now: checked, frozen and typed."""
-        self._current.look(self._home["param_groups"])
+        self._current.look(self.home["param_groups"])
         return self._current.groups
 
     @property
@@ -164,25 +147,25 @@ class OptimizerBase(Optimizer):
 
         For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
-        self._current.planned(self.param_groups, self._home["state"])
+        self._current.planned(self.param_groups, self.home["state"])
         return self._current
 
     @property
     def runner(self) -> Runner:
         """The runner of the current plan; what was changed is checked first. No state is made."""
-        return self._current.planned(self.param_groups, self._home["state"])
+        return self._current.planned(self.param_groups, self.home["state"])
 
     def connected(self) -> Runner:
         """Return the same, with ranks connected; the plan may depend on their hosts.
 
         All ranks that share parameters must call it.
         """
-        return self._current.connected(self.param_groups, self._home["state"])
+        return self._current.connected(self.param_groups, self.home["state"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`."""
-        return leaves_overflow_to_step(self._home["param_groups"])
+        return leaves_overflow_to_step(self.home["param_groups"])
 
     @property
     def steps_made(self) -> StepsMade:
@@ -191,7 +174,7 @@ class OptimizerBase(Optimizer):
 
     def next_pending_steps(self) -> list[int]:
         """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._current.planned(self.param_groups, self._home["state"])
+        self._current.planned(self.param_groups, self.home["state"])
         return self._pending_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,8 +220,8 @@ class OptimizerBase(Optimizer):
         state = self._needed_state()
         groups, typed = self.param_groups, self._current.groups
         loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
-        self._cycled.watch(self._home["param_groups"])
-        self._shared_rates.watch(self._home["param_groups"])
+        self._cycled.watch(self.home["param_groups"])
+        self._shared_rates.watch(self.home["param_groups"])
         self._current.end_load(state, loaded.without, loaded.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -341,7 +324,7 @@ class OptimizerBase(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
-        state = self._home["state"]
+        state = self.home["state"]
         return {
             "defaults": self.defaults,
             "state": with_mantissas(self._needed_state(), torch.int16) if state else state,
@@ -357,24 +340,24 @@ class OptimizerBase(Optimizer):
         super().__setstate__({**state, "state": with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
-        self._cycled.watch(self._home["param_groups"])
-        self._shared_rates.watch(self._home["param_groups"])
+        self._cycled.watch(self.home["param_groups"])
+        self._shared_rates.watch(self.home["param_groups"])
 
     def _needed_state(self) -> States:
         """Return the state of all parameters, which is made if there is none; nothing is under way."""
-        return self._current.needed_state(self.param_groups, self._home["state"])
+        return self._current.needed_state(self.param_groups, self.home["state"])
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
             # What is tied waits for ever, whatever its place in the cadence.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
-            for dictionary, group in zip(self._home["param_groups"], self._current.groups, strict=True)
+            for dictionary, group in zip(self.home["param_groups"], self._current.groups, strict=True)
         ]
 
     def _forget_steps(self, orders: Orders) -> None:
         """Forget the steps made, and all that follows from the groups."""
-        self._home = self.__dict__
+        self.home = self.__dict__
         self._current = Current(orders)
         self._cycled = CycledMomentum()
         self._shared_rates, self._undecided = SharedRates(), Undecided()

@@ -284,3 +284,18 @@ def test_a_frozen_parameter_that_is_replaced_stays_without_state_and_keeps_what_
     assert optimizer.state[model[0].weight] == {"mine": 3}
     model[0].requires_grad_(True)
     assert optimizer.state[model[0].weight].keys() == {"mine", "momentum_buffer"}
+
+
+def test_state_that_frozen_parameters_load_in_inference_mode():
+    model = model_of()
+    optimizer = muon(model)
+    steps(model, optimizer, 0, 2)
+    twin_model = copy.deepcopy(model)
+    twin = muon(twin_model)
+    twin_model[0].requires_grad_(False)
+    with torch.inference_mode():
+        twin.load_state_dict(optimizer.state_dict())
+    twin_model[0].requires_grad_(True)
+    steps(model, optimizer, 2, 3)
+    steps(twin_model, twin, 2, 3)
+    assert all(map(torch.equal, model.parameters(), twin_model.parameters()))

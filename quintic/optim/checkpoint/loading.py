@@ -4,11 +4,10 @@ PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parame
 of bf16 weights into bf16; here values are copied into the state that exists, and what does not fit is refused.
 `matching.py` decides which saved parameter is which.
 
-A group that was saved with the same
-parameters gets the hyperparameters it was saved with. Where parameters were grouped otherwise, an option comes back if
-all saved groups that share parameters, directly or through others, agree about it, and so do these groups here; else
-groups keep what they have. So a rule that gives some parameters another weight decay holds, and the learning rate that
-a scheduler had come to does, too.
+A group that was saved with the same parameters gets the hyperparameters it was saved with. Where parameters were
+grouped otherwise, an option comes back if all saved groups that share parameters, directly or through others, agree
+about it, and so do these groups here; else groups keep what they have. So a rule that gives some parameters another
+weight decay holds, and the learning rate that a scheduler had come to does, too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from quintic.optim.checkpoint.matching import Match, adopted_names, matched
 from quintic.optim.groups.names import is_made_up, known_as
-from quintic.optim.groups.options import OPTIONS, Group, is_old_option, needs_state
+from quintic.optim.groups.options import OPTIONS, Group, is_old_option
 from quintic.optim.groups.ties import ties_of
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.state.parts import CUT_KEYS, DividedState, divided_parameters, part_of_saved
@@ -104,7 +103,7 @@ def load_state(
         saved = saved_states.get(saved_key)
         if saved is None or saved.keys().isdisjoint(STATE_KEYS):
             # PyTorch's distributed checkpoints, whose keys are names, check by themselves whether all state is there.
-            is_lost = needs_state(param) and saved_key not in frozen and not isinstance(saved_key, str)
+            is_lost = param.requires_grad and saved_key not in frozen and not isinstance(saved_key, str)
             if strict and is_lost:
                 raise ValueError(
                     f"{name}: the saved optimizer holds no state for this parameter; if it was frozen when the state "
@@ -115,7 +114,9 @@ def load_state(
         own = state.get(param, {})
         if own.keys().isdisjoint(STATE_KEYS):  # it is frozen here
             parts = divided[param].own if param in divided else None
-            own = made[param] = init_state(param, typed[number], parts)
+            # What inference mode makes could not be stepped outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                own = made[param] = init_state(param, typed[number], parts)
         copies += _matched_state(name, param, own, saved, saved_key, divided.get(param))
     names = adopted_names(groups, matches)
     restored = _restored_options(groups, saved_groups, matches)
@@ -133,14 +134,7 @@ def load_state(
         raise ValueError(f"the saved options do not fit: {error}") from None
     keys = {key for group in saved_groups for key in group["params"]}
     of_none = {key: deepcopy(v) for key, v in saved_states.items() if key not in keys and not isinstance(key, int)}
-    of_users = {
-        match.param: {
-            key: _copy_of(value, local_tensor(match.param).device)
-            for key, value in (saved_states.get(match.key) or {}).items()
-            if key not in STATE_KEYS
-        }
-        for match in matches
-    }
+    of_users = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
     for target, source in copies:
         copy_(target, source)
     for param in without:
@@ -279,6 +273,12 @@ def _matched_state(
         piece = piece_of(what, target, source)
         if piece is not None:
             yield local_tensor(target), piece
+
+
+def _users_values(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of what is no state of ours, tensors on the device of the parameter."""
+    device = local_tensor(param).device
+    return {key: _copy_of(value, device) for key, value in saved.items() if key not in STATE_KEYS}
 
 
 def _copy_of(value: Any, device: torch.device) -> Any:
