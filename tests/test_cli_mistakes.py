@@ -93,7 +93,7 @@ def test_a_current_folder_that_is_gone(
         ("train --resume", "runs holds no run yet; start one with: quintic train"),
         ("train --resume --run x", "runs/x is not a run: it has no config.json; check --run and --runs-dir"),
         ("train --resume --config x.json", "--config: a resumed run keeps its own configuration; leave it out"),
-        ("compare --resume", "runs holds no run yet"),
+        ("compare --resume", "runs holds no comparison that could be continued"),
         ("train --config", "--config needs a value"),
         ("train --config x.json", "x.json: no such file; give the config.json of a run"),
         ("train --data nowhere", "'nowhere': no such file or folder; a text source is a path, 'python' or 'hf:"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from quintic.durable import json_object
 from quintic.errors import ConfigError
+from quintic.report.history import METRICS_FILE
 from quintic.speedrun import presets as speedrun
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from quintic.train.saved_config import changed_fields, load_config
@@ -201,6 +202,8 @@ def _initial_folder(name: str, runs_dir: Path) -> Path:
     for folder in (runs_dir / name, Path(name).expanduser()):
         if (folder / "config.json").is_file():
             return folder.absolute()
+    if (runs_dir / name / METRICS_FILE).is_file():
+        raise ConfigError(f"--init-from {name}: is a speedrun, whose weights fit its own model alone; give another run")
     raise ConfigError(
         f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; check "
         "the name, and --runs-dir"

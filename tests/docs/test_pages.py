@@ -236,6 +236,9 @@ def test_the_options_of_commands_can_be_read(page, tmp_path, monkeypatch):
         if "--resume" in given:
             with pytest.raises(ConfigError, match=r"no run|is not a run"):
                 READERS[command](given)
+        elif "--init-from" in given:
+            with pytest.raises(ConfigError, match="is neither a run in"):
+                READERS[command](given)
         elif "--help" not in given:
             READERS[command](given)
 

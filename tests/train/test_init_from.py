@@ -155,6 +155,11 @@ def test_what_is_no_model_is_refused(
         f"--init-from absent: is neither a run in {tmp_path / 'runs'} nor the folder of a run or of an exported model; "
         "check the name, and --runs-dir"
     )
+    (tmp_path / "runs" / "race").mkdir(parents=True)
+    (tmp_path / "runs" / "race" / "metrics.jsonl").touch()
+    assert refused("race") == (
+        "--init-from race: is a speedrun, whose weights fit its own model alone; give another run"
+    )
     (exported / "config.json").write_text('{"model_type": "gpt2"}')
     assert "not a configuration; give the config.json of a run" in refused(exported)
     (exported / "config.json").write_text('{"model_type": "quintic"}')
