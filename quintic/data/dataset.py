@@ -239,6 +239,7 @@ class Dataset:
     def summary(self) -> dict[str, Any]:
         """Return a short description for logs, fit for JSON."""
         train, val = self._splits["train"], self._splits["val"]
+        shares = self.shares("train")
         return {
             "path": str(self.path),
             "source": self.manifest["source"]["spec"],
@@ -251,6 +252,7 @@ class Dataset:
             "val_tokens": val.num_tokens,
             "val_bytes": val.num_bytes,
             "bytes_per_token": round(train.bytes_per_token, 4),
+            **({"shares": {share.source: share.weight for share in shares}} if len(shares) > 1 else {}),
         }
 
     def verify(self, *, once: bool = False, begin: Callable[[int], None] | None = None) -> None:

@@ -14,7 +14,7 @@ Every record has a ``kind``; the other fields depend on it:
     resume   step, time; where it made the run longer steps_before, total_steps
     rollback step, spike_step
     final    step, loss, bpb, least_bpb, least_bpb_step, seconds, baselines, breakdown, smoothed_loss, least_loss,
-             flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
+             epochs, flops, peak_memory_bytes; and without the first ten steps of each process tokens_per_second, mfu,
              first_step_extra_seconds, compile_seconds; of a speedrun tokens
 
 The last samples come after the final record.
@@ -23,7 +23,8 @@ The last samples come after the final record.
 training; ``loss`` is in nats per token, ``bpb`` in bits per byte, ``bpb_stderr`` is its standard error over documents.
 ``least_bpb`` is the least on the validation text, after ``least_bpb_step`` steps. ``lr_multiplier`` is the schedule's
 factor on all learning rates. ``smoothed_loss`` is the mean of the training losses with weights 0.9^age, ``least_loss``
-its least so far; ``epoch`` counts from 0; ``flops`` are those so far. ``mfu`` is the share of
+its least so far; ``epoch`` counts from 0, of several sources that of the one
+read least, and ``epochs`` says how often each has been read; ``flops`` are those so far. ``mfu`` is the share of
 ``machine.matrix_flops_per_second``, measured at the start. ``spike`` counts standard deviations above the smoothed
 loss; ``rollback`` goes from ``spike_step`` to ``step``.
 ``code`` is the SHA-256 of the package's source files.

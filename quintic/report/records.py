@@ -13,7 +13,17 @@ _NUMBERS = (
     "weight_decay", "tokens_per_second", "smoothed_loss", "least_loss", "least_bpb", "flops", "mfu",
     "peak_memory_bytes", "grad_norm", "spike", "first_step_extra_seconds", "compile_seconds", "warmup_seconds",
 )  # fmt: skip
-_NUMBERS_BY_NAME = ("lr", "times_ms", "grad_rms", "update_rms", "baselines", "breakdown", "centred", "accuracy")
+_NUMBERS_BY_NAME = (
+    "lr",
+    "times_ms",
+    "grad_rms",
+    "update_rms",
+    "baselines",
+    "breakdown",
+    "centred",
+    "accuracy",
+    "epochs",
+)
 _MAPPINGS = ("config", "machine", "versions", "git", "model", "data", "track")
 _STEPPED_KINDS = ("train", "eval", "core", "sample", "resume", "rollback")
 

@@ -58,6 +58,8 @@ def write_report(run_dir: str | Path, out: Path | None = None) -> Path:
     run, path = history.run, out or folder / _REPORT_FILE
     name = str(run.get("name") or folder.resolve().name)
     tables = [(title, run[key]) for title, key in _SETUP_TABLES if isinstance(run.get(key), Mapping) and run[key]]
+    if len(history.final.get("epochs") or {}) > 1:
+        tables.insert(1, ("Times that each text was read", history.final["epochs"]))
     git = run.get("git") or {}
     write_page(
         path,

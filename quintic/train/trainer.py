@@ -332,6 +332,7 @@ class Trainer:
             "breakdown": {f"{name}_frac": value / total for name, value in self.spent.items()},
             "smoothed_loss": self.watch.smoothed,
             "least_loss": self.watch.least,
+            "epochs": self.loader.epochs,
             "flops": float(self.flops_per_token * self.tokens),
             "peak_memory_bytes": self._peak_memory(),
             **({**speed, "compile_seconds": self._compile_seconds()} if speed else {}),

@@ -309,7 +309,7 @@ def test_text_that_fills_no_row_is_an_error_where_the_batch_is_asked_for(tmp_pat
     for prefetch in (0, 2):
         with load(dataset, rows=1, prefetch=prefetch) as loader:
             loader._stream._streams[0]._table.row_tokens = 10**6  # more than there is: a check of the sizes let it pass
-            loader._stream.restore(loader._stream.position())
+            loader._stream.restore(loader._stream.positions())
             for _ in range(2):  # again on every later call
                 with pytest.raises(DataError, match="an epoch does not fill one row of 1000000 tokens"):
                     next(loader)
