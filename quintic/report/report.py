@@ -112,7 +112,8 @@ def _status(history: RunHistory) -> str:
     last = (history.train or history.evals)[-1]["step"]
     total = history.total_steps
     parts = [f"Started {date(str(history.run['time']))}"] if history.run.get("time") else []
-    if (source := ((history.run.get("config") or {}).get("run") or {}).get("init_from")) is not None:
+    options = (history.run.get("config") or {}).get("run")  # of a speedrun the run's name
+    if isinstance(options, Mapping) and (source := options.get("init_from")) is not None:
         parts.append(f"from the weights of {source}")
     if history.final:
         parts.append(f"finished after {int(history.final.get('step', last)):,} steps")

@@ -60,7 +60,7 @@ def race_of(shards: Path, ranks: Ranks = ALONE) -> Race:
 def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run made by the command, with saves on the way."""
     runs_dir = tmp_path_factory.mktemp("runs")
-    options = ["--steps", "40", "--val-tokens", "256", "--save-every", "15", "--device", "cpu", "--no-warm-up"]
+    options = ["--steps", "40", "--val-tokens", "256", "--save-every", "10", "--device", "cpu", "--no-warm-up"]
     command = ["train", "--preset", "speedrun-tiny", "--data", str(shards), "--run", "race", "--eval-every", "20"]
     threads = torch.get_num_threads()
     assert main([*command, *options, "--runs-dir", str(runs_dir), "--threads", "1"]) == 0
@@ -70,7 +70,7 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_keeps_its_models_its_tokenizer_and_its_source(finished: Path) -> None:
     assert json_object(finished / SOURCE_FILE)["code"] == read_metrics(finished / METRICS_FILE)[0]["code"]
-    assert [step_of(path) for path in checkpoints(finished)] == [40, 30, 15]
+    assert [step_of(path) for path in checkpoints(finished)] == [40, 30, 20, 10]
     for path in checkpoints(finished):
         assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors", "state.json"]
     tokenizer = Tokenizer.load(finished / TOKENIZER_FILE)
@@ -84,6 +84,13 @@ def test_eval_scores_the_saved_model_as_the_race_did(finished: Path, capsys: pyt
     final = read_metrics(finished / METRICS_FILE)[-1]
     assert main(["eval", "--runs-dir", str(finished.parent), "--device", "cpu"]) == 0
     assert f"{final['bpb']:.4f} bits per byte ({final['loss']:.4f} nats per token)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_eval_takes_the_save_of_a_step(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = {r["step"]: r for r in read_metrics(finished / METRICS_FILE) if r["kind"] == "eval"}
+    assert main(["eval", "--runs-dir", str(finished.parent), "--device", "cpu", "--step", "20"]) == 0
+    assert f"{records[20]['bpb']:.4f} bits per byte" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("same_threads")
