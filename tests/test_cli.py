@@ -107,7 +107,7 @@ def test_every_field_can_be_set_by_its_option(
     from quintic.commands.options import training_options
 
     wanted = tiny_config(
-        tiny_dataset, Path("r"), run="x", tokenizer="t.json", max_bytes=10**9, verify=True, kv_ratio=2,
+        tiny_dataset, Path("r"), run="x", val_data="v", text_field="body", tokenizer="t.json", max_bytes=10**9, verify=True, kv_ratio=2,
         window_pattern="L", optimizer="adamw", muon_lr=0.01, adamw_lr=0.01, embedding_lr=0.01, head_lr=0.01,
         adamw_head_lr=0.02, scalar_lr=0.01, momentum=0.5, momentum_start=0.4, orthogonalizer="svd", normalize="neuron",
         state_dtype="bf16", weights="mantissa", weight_decay=0.01, adamw_weight_decay=0.01,
@@ -178,12 +178,17 @@ def test_paths_of_text_are_kept_whole(elsewhere: Path) -> None:
 
 def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from quintic.commands.options import training_options
-    from quintic.commands.presets import gpu_preset
+    from quintic.commands.presets import gpu_preset, gpu_small_preset
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     here = dataclasses.replace(Config().data, data_dir=Path.cwd() / "data")
-    gpu = dataclasses.replace(gpu_preset(), data=dataclasses.replace(gpu_preset().data, data_dir=here.data_dir))
-    for arguments, expected in (([], gpu), (["--device=cpu"], Config(data=here, run=RunConfig(device="cpu")))):
+    gpu, small = (
+        dataclasses.replace(config, data=dataclasses.replace(config.data, data_dir=here.data_dir))
+        for config in (gpu_preset(), gpu_small_preset())
+    )
+    on_text = dataclasses.replace(gpu, data=dataclasses.replace(gpu.data, data="texts"))
+    on_cpu = Config(data=here, run=RunConfig(device="cpu"))
+    for arguments, expected in (([], small), (["--data", "texts"], on_text), (["--device=cpu"], on_cpu)):
         assert training_options(arguments, command="train").config == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert training_options(["--preset", "gpu"], command="plan").config == gpu
@@ -194,8 +199,8 @@ def test_the_preset_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_preset_or_recipe_is_named(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
-    others = "(for train also speedrun, speedrun-tiny)"
-    assert error_of(capsys, "plan", "--preset", "tpu") == f"--preset tpu: unknown; choose cpu or gpu {others}"
+    choices = "cpu, gpu-small or gpu (for train also speedrun, speedrun-tiny)"
+    assert error_of(capsys, "plan", "--preset", "tpu") == f"--preset tpu: unknown; choose {choices}"
     assert error_of(capsys, "plan", "--recipe", "mine") == "--recipe mine: give quintic or seed or nanochat"
     saved = ["--config", str(trained / "config.json"), "--preset", "cpu"]
     assert error_of(capsys, "plan", *saved) == "--preset cpu: the options come from --config; give one of the two"
