@@ -107,7 +107,8 @@ def test_every_field_can_be_set_by_its_option(
     from quintic.commands.options import training_options
 
     wanted = tiny_config(
-        tiny_dataset, Path("r"), run="x", val_data="v", text_field="body", tokenizer="t.json", max_bytes=10**9, verify=True, kv_ratio=2,
+        tiny_dataset, Path("r"), run="x", val_data="v", text_field="body", tokenizer="t.json", max_bytes=10**9,
+        verify=True, kv_ratio=2,
         window_pattern="L", optimizer="adamw", muon_lr=0.01, adamw_lr=0.01, embedding_lr=0.01, head_lr=0.01,
         adamw_head_lr=0.02, scalar_lr=0.01, momentum=0.5, momentum_start=0.4, orthogonalizer="svd", normalize="neuron",
         state_dtype="bf16", weights="mantissa", weight_decay=0.01, adamw_weight_decay=0.01,
