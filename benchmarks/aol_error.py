@@ -41,7 +41,8 @@ from quintic.optim.polar.orthogonalize import nothing_ambient
 from quintic.optim.polar.products import multiply
 from quintic.optim.polar.program import products_of, run_products
 from quintic.train.config import Config
-from quintic.train.hardware import choose_hardware, machine_facts, package_versions
+from quintic.train.hardware import choose_hardware, machine_facts
+from quintic.train.saving.source import package_versions
 from quintic.train.trainer import Trainer
 
 ERROR_OPTIONS = "--kv-ratio 2 --steps 400 --batch-tokens 2048 --rows 8"  # of the run whose directions are kept

@@ -125,7 +125,7 @@ class Current:
 
         Others stay as they are, because rounding them once more may change them.
         """
-        for group, pending in zip(self.groups, pending_steps, strict=True) if OPENED else ():
+        for group, pending in zip(self.groups, pending_steps, strict=True):
             for param in group.params if not pending else ():
                 if param.grad is not None:
                     close(param)
@@ -314,7 +314,7 @@ class SharedRates:
     """Lets groups that one group was divided into have one learning rate, where a callback sets that of the last."""
 
     def __init__(self) -> None:
-        self._sets: list[list[tuple[dict[str, Any], Any]]] = []
+        self.sets: list[list[tuple[dict[str, Any], Any]]] = []
         """Groups that were added together, the last one last, each with the rate that it had."""
 
     def watch(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -323,11 +323,11 @@ class SharedRates:
         for group in groups:
             if group.get(ADDED_WITH) is not None:
                 together.setdefault(group[ADDED_WITH], []).append((group, group["lr"]))
-        self._sets = [alike for alike in together.values() if len(alike) > 1]
+        self.sets = [alike for alike in together.values() if len(alike) > 1]
 
     def follow(self) -> None:
         """Give the other groups the rate of the last one, where that alone was written since."""
-        for place, alike in enumerate(self._sets):
+        for place, alike in enumerate(self.sets):
             *others, (last, before) = alike
             if last["lr"] is before:
                 continue
@@ -335,4 +335,4 @@ class SharedRates:
                 # One with a rate of its own, set by a scheduler or by hand, keeps it.
                 if group["lr"] is rate and (rate is before or float(rate) == float(before)):
                     group["lr"] = last["lr"]
-            self._sets[place] = [(group, group["lr"]) for group, _ in alike]
+            self.sets[place] = [(group, group["lr"]) for group, _ in alike]

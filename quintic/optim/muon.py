@@ -12,6 +12,7 @@ from quintic.optim.grad_scaler import unscale_
 from quintic.optim.group_keys import suggests_options
 from quintic.optim.groups.options import Orthogonalizer
 from quintic.optim.layout.views import Matrix
+from quintic.optim.layout.wrappers import OPENED
 from quintic.optim.optimizer_base import OptimizerBase
 from quintic.optim.plan.order import orders_of
 from quintic.optim.plan.plan import Plan
@@ -370,7 +371,8 @@ class Muon(OptimizerBase):
 
         QK-clip had logits of some attention layers. Where a CUDA graph is replayed, it has counted skipped steps.
         """
-        self._current.close_wrappers(pending_steps)
+        if OPENED:
+            self._current.close_wrappers(pending_steps)
         self._advance(pending_steps)
         rows = zip(self.home["param_groups"], pending_steps, strict=True)
         waiting = sum(len(dictionary["params"]) for dictionary, pending in rows if pending)

@@ -110,7 +110,8 @@ class OptimizerBase(Optimizer):
         """Parameter groups; where a scheduler cycles `betas`, `momentum` of Muon groups follows."""
         groups: list[dict[str, Any]] = self._own("param_groups")
         self._cycled.follow()
-        self._shared_rates.follow()
+        if self._shared_rates.sets:
+            self._shared_rates.follow()
         return groups
 
     @param_groups.setter

@@ -275,7 +275,7 @@ def test_the_sample_of_one_big_document_is_bounded(tmp_path: Path, monkeypatch: 
 
 
 def test_a_download_of_terabytes_needs_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = shards.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).parts[0]
+    part = mixture.open_source(str(folder_of(tmp_path / "text", ["a"])), cache_dir=tmp_path).parts[0]
     huge = type(part)(name=part.name, size_bytes=10**13, identity=str, read=part.read)
     source = shards.Source(name="huge", spec="hf:me/huge", parts=(huge,), is_remote=True)
     monkeypatch.setattr(mixture, "open_source", lambda spec, **options: source)

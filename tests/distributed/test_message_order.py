@@ -111,9 +111,7 @@ def check_whole_parameters(rank, world_size, comms, dtype, missing):
     found, optimizer = steps(comms, rank, world_size, dtype=dtype, missing=missing, least_alone=100)
     if comms == "sharded":
         direct = {bucket.names[0] for bucket in optimizer.plan() if bucket.is_direct}
-        assert direct >= {"even", "uneven"}
-        assert ("bank" in direct) == (8 % world_size == 0)
-        assert ("odd bank" in direct) == (9 % world_size == 0)
+        assert direct >= {"even", "uneven", "bank", "odd bank"}  # also where its matrices do not divide evenly
     for name, value in expected.items():
         is_fused = name in ADAMW and dtype == torch.float32
         rtol, atol = fused_adamw_tolerance(4, lr=0.1) if is_fused else (0.0, 0.0)

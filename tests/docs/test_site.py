@@ -49,14 +49,14 @@ def test_every_page_is_in_the_navigation():
     assert sorted([*pages, "CHANGELOG.md", "CONTRIBUTING.md"]) == sorted(listed)
 
 
-def test_the_configuration_lists_every_option_with_both_defaults():
+def test_the_configuration_lists_every_option_with_the_defaults_of_each_preset():
     options = {option.flag: option for option in docs_reference.options()}
     sections = [field.default_factory for field in dataclasses.fields(Config)]
     assert len(options) == sum(len(dataclasses.fields(section)) for section in sections)
-    assert options["--depth"].defaults == ("4", "12")
+    assert options["--depth"].defaults == ("4", "8", "12")
     assert options["--head-dim"].meaning == "Channels of an attention head."
     assert options["--optimizer"].values == "`muon`, `adamw`"
-    assert options["--steps"].defaults == ("500", "None")
+    assert options["--steps"].defaults == ("500", "500", "None")
     assert options["--prompts"].defaults == ("none",)
     table = docs_reference.generated("configuration")
     for flag in options:
