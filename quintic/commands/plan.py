@@ -11,6 +11,7 @@ from quintic.commands.options import rehearsal_options, training_options
 from quintic.commands.parsing import taken
 from quintic.commands.presets import GPU_PRESETS
 from quintic.data.dataset import MANIFEST_NAME
+from quintic.data.files.documents import TEXT_FIELD
 from quintic.data.hub import download
 from quintic.data.tokenizer import Tokenizer
 from quintic.durable import json_object
@@ -100,15 +101,23 @@ class PreparedText:
 
 def prepared_text(data: DataConfig) -> PreparedText | None:
     """Return the text of a run, if it is prepared: the newest that fits, as a folder of text may have changed since."""
-    if data.tokenizer is not None:
-        return None
-    wanted = {"vocab_size": data.vocab_size, "val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    wanted: dict[str, float | str | None] = {"val_frac": data.val_frac, "max_bytes": data.max_bytes}
+    if data.tokenizer is None:
+        wanted |= {"vocab_size": data.vocab_size, "tokenizer": None}
+    else:
+        if not Path(data.tokenizer).expanduser().exists():  # a name, whose tokenizer may be no file yet
+            return None
+        wanted |= {"vocab_size": None, "tokenizer": Tokenizer.load(data.tokenizer).fingerprint()}
+    asked = {"spec": data.data, "text_field": data.text_field, "val_data": data.val_data}
+    # Older versions had no such options, and their manifests do not name them.
+    usual = {"text_field": TEXT_FIELD, "val_data": None}
     manifests = data.data_dir.glob(f"*/{MANIFEST_NAME}")
     for path in sorted(manifests, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         manifest = json_object(path)
         try:
             settings = {name: manifest["settings"][name] for name in wanted}
-            if manifest["source"]["spec"] == data.data and settings == wanted:
+            source = {name: (usual | manifest["source"])[name] for name in asked}
+            if source == asked and settings == wanted:
                 tokens = sum(shard["tokens"] for shard in manifest["splits"]["train"]["shards"])
                 return PreparedText(folder=path.parent, vocab_size=int(manifest["vocab_size"]), train_tokens=tokens)
         except (ValueError, KeyError, TypeError):

@@ -54,6 +54,8 @@ class _Plan:
     sources: tuple[MixedSource, ...]
     source: Source
     """All of them, one after the other."""
+    asked: dict[str, str | None]
+    """The options that name the text, for the manifest."""
     fingerprint: str
     tokenizer: Tokenizer | None
     tokenizer_name: str | None
@@ -135,6 +137,7 @@ def prepare(
     plan = _Plan(
         sources=sources,
         source=source,
+        asked={"spec": source.spec, "text_field": text_field, "val_data": val_data},
         fingerprint=fingerprint,
         tokenizer=given,
         tokenizer_name=tokenizer,
@@ -380,7 +383,7 @@ class _Tokenization:
         manifest = {
             "version": FORMAT_VERSION,
             "key": plan.key,
-            "source": {"spec": plan.source.spec, "name": plan.source.name, "fingerprint": plan.fingerprint},
+            "source": {**plan.asked, "name": plan.source.name, "fingerprint": plan.fingerprint},
             "settings": plan.settings,
             "command": plan.command,
             "tokenizer": {"file": TOKENIZER_NAME, "fingerprint": self._tokenizer.fingerprint()},

@@ -12,8 +12,9 @@ import torch
 from tiny_runs import tiny_config
 
 from quintic.cli import main
-from quintic.commands.plan import _peak, planned_vocabulary, training_memory
+from quintic.commands.plan import _peak, planned_vocabulary, prepared_text, training_memory
 from quintic.commands.presets import gpu_preset, with_recipe
+from quintic.commands.text import prepared
 from quintic.data.dataset import MANIFEST_NAME, Dataset
 from quintic.errors import DataError
 from quintic.train.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
@@ -61,6 +62,35 @@ def test_the_vocabulary_is_that_of_the_run(tiny_dataset: Dataset, tmp_path: Path
     assert planned_vocabulary(DataConfig(tokenizer=given)) == (tiny_dataset.vocab_size, f"read from {given}")
     with pytest.raises(DataError, match="no such tokenizer"):
         planned_vocabulary(DataConfig(tokenizer=str(tmp_path / "none.json")))
+
+
+def test_a_plan_finds_the_text_that_the_options_name(tmp_path: Path) -> None:
+    records = [{"text": f"short {number}", "body": f"a longer text {number}"} for number in range(40)]
+    for name, some in (("a.jsonl", records), ("v.jsonl", records[:3])):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in some))
+    plain = DataConfig(data=str(tmp_path / "a.jsonl"), vocab_size=300, data_dir=tmp_path / "data")
+    tokenizer = tmp_path / "tokenizer.json"
+    prepared(plain).tokenizer.save(tokenizer)
+    asked = [
+        dataclasses.replace(plain, text_field="body"),
+        dataclasses.replace(plain, val_data=str(tmp_path / "v.jsonl")),
+        dataclasses.replace(plain, data=f"{tmp_path / 'a.jsonl'}=1 {tmp_path / 'v.jsonl'}=2", val_frac=0.5),
+        dataclasses.replace(plain, tokenizer=str(tokenizer)),
+    ]
+    for data in asked:
+        assert prepared_text(data) is None
+        dataset = prepared(data)
+        text = prepared_text(data)
+        assert text is not None
+        assert (text.folder, text.train_tokens) == (dataset.path, dataset.split("train").num_tokens)
+    text = prepared_text(plain)
+    assert text is not None
+    # Manifests of older versions do not name the field and the validation text.
+    path = text.folder / MANIFEST_NAME
+    manifest = json.loads(path.read_text("utf-8"))
+    del manifest["source"]["text_field"], manifest["source"]["val_data"]
+    path.write_text(json.dumps(manifest), "utf-8")
+    assert prepared_text(plain) == text
 
 
 def test_a_run_that_exists_is_planned_with_its_own_options(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
