@@ -90,7 +90,7 @@ def compare(
         runs[label].append(folder)
         print(f"\n=== {label}{seed} ==={f' finished before: {folder}' if is_finished else ''}", flush=True)
         if is_there:
-            check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE)
+            check_resumed(load_config(folder / CONFIG_FILE), variant, folder / CONFIG_FILE, is_comparison=True)
         if is_finished:
             continue
         if not is_there:

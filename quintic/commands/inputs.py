@@ -115,7 +115,9 @@ def check_text(config: Config, dataset: Dataset) -> None:
     except DataError as error:
         small = gpu_small_preset()
         needed = small.schedule.rows * (small.model.seq_len + 1)
-        held_back = dataset.split("val").num_tokens * small.data.val_frac / config.data.val_frac
+        held_back = float(dataset.split("val").num_tokens)
+        if config.data.val_data is None:
+            held_back *= small.data.val_frac / config.data.val_frac
         if needed >= rows * (seq_len + 1) or needed > min(held_back, dataset.split("train").num_tokens):
             raise
         raise DataError(f"{error}; --preset gpu-small has sizes for a few megabytes of text") from None

@@ -127,7 +127,7 @@ class EvalOptions:
     step: int | None = None
     """Step of the checkpoint to take, which the run must have kept; by default the newest good one."""
     data: str | None = None
-    """Other text to score on, all of it, named as in `quintic train`; by default the validation text of the run."""
+    """Other text to score on, all of it: one source as in `quintic train`; by default the run's validation text."""
     text_field: str = "text"
     """Key or column that holds the text of --data in JSON, CSV and Parquet."""
     tokens: int | None = None
@@ -387,6 +387,6 @@ def _resumed(path: Path, saved: Config, arguments: list[str], command: str) -> C
         dataclasses.replace(config, data=_absolute(config.data))
         for config in (saved, parse(Config, arguments, command, "", default=saved))
     )
-    check_resumed(saved, asked, path, may_lengthen=command != "compare")
+    check_resumed(saved, asked, path, is_comparison=command == "compare")
     unused_options(saved, asked)
     return asked

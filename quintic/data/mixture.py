@@ -58,7 +58,7 @@ def mixture_words(spec: str) -> list[tuple[str, float]] | None:
         if not 0 < weight < math.inf:
             raise DataError(
                 f"--data {spec!r}: {source or number!r} has no weight; write SOURCE=WEIGHT for each source of a "
-                "mixture, with weights above 0"
+                "mixture, with weights above 0 and no spaces in a path"
             )
         if source in dict(found):
             raise DataError(f"--data {spec!r}: {source} comes twice; give it once, with the sum of its weights")
@@ -76,9 +76,17 @@ def open_sources(spec: str, val_data: str | None, *, cache_dir: Path, text_field
         text_field: as for `open_source`, of all sources.
 
     Raises:
-        DataError: as `mixture_words` and `open_source`.
+        DataError: as `mixture_words` and `open_source`; or ``val_data`` is a mixture, or one of the other sources.
     """
     words = mixture_words(spec) or [(spec, 1.0)]
+    if val_data is not None:
+        if mixture_words(val_data) is not None:
+            raise DataError(f"--val-data {val_data!r}: takes one source; put several into one folder")
+        if val_data in dict(words):
+            raise DataError(
+                f"--val-data {val_data}: is also read for training (--data), and says nothing about other text then; "
+                "give other text, or leave it out to hold a part back"
+            )
     total = sum(weight for _, weight in words)
     side: SplitName | None = None if val_data is None else "train"
     sources = [
@@ -134,6 +142,8 @@ def survey_all(
     num_bytes = 0
     for mixed in sources:
         if mixed.side == "val":
+            if next(mixed.source.documents_from((0, 0)), None) is None:
+                raise DataError(f"--val-data {mixed.source.spec}: there is no text in it; give a source with text")
             thresholds.append(HASH_RANGE)
             continue
         share = survey(

@@ -56,8 +56,10 @@ def open_source(spec: str, *, cache_dir: Path, text_field: str = TEXT_FIELD) -> 
 def _path_source(spec: str, cache_dir: Path, text_field: str) -> Source:
     root = Path(spec).expanduser()
     if not spec or not root.exists():
+        several = "; `quintic train` and `prepare` take several as one value, 'SOURCE=WEIGHT SOURCE=WEIGHT'"
         raise DataError(
             f"{spec!r}: no such file or folder; a text source is a path, 'python' or 'hf:owner/name[/config]'"
+            + (several if " " in spec or "=" in spec else "")
         )
     if root.is_dir():
         files, notes = list_folder(root, spec, cache_dir=cache_dir, text_field=text_field)

@@ -47,7 +47,8 @@ class DataConfig:
     """Text: 'python' (the text of your Python installation), a file, a folder, or hf:owner/name[/config]; several
     with shares of the training tokens as one value, "notes/=0.7 web.jsonl=0.3"."""
     val_data: str | None = None
-    """Text for validation, named as in --data; by default a part of the training text is held back (--val-frac)."""
+    """Text for validation, one source named as in --data; by default a part of the training text is held back
+    (--val-frac)."""
     text_field: str = "text"
     """Key or column that holds the text in JSON, CSV and Parquet."""
     tokenizer: str | None = None

@@ -233,6 +233,8 @@ def find_comparison(runs_dir: Path, name: str | None) -> Comparison:
     try:
         config = from_dict(found[path]["config"], origin=str(path))
         return Comparison(path=path, config=config, seeds=int(facts["seeds"]), command=str(facts["command"]))
+    except ConfigError:  # names the file and the field
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: damaged ({error!r}); start a new comparison, with another --run") from None
 

@@ -94,14 +94,15 @@ _FREE_WHEN_RESUMED = frozenset(
 _LENGTHS = frozenset({"schedule.steps", "schedule.target_flops", "schedule.tokens_per_param"})
 
 
-def check_resumed(saved: Config, asked: Config, path: Path, *, may_lengthen: bool = False) -> None:
+def check_resumed(saved: Config, asked: Config, path: Path, *, is_comparison: bool = False) -> None:
     """Check that a run can be continued with other options.
 
     Args:
         saved: the run's own.
         asked: the options now.
         path: the file of `saved`, for the message.
-        may_lengthen: allow more steps. Where `saved` has no number of them, whether they are more is checked later.
+        is_comparison: the options are those of a comparison. A run can get more steps, a comparison cannot; where
+            `saved` has no number of steps, whether there are more is checked later.
 
     Raises:
         ConfigError: they change what the run computes.
@@ -109,14 +110,17 @@ def check_resumed(saved: Config, asked: Config, path: Path, *, may_lengthen: boo
     # Where a run that goes back to checkpoints goes back to depends on when they were due.
     free = _FREE_WHEN_RESUMED - ({"run.save_every"} if saved.optim.on_spike == "rollback" else set())
     for name, (old, new) in changed_fields(saved, asked).items():
-        if name == "schedule.steps" and may_lengthen and new is not None:
+        if name == "schedule.steps" and not is_comparison and new is not None:
             check_longer(new, old)
         elif name not in free:
             option = "--" + name.partition(".")[2].replace("_", "-")
             why = ", as the schedules of all its steps follow from it" if name in _LENGTHS else ""
+            what, new_one = "comparison", "a new one"
+            if not is_comparison:
+                again = f"quintic train --config {shlex.quote(str(path))} --run NEW {option} ..."
+                what, new_one = "run", f"a new run with its other options ({again})"
             raise ConfigError(
-                f"{option} cannot change when a run is resumed{why}: leave it out (it is {old}), or start a new run "
-                f"with its other options (quintic train --config {shlex.quote(str(path))} --run NEW {option} ...)"
+                f"{option} cannot change when a {what} is resumed{why}: leave it out (it is {old}), or start {new_one}"
             )
 
 

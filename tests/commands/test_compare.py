@@ -193,11 +193,19 @@ def test_what_a_resumed_comparison_refuses(
     for option in ("--seeds", "--resume-step"):
         message = f"{option}: a resumed comparison goes on with its own runs; leave it out"
         assert error_of(capsys, *there, option, "3") == message
-    assert "--steps cannot change when a run is resumed" in error_of(capsys, *there, "--steps", "9")
-    assert "--muon-lr cannot change when a run is resumed" in error_of(capsys, *there, "--muon-lr", "9")
+    steps = error_of(capsys, *there, "--steps", "9")
+    assert steps.startswith("--steps cannot change when a comparison is resumed, as the schedules of all its steps")
+    rate = error_of(capsys, *there, "--muon-lr", "9")
+    assert rate.startswith("--muon-lr cannot change when a comparison is resumed: leave it out (it is ")
+    # Its file is no --config of quintic train.
+    assert all(message.endswith(", or start a new one") for message in (steps, rate))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "c.json").write_text('{"comparison": {"seeds": "two"}}')
     assert "c.json: damaged" in error_of(capsys, "compare", "--resume")
+    (tmp_path / "runs" / "c.json").write_text(
+        '{"comparison": {"seeds": 1, "command": ""}, "config": {"data": {"x": 1}}}'
+    )
+    assert error_of(capsys, "compare", "--resume") == "runs/c.json: unknown field data.x; remove it"
 
 
 def test_a_comparison_without_any_run_leaves_nothing(

@@ -154,6 +154,22 @@ def test_validation_text_of_ones_own(specs: dict[str, str], tmp_path: Path) -> N
         assert dataset.manifest["command"].endswith(f"--val-data {specs['held']}")
 
 
+def test_validation_text_that_cannot_be_is_refused(specs: dict[str, str], tmp_path: Path) -> None:
+    def refused(spec: str, val_data: str) -> str:
+        return message(lambda: prepare(spec, data_dir=tmp_path / "data", val_data=val_data, **OPTIONS))
+
+    large, small, held = specs["large"], specs["small"], specs["held"]
+    mixture = f"{large}=1 {small}=2"
+    for spec in (small, mixture):
+        assert refused(spec, small).startswith(f"--val-data {small}: is also read for training (--data), and says")
+    assert refused(large, mixture) == f"--val-data {mixture!r}: takes one source; put several into one folder"
+    (tmp_path / "empty.txt").touch()
+    empty = f"--val-data {tmp_path / 'empty.txt'}: there is no text in it; give a source with text"
+    assert refused(large, str(tmp_path / "empty.txt")) == empty
+    assert message(lambda: prepare(held, data_dir=tmp_path, val_data="none.txt", **OPTIONS)).startswith("'none.txt': ")
+    assert not list((tmp_path / "data").glob("[!.]*/manifest.json"))
+
+
 def test_one_document_will_do_where_validation_text_is_given(specs: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(make_text(1, 500))
     dataset = prepare(str(tmp_path / "one.txt"), data_dir=tmp_path, val_data=specs["held"], **OPTIONS)
@@ -209,6 +225,13 @@ def test_a_mixture_goes_on_after_a_stop_in_any_source(
 )
 def test_a_mixture_that_cannot_be_read_is_named(spec: str, expected: str) -> None:
     assert message(lambda: mixture_words(spec)).startswith(f"--data {spec!r}: {expected}")
+
+
+@pytest.mark.parametrize("spec", ["a.txt b.txt", "a.txt=0.7", "my notes/"])
+def test_what_may_be_meant_as_a_mixture_is_told_how_to_write_one(spec: str, tmp_path: Path) -> None:
+    said = message(lambda: prepare(spec, data_dir=tmp_path, **OPTIONS))
+    assert said.startswith(f"{spec!r}: no such file or folder; ")
+    assert said.endswith("; `quintic train` and `prepare` take several as one value, 'SOURCE=WEIGHT SOURCE=WEIGHT'")
 
 
 def test_a_single_source_is_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
