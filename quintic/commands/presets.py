@@ -193,17 +193,21 @@ def with_recipe(config: Config, name: str) -> Config:
     return replace(config, **sections)
 
 
+_RACE_ONLY = "the weights of its model fit no other; give a run of another --preset, or the export of one"
+
+
 def _initial_folder(name: str, runs_dir: Path) -> Path:
     """Return the folder of the run or exported model that `--init-from` names.
 
     Raises:
         ConfigError: there is none.
     """
-    for folder in (runs_dir / name, Path(name).expanduser()):
+    folders = (runs_dir / name, Path(name).expanduser())
+    for folder in folders:
         if (folder / "config.json").is_file():
             return folder.absolute()
-    if (runs_dir / name / METRICS_FILE).is_file():
-        raise ConfigError(f"--init-from {name}: is a speedrun, whose weights fit its own model alone; give another run")
+    if any((folder / METRICS_FILE).is_file() for folder in folders):
+        raise ConfigError(f"--init-from {name}: is a speedrun, and {_RACE_ONLY}")
     raise ConfigError(
         f"--init-from {name}: is neither a run in {runs_dir} nor the folder of a run or of an exported model; check "
         "the name, and --runs-dir"
@@ -225,7 +229,11 @@ def with_initial(config: Config, name: str, runs_dir: Path) -> Config:
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"--init-from {folder}: has no tokenizer.json; export the run, and give the export")
     values = json_object(folder / "config.json")
-    is_export = values.get("model_type") == "quintic"
+    kind = values.get("model_type")
+    if kind not in (None, "quintic"):
+        why = _RACE_ONLY if kind == "quintic_speedrun" else "only runs and exports of quintic train can be trained on"
+        raise ConfigError(f"--init-from {folder}: is a model of the kind {kind!r}, and {why}")
+    is_export = kind == "quintic"
     model = _exported_sizes(values, folder) if is_export else load_config(folder / "config.json").model
     return replace(
         config,
@@ -257,11 +265,11 @@ def check_initial(config: Config, given: Config) -> None:
 
 def _exported_sizes(values: Mapping[str, Any], folder: Path) -> ModelConfig:
     """Return the sizes in the config.json of an exported model as options."""
+    if values.get("lookup_layers"):
+        raise ConfigError(
+            f"--init-from {folder}: an export does not keep all that lookup layers need for training; give the run"
+        )
     try:
-        if values["lookup_layers"]:
-            raise ConfigError(
-                f"--init-from {folder}: an export does not keep all that lookup layers need for training; give the run"
-            )
         depth, seq_len, windows = values["num_hidden_layers"], values["max_position_embeddings"], values["windows"]
         heads = values["hidden_size"] // values["head_dim"]
         return ModelConfig(

@@ -157,14 +157,24 @@ def test_what_is_no_model_is_refused(
     )
     (tmp_path / "runs" / "race").mkdir(parents=True)
     (tmp_path / "runs" / "race" / "metrics.jsonl").touch()
-    assert refused("race") == (
-        "--init-from race: is a speedrun, whose weights fit its own model alone; give another run"
-    )
+    why = "the weights of its model fit no other; give a run of another --preset, or the export of one"
+    for name in ("race", str(tmp_path / "runs" / "race")):
+        assert refused(name) == f"--init-from {name}: is a speedrun, and {why}"
+    (exported / "config.json").write_text('{"model_type": "quintic_speedrun"}')
+    assert refused(exported) == f"--init-from {exported}: is a model of the kind 'quintic_speedrun', and {why}"
     (exported / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "not a configuration; give the config.json of a run" in refused(exported)
+    assert refused(exported) == (
+        f"--init-from {exported}: is a model of the kind 'gpt2', and only runs and exports of quintic train can be "
+        "trained on"
+    )
+    (exported / "config.json").write_text('{"model_type": "quintic", "lookup_layers": [0]}')
+    assert refused(exported) == (
+        f"--init-from {exported}: an export does not keep all that lookup layers need for training; give the run"
+    )
     (exported / "config.json").write_text('{"model_type": "quintic"}')
     assert (
-        refused(exported) == f"--init-from {exported}: config.json is not that of an export (KeyError('lookup_layers'))"
+        refused(exported)
+        == f"--init-from {exported}: config.json is not that of an export (KeyError('num_hidden_layers'))"
     )
     empty = tmp_path / "empty"
     empty.mkdir()
