@@ -106,7 +106,8 @@ class RunHistory:
         samples: the newest samples.
         final: the ``final`` record; empty while the run is unfinished.
         resumed_at: the steps at which the run was taken up again.
-        lengthened: the ``resume`` records that made the run longer.
+        lengthened: the ``resume`` records that made the run longer. Their step is the last one under the
+            schedules of the length before, which is an earlier one where the run went back later on.
         spikes: the ``train`` records of steps whose loss jumped, also of those that were made again after a rollback.
     """
 
@@ -144,6 +145,7 @@ class RunHistory:
             evals.append({"tokens": train[-1].get("tokens") if train else None, **final})
         if not (train or evals):
             raise ConfigError(f"{path} has no training step yet: wait for the first one")
+        resumed = kinds.get("resume", [])
         sampled = [r["samples"] for r in (*_by_step(kinds.get("sample", [])), final) if r.get("samples")]
         return cls(
             run=kinds.get("run", [{}])[-1],
@@ -152,8 +154,12 @@ class RunHistory:
             core=_by_step(kinds.get("core", [])),
             samples=sampled[-1] if sampled else (),
             final=final,
-            resumed_at=[record["step"] for record in kinds.get("resume", [])],
-            lengthened=[record for record in kinds.get("resume", []) if record.get("total_steps")],
+            resumed_at=[record["step"] for record in resumed],
+            lengthened=[
+                {**record, "step": min(later["step"] for later in resumed[number:])}
+                for number, record in enumerate(resumed)
+                if record.get("total_steps")
+            ],
             spikes=[record for record in kinds.get("train", []) if "spike" in record],
         )
 

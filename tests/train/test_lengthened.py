@@ -65,6 +65,18 @@ def test_from_before_the_warm_down_it_is_the_longer_run_bit_for_bit(
     assert history.repeat.endswith(" && quintic train --resume --steps 8 --resume-step 2")
 
 
+def test_a_longer_run_that_goes_back_is_repeated_from_there(short: Path, tiny_dataset: Dataset, tmp_path: Path) -> None:
+    folder, config = copied(short, tmp_path)
+    config = of_length(config, 6)
+    run(dataclasses.replace(config, run=dataclasses.replace(config.run, keep=9)), tiny_dataset, into=folder)
+    run(load_config(folder / "config.json"), tiny_dataset, into=folder, step=2)
+    history = RunHistory.load(folder)
+    assert history.total_steps == 6
+    assert history.repeat is not None
+    # Steps 3 and 4 were made anew, with the rates of six steps.
+    assert history.repeat.endswith(" && quintic train --resume --steps 6 --resume-step 2")
+
+
 def test_after_the_warm_down_rates_go_up_again_and_it_is_said(
     short: Path, tiny_dataset: Dataset, tmp_path: Path, no_drawings: None
 ) -> None:
