@@ -54,8 +54,7 @@ class _Plan:
     sources: tuple[MixedSource, ...]
     source: Source
     """All of them, one after the other."""
-    asked: dict[str, str | None]
-    """The options that name the text, for the manifest."""
+    asked: dict[str, str | None]  # the options that name the text, for the manifest
     fingerprint: str
     tokenizer: Tokenizer | None
     tokenizer_name: str | None
