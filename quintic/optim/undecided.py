@@ -5,13 +5,13 @@ model by depth (timm's layer decay) return them. Who decides, first to last: the
 for it; the names of the parameters, where there are any; their shapes, with a warning that names the ways out. A group
 with parameters for both algorithms, or for several views, becomes several, with one learning rate.
 
-An optimizer of which nothing was ever decided is used as `torch.optim.Muon` is, and stays so: its parameters are
-matrices, and others an error.
+An optimizer in which no group has an `algorithm` is used as `torch.optim.Muon` is: its parameters are matrices, and
+others are an error. Shapes decide where the constructor is given groups that hold both: they divide a whole model.
 """
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -106,6 +106,22 @@ def _decided(
     return parts, guesses
 
 
+def _with_list(entry: Any) -> Any:
+    """Return an argument of the constructor; a group whose parameters are an iterator with a list of them."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("params"), Iterator):
+        return {**entry, "params": list(entry["params"])}
+    return entry
+
+
+def _dimensions(group: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of dimensions of the tensors in a group without a view."""
+    params = group.get("params")
+    if "view" in group or not isinstance(params, Sequence):
+        return set()
+    tensors = (row[-1] if isinstance(row, tuple) and row else row for row in params)
+    return {tensor.ndim for tensor in tensors if isinstance(tensor, Tensor)}
+
+
 def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
     """Return names and parameters; None where they are no parameters, which is an error for others to name."""
     if isinstance(names, list | tuple) and len(names) == len(params):
@@ -185,6 +201,8 @@ class Undecided:
         """Who said of any group which algorithm it is for; groups of `param_groups` have views, too."""
         self._is_new = self._takes_matrices = False
         """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        self._is_mixed = False
+        """Whether it was constructed from groups without `algorithm` that hold matrices and other tensors."""
         self._guesses: list[_Guess] = []
 
     def begin(self, params: Any) -> Any:
@@ -193,7 +211,11 @@ class Undecided:
             return params
         params = list(params)
         self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
-        self._note([entry for entry in params if isinstance(entry, Mapping)])
+        params = [_with_list(entry) for entry in params]
+        groups = [entry for entry in params if isinstance(entry, Mapping)]
+        self._note(groups)
+        dimensions = set().union(*map(_dimensions, groups))
+        self._is_mixed = self.decided_by == "nobody" and {2} < dimensions
         return params
 
     def end(self, stacklevel: int) -> None:
@@ -205,13 +227,16 @@ class Undecided:
         """Return the groups that a new group becomes, itself where there is nothing to decide."""
         if self._takes_matrices:
             return [dict(group)]
-        trusts_matrices = self._is_new or self.decided_by != "model"
-        parts, guesses = _decided(
-            number, group, defaults, has_decisions=self.decided_by != "nobody", trusts_matrices=trusts_matrices
-        )
+        trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
+        has_decisions = self._is_mixed or self.decided_by != "nobody"
+        parts, guesses = _decided(number, group, defaults, has_decisions=has_decisions, trusts_matrices=trusts_matrices)
         self._guesses += guesses
         self._note([group])
         return parts
+
+    def forget_guesses(self) -> None:
+        """Forget what was guessed about a group that was refused."""
+        self._guesses = []
 
     def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group in groups:
