@@ -133,7 +133,9 @@ def load_state(
     except (TypeError, ValueError) as error:
         raise ValueError(f"the saved options do not fit: {error}") from None
     keys = {key for group in saved_groups for key in group["params"]}
-    of_none = {key: deepcopy(v) for key, v in saved_states.items() if key not in keys and not isinstance(key, int)}
+    # Such values may have parameters as keys, which a copy of the values must not copy.
+    same = {id(param): param for group in groups for param in group["params"]}
+    of_none = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
     of_users = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
     for target, source in copies:
         copy_(target, source)

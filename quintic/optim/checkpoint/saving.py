@@ -32,7 +32,14 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
             state[key] = values = dict(states[param])
             if "mantissa" in values and has_process_group():
                 values["mantissa"] = values["mantissa"].to(torch.int32)
-    state |= {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    taken = next((key for key in others if isinstance(key, int) and 0 <= key < len(keys)), None)
+    if taken is not None:
+        raise ValueError(
+            f"optimizer.state has a key of your own, {taken}, which is that of a parameter in state dicts; choose a "
+            f"string instead"
+        )
+    state |= others
     saved_groups = []
     for group in groups:
         saved = {
