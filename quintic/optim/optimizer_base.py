@@ -99,7 +99,7 @@ class OptimizerBase(Optimizer):
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
         added = self.param_groups[-1]
-        # Of an array that several options or groups have, a schedule in place would change all of them.
+        # Options or groups may share one array: a schedule that writes to it would change all of them.
         added.update({key: plain(value) for key, value in added.items()})
         try:
             check_supported(number, added)
@@ -138,10 +138,10 @@ class OptimizerBase(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter, of all parameters: what is missing is made for those that are there now.
+        """State by parameter; missing state is made first.
 
-        Those that do not require gradients have none. Waits for state on its way to host memory (`offload`): ask again
-        after every step. Other keys than parameters are the user's, and saved with the rest.
+        Frozen parameters have none. Waits for state on its way to host memory (`offload`): ask again after every step.
+        Other keys than parameters are the user's, and saved with the rest.
         """
         state: defaultdict[Tensor, Any] = self._own("state")
         self._current.give_state(self.param_groups, state)
@@ -169,11 +169,11 @@ class OptimizerBase(Optimizer):
 
     @property
     def runner(self) -> Runner:
-        """The runner of the current plan; what was changed is checked first. No state is made."""
+        """The runner of the current plan; changed groups are checked first. No state is made."""
         return self._current.planned(self.param_groups, self._home["state"])
 
     def connected(self) -> Runner:
-        """Return the same, with ranks connected; the plan may depend on their hosts.
+        """Return the runner with ranks connected; the plan may depend on their hosts.
 
         All ranks that share parameters must call it.
         """
@@ -361,13 +361,13 @@ class OptimizerBase(Optimizer):
         self._shared_rates.watch(self._home["param_groups"])
 
     def _needed_state(self) -> States:
-        """Return the state of all parameters, which is made if there is none; nothing is under way."""
+        """Return the state of all parameters; missing state is made, and transfers have ended."""
         return self._current.needed_state(self.param_groups, self._home["state"])
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
-            # What is tied waits for ever, whatever its place in the cadence.
+            # Tied copies are never stepped on their own.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
             for dictionary, group in zip(self._home["param_groups"], self._current.groups, strict=True)
         ]

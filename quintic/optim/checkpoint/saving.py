@@ -1,4 +1,4 @@
-"""State dicts, made of parameter groups and state as PyTorch's are; state as it is pickled."""
+"""Makes state dicts in PyTorch's format from parameter groups and state, and prepares state for pickling."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
+    """Return state with mantissas viewed as int16, which `pickle` can load, or as uint16, which steps use."""
     given: dict[Any, Any] = defaultdict(dict)
     for key, state in states.items():
         mantissa = state.get("mantissa") if isinstance(key, Tensor) else None
