@@ -4,7 +4,6 @@ Groups and state belong to PyTorch, and users and libraries change both. What fo
 brought up to date whenever it is asked for.
 """
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -49,9 +48,9 @@ class OptimizerBase(Optimizer):
     grad_scale = _set_by_scaler("grad_scale")
     found_inf = _set_by_scaler("found_inf")
 
-    _owner: "weakref.ref[OptimizerBase]"
-    """The optimizer itself. Wrappers that borrow its class, or copy its attributes, find it here, and so have the same
-    groups and state. A strong reference would keep the state in memory until Python collects its garbage."""
+    _home: dict[str, Any]
+    """State and groups, which wrappers share that borrow the class or copy attributes. It is not the `__dict__`, which
+    would then hold itself, and keep the state in memory until Python collects its garbage."""
     _current: Current
     _cycled: CycledMomentum
     _shared_rates: SharedRates
@@ -109,11 +108,6 @@ class OptimizerBase(Optimizer):
             raise
         self._cycled.watch(self.param_groups)
 
-    @property
-    def _home(self) -> dict[str, Any]:
-        """The attributes of the optimizer itself, also where `self` is a wrapper."""
-        return vars(self._owner() or self)
-
     def _own(self, name: str) -> Any:
         """A property's value. Before there is one, an AttributeError that names it, as for any other attribute."""
         try:
@@ -132,7 +126,7 @@ class OptimizerBase(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._home["param_groups"] = value
+        self.__dict__["param_groups"] = self._home["param_groups"] = value
         self._cycled.watch(value)
         self._shared_rates.watch(value)
 
@@ -149,7 +143,7 @@ class OptimizerBase(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._home["state"] = value
+        self.__dict__["state"] = self._home["state"] = value
         self._current.outdate()
 
     @property
@@ -374,7 +368,7 @@ class OptimizerBase(Optimizer):
 
     def _forget_steps(self, orders: Orders) -> None:
         """Forget the steps made, and all that follows from the groups."""
-        self._owner = weakref.ref(self)
+        self._home = {key: value for key, value in vars(self).items() if key in ("param_groups", "state")}
         self._current = Current(orders)
         self._cycled = CycledMomentum()
         self._shared_rates, self._undecided = SharedRates(), Undecided()
