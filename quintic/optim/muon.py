@@ -374,8 +374,7 @@ class Muon(OptimizerBase):
         if OPENED:
             self._current.close_wrappers(pending_steps)
         self._advance(pending_steps)
-        rows = zip(self._home["param_groups"], pending_steps, strict=True)
-        waiting = sum(len(dictionary["params"]) for dictionary, pending in rows if pending)
+        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], pending_steps, strict=True) if n)
         self._steps_made.count(done, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
     def _advance(self, pending_steps: Sequence[int]) -> None:
