@@ -158,7 +158,7 @@ class DionMuon(DropIn):
         return {"view": Experts() if param.ndim == 3 else Matrix()}
 
     def _options(self, group: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return what has another name or value here, and everything that is none of dion's as it is."""
+        """Return dion's options under Quintic's names and values, and all other options as they are."""
         if "mu" in group:
             check_momentum(group["mu"], "mu", where)
         options = translated(group, _NAMES, _OWN)
@@ -173,7 +173,7 @@ class DionMuon(DropIn):
         return options
 
 
-# The name of the original, for whoever imports it in its place.
+# The name of the original, so that only the import changes.
 Muon = DionMuon
 
 
@@ -241,7 +241,7 @@ class NorMuon(DionMuon):
 
 
 def _comms_of(param: Tensor) -> dict[str, Any]:
-    """Return what a parameter needs besides the optimizer's `comms`: a `DTensor` carries its own layout."""
+    """Return options that turn the optimizer's `comms` off for a `DTensor`, which carries its own layout."""
     return {"comms": "none", "process_group": None} if is_dtensor(param) else {}
 
 

@@ -42,7 +42,8 @@ class DropIn(Muon):
         before = len(self.param_groups)
         try:
             for group in self.translate(param_group, f"parameter group {before}"):
-                super().add_param_group(group)
+                # Groups of the originals are matrices unless they say otherwise: nothing is guessed about them.
+                super().add_param_group({"algorithm": "muon", **group})
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise

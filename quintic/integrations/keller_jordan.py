@@ -22,7 +22,7 @@ _LR, _ADAM_LR, _ADAM_BETAS, _ADAM_EPS = 0.02, 3e-4, (0.9, 0.95), 1e-10
 
 
 class _KellerJordan(DropIn):
-    """What the four have in common: the update, and how parameters of more than two dimensions are matrices."""
+    """Base of the four optimizers: their update, and their matrices in parameters of more than two dimensions."""
 
     comms: ClassVar[Literal["none", "averaged"]] = "none"
 
@@ -86,7 +86,7 @@ class KellerJordanMuon(SingleDeviceMuon):
     comms = "averaged"
 
 
-# The name of the original, for whoever imports it in its place.
+# The name of the original, so that only the import changes.
 Muon = KellerJordanMuon
 
 

@@ -92,5 +92,5 @@ class TorchMuon(DropIn):
         return options
 
 
-# The name of the original, for whoever imports it in its place.
+# The name of the original, so that only the import changes.
 Muon = TorchMuon

@@ -65,7 +65,7 @@ class Current:
         self._watched: WatchedParameters | None = None
         """The parameters that something was made for, if anything was."""
         self._idle: list[Tensor] = []
-        """Frozen parameters that no bucket has, until they require gradients or are given one."""
+        """Frozen parameters. They are in no bucket until they require gradients or are given one."""
         self._qk_step: QKStep | None = None
         self._num_planned_hosts = 0
         """The number of sets of ranks that had told each other of their hosts when the plan was made."""
@@ -99,7 +99,7 @@ class Current:
         return self.runner
 
     def connected(self, dictionaries: _Dictionaries, states: States) -> Runner:
-        """Do the same as `planned`, and connect ranks before the first step. All that share parameters must call it.
+        """Like `planned`, and connects ranks before the first step. All that share parameters must call it.
 
         They tell each other then on which hosts they are, which the plan may depend on.
         """
@@ -121,9 +121,9 @@ class Current:
         self._upkeep.use()
 
     def close_wrappers(self, pending_steps: Sequence[int]) -> None:
-        """Write back what a step has made of weights that had to be opened for it.
+        """Write the stepped copies of opened weights back.
 
-        Others stay as they are, because rounding them once more may change them.
+        Weights that were not stepped are left alone: rounding them once more may change them.
         """
         for group, pending in zip(self.groups, pending_steps, strict=True):
             for param in group.params if not pending else ():
@@ -139,7 +139,7 @@ class Current:
         return states
 
     def give_state(self, dictionaries: _Dictionaries, states: States) -> None:
-        """Do the same for a caller who may then replace tensors, quickly where nothing has happened."""
+        """Like `needed_state`, for callers that may replace tensors; cheap if nothing changed."""
         self.look(dictionaries)
         if self._upkeep.is_outdated:
             self._make_state(states)
@@ -148,7 +148,7 @@ class Current:
         self._upkeep.is_given = True
 
     def end_load(self, states: States, without: Container[Tensor], names: Mapping[str, str]) -> None:
-        """Record that state was loaded, for all parameters but those `without`; drop what is still at its defaults.
+        """Record that state was loaded for all parameters except `without`; drop entries at their defaults.
 
         Frozen parameters without loaded state have none from now on. `names` has the new names of parameters that had
         made-up ones.
@@ -208,7 +208,7 @@ class Current:
             before = self.groups[number] if number < len(self.groups) else None
             group = Group.of(number, dictionary, awake)
             if self._upkeep.is_outdated or before is None or not group.agrees(before, CHECKED_OPTIONS):
-                # Whoever makes a group of vectors Muon's has flattened nothing.
+                # FSDP1 did not flatten a group that only switched to algorithm="muon": its vectors are vectors.
                 was_checked = before is not None and before.algorithm == group.algorithm
                 check_group(number, dictionary, was_checked=was_checked)
             else:
@@ -291,7 +291,7 @@ class StepsMade:
 
 
 class CycledMomentum:
-    """Takes the momentum of Muon groups from `betas`, where schedulers write it in optimizers that have these."""
+    """Copies the momentum that schedulers write into `betas` to the `momentum` of Muon groups."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[dict[str, Any], object]] = []
@@ -311,7 +311,7 @@ class CycledMomentum:
 
 
 class SharedRates:
-    """Lets groups that one group was divided into have one learning rate, where a callback sets that of the last."""
+    """Gives the groups that one group was divided into one learning rate when a callback sets that of the last one."""
 
     def __init__(self) -> None:
         self.sets: list[list[tuple[dict[str, Any], Any]]] = []
@@ -326,13 +326,13 @@ class SharedRates:
         self.sets = [alike for alike in together.values() if len(alike) > 1]
 
     def follow(self) -> None:
-        """Give the other groups the rate of the last one, where that alone was written since."""
+        """Copy the rate of the last group to the others, if only that one was written."""
         for place, alike in enumerate(self.sets):
             *others, (last, before) = alike
             if last["lr"] is before:
                 continue
             for group, rate in others:
-                # One with a rate of its own, set by a scheduler or by hand, keeps it.
+                # A group whose rate a scheduler or the user has set keeps it.
                 if group["lr"] is rate and (rate is before or float(rate) == float(before)):
                     group["lr"] = last["lr"]
             self.sets[place] = [(group, group["lr"]) for group, _ in alike]

@@ -17,27 +17,7 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import local_tensor
 from quintic.optim.rules.batches import scale_
 
-__all__ = ["SetByScaler", "leaves_overflow_to_step", "unscale_"]
-
-
-class SetByScaler:
-    """An attribute of the optimizer that a scaler sets for one step, perhaps on a wrapper that borrows its class."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        if self._name not in instance.home:
-            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self._name!r}")
-        return instance.home[self._name]
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.home[self._name] = value
-
-    def __delete__(self, instance: Any) -> None:
-        del instance.home[self._name]
+__all__ = ["leaves_overflow_to_step", "unscale_"]
 
 
 def leaves_overflow_to_step(groups: Iterable[Mapping[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""Keys of parameter groups: options, under the names that they have now, and what other code keeps in groups.
+"""Keys of parameter groups: options, old names of options, and keys of other code.
 
 Groups are PyTorch's, and so is the rule: a key that is no option stays where it is, is copied, saved and loaded with
 its group, and does nothing here. SAM keeps `rho` there, DINOv2 `lr_multiplier`, BEiT `layer_id`, schedulers
@@ -36,7 +36,7 @@ __all__ = [
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
-# What other libraries call an option of ours, where no similar spelling leads to it.
+# Other libraries' names of our options, where the spelling is too different for a suggestion.
 _SYNONYMS = {
     "adjust_lr_fn": "adjust_lr",
     "beta1": "betas",
@@ -166,7 +166,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def _option_meant(number: int, key: object, value: object, defaults: Mapping[str, Any]) -> str | None:
-    """Return the option that a key is a slip of; None if it is none."""
+    """Return the option that a key misspells; None for other keys."""
     if not isinstance(key, str) or value is None or key.startswith("_") or any(letter.isdigit() for letter in key):
         return None
     name = key.lower().replace("-", "_")

@@ -208,7 +208,7 @@ class Muon(OptimizerBase):
         for options in (self.defaults, *self.param_groups):
             options["offload"] = bool(on)
         self._current.outdate()
-        if self.home["state"]:
+        if self._home["state"]:
             self._needed_state()
 
     def plan(self) -> Plan:
@@ -250,9 +250,9 @@ class Muon(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         runner, first = self.connected(), self._steps_made.first_gradients
-        is_scaled = "found_inf" in self.home  # given by GradScaler, see `_step_supports_amp_scaling`
+        is_scaled = "found_inf" in self._home  # given by GradScaler, see `_step_supports_amp_scaling`
         if is_scaled:
-            unscale_(self._current.groups, self.home["grad_scale"])
+            unscale_(self._current.groups, self._home["grad_scale"])
         for group in self._current.groups:
             if group.step_every > 1 and any(is_capturing(param.device) for param in group.params):
                 raise RuntimeError(
@@ -261,11 +261,11 @@ class Muon(OptimizerBase):
         pending_steps = self._pending_steps()
         if not runner.common.is_alone:
             runner.agreements.check_sums(pending_steps)
-        self._current.use_state(self.home["state"])
+        self._current.use_state(self._home["state"])
         if first is not None:
             first.look(self._current.groups, may_lack=closure is not None and loss is None)
         logits = {} if qk_logits is None else qk_logits
-        qk_step = self._current.start_qk_step(runner, self.home["state"], logits)
+        qk_step = self._current.start_qk_step(runner, self._home["state"], logits)
         try:
             done = runner.step(pending_steps, self._steps_made.num_steps, skips_nonfinite=is_scaled)
         except FloatingPointError:
@@ -286,7 +286,7 @@ class Muon(OptimizerBase):
         runner = self.connected()
         if not runner.common.is_alone:
             runner.agreements.check_sums(pending_steps)
-        self._current.use_state(self.home["state"])
+        self._current.use_state(self._home["state"])
         done = runner.step(pending_steps, self._steps_made.num_steps)
         for _ in runner.agreements.any_present():
             pass  # a CUDA graph must wait for all counts of gradients that it has started, needed or not
@@ -374,8 +374,7 @@ class Muon(OptimizerBase):
         if OPENED:
             self._current.close_wrappers(pending_steps)
         self._advance(pending_steps)
-        rows = zip(self.home["param_groups"], pending_steps, strict=True)
-        waiting = sum(len(dictionary["params"]) for dictionary, pending in rows if pending)
+        waiting = sum(len(g["params"]) for g, n in zip(self._home["param_groups"], pending_steps, strict=True) if n)
         self._steps_made.count(done, waiting=waiting, qk_layers=qk_layers, is_replayed=is_replayed)
 
     def _advance(self, pending_steps: Sequence[int]) -> None:
@@ -383,7 +382,7 @@ class Muon(OptimizerBase):
         runner = self._current.runner
         if runner is not None and (runner.ties or self._current.early.groups):
             runner.end_step(pending_steps)
-        for dictionary, pending in zip(self.home["param_groups"], pending_steps, strict=True):
+        for dictionary, pending in zip(self._home["param_groups"], pending_steps, strict=True):
             dictionary["pending_steps"] = pending % dictionary["step_every"]
         self._steps_made.refused = None
 

@@ -17,7 +17,7 @@ from quintic.optim.checkpoint.loading import check_is_state_dict, load_state
 from quintic.optim.checkpoint.saving import saved_state, with_mantissas
 from quintic.optim.current import Current, CycledMomentum, SharedRates, States, StepsMade
 from quintic.optim.first_gradients import FirstGradients
-from quintic.optim.grad_scaler import SetByScaler, leaves_overflow_to_step
+from quintic.optim.grad_scaler import leaves_overflow_to_step
 from quintic.optim.group_keys import check_keys, check_loaded, check_supported, with_algorithm
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.groups.options import Group, adopt_old_names, found_parameter, with_new_names
@@ -33,15 +33,24 @@ from quintic.optim.validate import check_apart, check_is_group, check_members, c
 __all__ = ["OptimizerBase"]
 
 
+def _set_by_scaler(name: str) -> property:
+    """Return an attribute that `GradScaler` sets for one step, perhaps on a wrapper that borrows the class."""
+    return property(
+        lambda self: self._own(name),
+        lambda self, value: self._home.update({name: value}),
+        lambda self: self._home.pop(name),
+    )
+
+
 class OptimizerBase(Optimizer):
     """Groups with names and checked options, and the state of their parameters."""
 
-    grad_scale = SetByScaler()
-    found_inf = SetByScaler()
+    grad_scale = _set_by_scaler("grad_scale")
+    found_inf = _set_by_scaler("found_inf")
 
-    home: dict[str, Any]
-    """The optimizer's own `__dict__`. Wrappers that borrow its class, or copy its attributes, find it by this name and
-    so have the same groups and state."""
+    _home: dict[str, Any]
+    """State and groups, which wrappers share that borrow the class or copy attributes. It is not the `__dict__`, which
+    would then hold itself, and keep the state in memory until Python collects its garbage."""
     _current: Current
     _cycled: CycledMomentum
     _shared_rates: SharedRates
@@ -73,6 +82,7 @@ class OptimizerBase(Optimizer):
                 self._add_decided(part)
         except (TypeError, ValueError):
             del self.param_groups[number:]
+            self._undecided.forget_guesses()
             self._cycled.watch(self.param_groups)
             self._current.outdate()
             raise
@@ -88,7 +98,7 @@ class OptimizerBase(Optimizer):
             fill_adamw_rates(number, group, self.defaults)
         super().add_param_group(group)
         added = self.param_groups[-1]
-        # Of an array that several options or groups have, a schedule in place would change all of them.
+        # Options or groups may share one array: a schedule that writes to it would change all of them.
         added.update({key: plain(value) for key, value in added.items()})
         try:
             check_supported(number, added)
@@ -101,7 +111,7 @@ class OptimizerBase(Optimizer):
     def _own(self, name: str) -> Any:
         """A property's value. Before there is one, an AttributeError that names it, as for any other attribute."""
         try:
-            return self.home[name]
+            return self._home[name]
         except (AttributeError, KeyError):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
@@ -116,16 +126,16 @@ class OptimizerBase(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.home["param_groups"] = value
+        self.__dict__["param_groups"] = self._home["param_groups"] = value
         self._cycled.watch(value)
         self._shared_rates.watch(value)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter, of all parameters: what is missing is made for those that are there now.
+        """State by parameter; missing state is made first.
 
-        Those that do not require gradients have none. Waits for state on its way to host memory (`offload`): ask again
-        after every step. Other keys than parameters are the user's, and saved with the rest.
+        Frozen parameters have none. Waits for state on its way to host memory (`offload`): ask again after every step.
+        Other keys than parameters are the user's, and saved with the rest.
         """
         state: defaultdict[Tensor, Any] = self._own("state")
         self._current.give_state(self.param_groups, state)
@@ -133,13 +143,13 @@ class OptimizerBase(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.home["state"] = value
+        self.__dict__["state"] = self._home["state"] = value
         self._current.outdate()
 
     @property
     def typed_groups(self) -> Sequence[Group]:
         """The parameter groups as a step sees them now: checked, frozen and typed."""
-        self._current.look(self.home["param_groups"])
+        self._current.look(self._home["param_groups"])
         return self._current.groups
 
     @property
@@ -148,25 +158,25 @@ class OptimizerBase(Optimizer):
 
         For the other files of the library, as `runner` and `connected`; use the methods instead.
         """
-        self._current.planned(self.param_groups, self.home["state"])
+        self._current.planned(self.param_groups, self._home["state"])
         return self._current
 
     @property
     def runner(self) -> Runner:
-        """The runner of the current plan; what was changed is checked first. No state is made."""
-        return self._current.planned(self.param_groups, self.home["state"])
+        """The runner of the current plan; changed groups are checked first. No state is made."""
+        return self._current.planned(self.param_groups, self._home["state"])
 
     def connected(self) -> Runner:
-        """Return the same, with ranks connected; the plan may depend on their hosts.
+        """Return the runner with ranks connected; the plan may depend on their hosts.
 
         All ranks that share parameters must call it.
         """
-        return self._current.connected(self.param_groups, self.home["state"])
+        return self._current.connected(self.param_groups, self._home["state"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` calls `step` also after an overflow, and sets `grad_scale` and `found_inf`."""
-        return leaves_overflow_to_step(self.home["param_groups"])
+        return leaves_overflow_to_step(self._home["param_groups"])
 
     @property
     def steps_made(self) -> StepsMade:
@@ -175,7 +185,7 @@ class OptimizerBase(Optimizer):
 
     def next_pending_steps(self) -> list[int]:
         """Return for each group how many steps it will wait for after the next one; 0 if that steps it."""
-        self._current.planned(self.param_groups, self.home["state"])
+        self._current.planned(self.param_groups, self._home["state"])
         return self._pending_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,8 +231,8 @@ class OptimizerBase(Optimizer):
         state = self._needed_state()
         groups, typed = self.param_groups, self._current.groups
         loaded = load_state(groups, state, typed, state_dict, check_loaded, strict=strict)
-        self._cycled.watch(self.home["param_groups"])
-        self._shared_rates.watch(self.home["param_groups"])
+        self._cycled.watch(self._home["param_groups"])
+        self._shared_rates.watch(self._home["param_groups"])
         self._current.end_load(state, loaded.without, loaded.names)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -325,7 +335,7 @@ class OptimizerBase(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that pickle and deepcopy keep."""
-        state = self.home["state"]
+        state = self._home["state"]
         return {
             "defaults": self.defaults,
             "state": with_mantissas(self._needed_state(), torch.int16) if state else state,
@@ -341,24 +351,24 @@ class OptimizerBase(Optimizer):
         super().__setstate__({**state, "state": with_mantissas(state["state"], torch.uint16)})
         self._forget_steps(self.__dict__.pop("_orders"))
         self._undecided.decided_by = self.__dict__.pop("_decided_by", "nobody")
-        self._cycled.watch(self.home["param_groups"])
-        self._shared_rates.watch(self.home["param_groups"])
+        self._cycled.watch(self._home["param_groups"])
+        self._shared_rates.watch(self._home["param_groups"])
 
     def _needed_state(self) -> States:
-        """Return the state of all parameters, which is made if there is none; nothing is under way."""
-        return self._current.needed_state(self.param_groups, self.home["state"])
+        """Return the state of all parameters; missing state is made, and transfers have ended."""
+        return self._current.needed_state(self.param_groups, self._home["state"])
 
     def _pending_steps(self) -> list[int]:
         """Return for each group how many steps it waits for after this one; 0 if it is stepped now."""
         return [
-            # What is tied waits for ever, whatever its place in the cadence.
+            # Tied copies are never stepped on their own.
             (dictionary["pending_steps"] + 1) % group.step_every or (group.step_every if group.tied_to else 0)
-            for dictionary, group in zip(self.home["param_groups"], self._current.groups, strict=True)
+            for dictionary, group in zip(self._home["param_groups"], self._current.groups, strict=True)
         ]
 
     def _forget_steps(self, orders: Orders) -> None:
         """Forget the steps made, and all that follows from the groups."""
-        self.home = self.__dict__
+        self._home = {key: value for key, value in vars(self).items() if key in ("param_groups", "state")}
         self._current = Current(orders)
         self._cycled = CycledMomentum()
         self._shared_rates, self._undecided = SharedRates(), Undecided()

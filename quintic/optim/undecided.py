@@ -1,17 +1,21 @@
-"""Parameter groups that nobody decided about: `{"params": [...]}` without `algorithm`, as other libraries make them.
+"""Decides about parameter groups without `algorithm`: `{"params": [...]}`, as other libraries make them.
 
 Callbacks that unfreeze a part of a model (Lightning's `BackboneFinetuning`) add such groups, and helpers that divide a
-model by depth (timm's layer decay) return them. Who decides, first to last: the model, where `param_groups` was called
-for it; the names of the parameters, where there are any; their shapes, with a warning that names the ways out. A group
-with parameters for both algorithms, or for several views, becomes several, with one learning rate.
+model by depth (timm's layer decay) return them. The decision comes from the first of these that is known:
 
-An optimizer of which nothing was ever decided is used as `torch.optim.Muon` is, and stays so: its parameters are
-matrices, and others an error.
+1. the model, if `param_groups` was called for it;
+2. the names of the parameters;
+3. their shapes, with a warning that says how to decide instead.
+
+A group whose parameters need both algorithms, or several views, becomes several groups with one learning rate.
+
+An optimizer in which no group has an `algorithm` is used as `torch.optim.Muon` is: its parameters are matrices, and
+others are an error. Shapes decide where the constructor is given groups that hold both: they divide a whole model.
 """
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +24,7 @@ from quintic.optim.current import ADDED_WITH
 from quintic.optim.groups.classify import Algorithm
 from quintic.optim.groups.groups import Decision, decide, later_decisions
 from quintic.optim.groups.layer_types import layer_with
-from quintic.optim.groups.names import without_wrappers
+from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix, View
 
 __all__ = ["Undecided"]
@@ -45,7 +49,7 @@ class _Treatment(NamedTuple):
 
 
 class _Guess(NamedTuple):
-    """What names and shapes suggest about a parameter."""
+    """The algorithm that the name and shape of a parameter suggest."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,13 +61,13 @@ def _decided(
 ) -> tuple[list[dict[str, Any]], list[_Guess]]:
     """Return the groups that a group without an `algorithm` becomes, and what is guessed about its parameters.
 
-    There is nothing to decide, and the group remains as it is, where it says what it is, or nothing does.
+    A group that has an `algorithm` or a view stays as it is, and so does one about which nothing is known.
 
     Args:
         number: of the group in the optimizer.
         group: as the caller gave it.
         defaults: options of the optimizer.
-        has_decisions: whether any group of the optimizer says which algorithm it is for.
+        has_decisions: whether any group says which algorithm it is for, or the constructor's groups were mixed.
         trusts_matrices: whether matrices without names are meant for Muon: where the optimizer is being constructed,
             and where its groups are made by hand.
     """
@@ -88,7 +92,7 @@ def _decided(
             own_name = decision.name if name is None else name
         else:
             treatment = by_name[param]
-            own_name = f"group{number}.param{place}" if name is None else name
+            own_name = made_up(number, place) if name is None else name
             if not treatment.is_certain:
                 guesses.append(_Guess(own_name, tuple(param.shape), treatment.algorithm))
         key = (
@@ -106,8 +110,24 @@ def _decided(
     return parts, guesses
 
 
+def _with_list(entry: Any) -> Any:
+    """Return an argument of the constructor; a group whose parameters are an iterator with a list of them."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("params"), Iterator):
+        return {**entry, "params": list(entry["params"])}
+    return entry
+
+
+def _dimensions(group: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of dimensions of the tensors in a group without a view."""
+    params = group.get("params")
+    if "view" in group or not isinstance(params, Sequence):
+        return set()
+    tensors = (row[-1] if isinstance(row, tuple) and row else row for row in params)
+    return {tensor.ndim for tensor in tensors if isinstance(tensor, Tensor)}
+
+
 def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] | None:
-    """Return names and parameters; None where they are no parameters, which is an error for others to name."""
+    """Return (name or None, parameter) rows; None if the members are not parameters, which is checked later."""
     if isinstance(names, list | tuple) and len(names) == len(params):
         params = list(zip(names, params, strict=True))
     rows = [row if isinstance(row, tuple) and len(row) == 2 else (None, row) for row in params]
@@ -116,7 +136,7 @@ def _rows(params: Sequence[Any], names: Any) -> list[tuple[str | None, Tensor]] 
 
 
 def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: bool) -> dict[Tensor, _Treatment]:
-    """Return the treatment of parameters by their names and shapes, as far as these tell."""
+    """Return the treatment of each parameter that its name and shape suggest."""
     named = [(name, param) for name, param in rows if name is not None]
     clean = without_wrappers(str(name) for name, _ in named)
     skeleton = _skeleton({name: param for name, (_, param) in zip(clean, named, strict=True)})
@@ -127,7 +147,7 @@ def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: boo
     for name, param in rows:
         decision = decisions.get(param)
         if decision is not None and not (param.ndim == 2 and _OF_SHAPE.match(decision.why)):
-            # A matrix that is called as any layer is, and a vector, need no warning; the rest are guesses.
+            # A vector can only be AdamW's, and a matrix with an ordinary layer's name is Muon's. All else is a guess.
             is_certain = param.ndim < 2 or decision.algorithm == "muon"
             treatments[param] = _Treatment(decision.algorithm, decision.view, {}, is_certain)
         else:
@@ -167,7 +187,7 @@ def _part(
     part = {**treatment.options, **own, "algorithm": treatment.algorithm, "view": treatment.view}
     part["params"] = [(name, param) for name, param, _ in rows]
     if treatment.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in part:
-        # Who knows of no algorithms means the rate of the whole model, on the scale of `lr`.
+        # The caller wrote one rate for the whole model, on the scale of `lr`: AdamW's share of it is a ratio.
         ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
         if ratio is None and rate > 0:
             usual = treatment.options.get("lr", part.get("adamw_lr", defaults["adamw_lr"]))
@@ -178,13 +198,15 @@ def _part(
 
 
 class Undecided:
-    """What one optimizer knows of groups that do not say what they are."""
+    """Decides about an optimizer's groups without `algorithm`, and warns of guesses."""
 
     def __init__(self) -> None:
         self.decided_by: Literal["nobody", "hand", "model"] = "nobody"
-        """Who said of any group which algorithm it is for; groups of `param_groups` have views, too."""
+        """Where any group's `algorithm` came from: groups of `param_groups` have views, groups made by hand none."""
         self._is_new = self._takes_matrices = False
         """Whether the optimizer is being constructed, and from parameters without groups, which are matrices."""
+        self._is_mixed = False
+        """Whether it was constructed from groups without `algorithm` that hold matrices and other tensors."""
         self._guesses: list[_Guess] = []
 
     def begin(self, params: Any) -> Any:
@@ -193,11 +215,15 @@ class Undecided:
             return params
         params = list(params)
         self._is_new, self._takes_matrices = True, not any(isinstance(entry, Mapping) for entry in params)
-        self._note([entry for entry in params if isinstance(entry, Mapping)])
+        params = [_with_list(entry) for entry in params]
+        groups = [entry for entry in params if isinstance(entry, Mapping)]
+        self._note(groups)
+        dimensions = set().union(*map(_dimensions, groups))
+        self._is_mixed = self.decided_by == "nobody" and {2} < dimensions
         return params
 
     def end(self, stacklevel: int) -> None:
-        """End the construction, and warn once of what was guessed in it; for that caller's caller."""
+        """End the construction and warn once of its guesses; `stacklevel` counts from the caller."""
         self._is_new = self._takes_matrices = False
         self.warn(stacklevel + 1)
 
@@ -205,13 +231,16 @@ class Undecided:
         """Return the groups that a new group becomes, itself where there is nothing to decide."""
         if self._takes_matrices:
             return [dict(group)]
-        trusts_matrices = self._is_new or self.decided_by != "model"
-        parts, guesses = _decided(
-            number, group, defaults, has_decisions=self.decided_by != "nobody", trusts_matrices=trusts_matrices
-        )
+        trusts_matrices = not self._is_mixed and (self._is_new or self.decided_by != "model")
+        has_decisions = self._is_mixed or self.decided_by != "nobody"
+        parts, guesses = _decided(number, group, defaults, has_decisions=has_decisions, trusts_matrices=trusts_matrices)
         self._guesses += guesses
         self._note([group])
         return parts
+
+    def forget_guesses(self) -> None:
+        """Forget what was guessed about a group that was refused."""
+        self._guesses = []
 
     def _note(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group in groups:
@@ -219,7 +248,7 @@ class Undecided:
                 self.decided_by = "model" if "view" in group or self.decided_by == "model" else "hand"
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of what was guessed since the last time, unless the optimizer is being constructed; say what to do."""
+        """Warn of the guesses since the last warning; during construction they are kept for its end."""
         if self._is_new or not self._guesses:
             return
         guesses, self._guesses = self._guesses, []

@@ -302,7 +302,7 @@ def _check_option(number: int, group: Mapping[str, Any], key: str, ok: bool, nee
 
 
 def check_options(number: int, group: Mapping[str, Any]) -> None:
-    """Reject values of options whatever the parameters are; a ValueError names the option."""
+    """Reject values of options that fit no parameters; a ValueError names the option."""
     check = functools.partial(_check_option, number, group)
     check_scheduled(number, group)
     ratio = group["adamw_lr_ratio"]

@@ -362,6 +362,13 @@ def test_what_has_no_counterpart_is_refused_by_name(make, message):
         make(parameters((8, 4)))
 
 
+def test_groups_of_matrices_and_vectors_are_refused_as_by_the_original():
+    groups = [{"params": [nn.Parameter(torch.ones(3, 3))]}, {"params": [nn.Parameter(torch.ones(3))]}]
+    for make in (torch_optim.Muon, keller_jordan.SingleDeviceMuon):
+        with pytest.raises(ValueError, match=r"group1\.param0: a 1-D parameter"):
+            make(groups, lr=0.1)
+
+
 def test_a_refused_group_leaves_nothing_behind():
     first, conv, second = parameters((4, 4), (4, 2, 3, 3), (2, 2, 2, 2, 2))
     optimizer = keller_jordan.SingleDeviceMuon([first])

@@ -1,8 +1,10 @@
 import copy
+import gc
 import inspect
 import io
 import pickle
 import re
+import weakref
 
 import numpy as np
 import oracle
@@ -454,6 +456,44 @@ def test_copies_have_the_counts_of_steps():
     twin.step()
     assert twin.last_step().skipped_steps == 2
     assert optimizer.last_step().skipped_steps == 1
+
+
+def test_state_is_freed_with_the_optimizer():
+    weight = parameter(6, 4)
+    gc.collect()
+    gc.disable()  # reference cycles would keep the state until the next collection
+    try:
+        for _ in range(2):  # imports during the first step may keep its frames
+            optimizer = Muon([weight])
+            give_gradients([weight])
+            optimizer.step()
+            buffer = weakref.ref(optimizer.state[weight]["momentum_buffer"])
+            del optimizer
+        assert buffer() is None
+    finally:
+        gc.enable()
+
+
+def test_a_wrapper_with_copied_attributes_works_without_the_original():
+    class Wrapper(Muon):
+        def __init__(self, optimizer):
+            vars(self).update(vars(optimizer))
+
+    weight = parameter(6, 4)
+    optimizer = Muon([weight])
+    wrapper = Wrapper(optimizer)
+    wrapper.found_inf = torch.ones(())
+    assert optimizer.found_inf is wrapper.found_inf
+    del wrapper.found_inf
+    assert not hasattr(optimizer, "found_inf")
+    give_gradients([weight])
+    wrapper.step()
+    assert optimizer.last_step() == wrapper.last_step()
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    del optimizer
+    gc.collect()
+    assert wrapper.state[weight]["momentum_buffer"] is buffer
+    assert wrapper.state_dict()["state"][0]["momentum_buffer"].equal(buffer)
 
 
 def test_a_wrapper_that_borrows_the_class_gives_what_it_wraps():

@@ -187,6 +187,29 @@ def test_state_of_no_parameter_is_kept_saved_loaded_and_copied(make, when):
     take_steps(twin_model, twin, 3, 4)
 
 
+@BOTH
+def test_values_of_no_parameter_may_have_parameters_and_numbers_as_keys(make):
+    """As wrappers keep reference weights (TRAC of pytorch_optimizer): {parameter: tensor} under a word."""
+    model = model_of()
+    optimizer = make(model.parameters())
+    take_steps(model, optimizer)
+    weight = next(model.parameters())
+    optimizer.state["references"] = {weight: torch.ones(2)}
+    optimizer.state[1000] = "a number as key"
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert list(optimizer.state["references"]) == [weight]
+    assert next(iter(optimizer.state["references"])) is weight
+    assert optimizer.state[1000] == "a number as key"
+
+
+def test_a_number_that_stands_for_a_parameter_in_files_is_no_key():
+    model = model_of()
+    optimizer = named_muon(model)
+    optimizer.state[0] = "mine"
+    with pytest.raises(ValueError, match=r"key of your own, 0, .* choose a string"):
+        optimizer.state_dict()
+
+
 def test_state_of_no_parameter_survives_what_changes_groups_and_state():
     """Every way in which the optimizer looks at its state again: options, new groups, another dtype, offloading."""
     model = model_of()

@@ -301,6 +301,40 @@ def test_groups_by_depth_are_divided_when_the_optimizer_is_made():
     assert {name: entry[:2] for name, entry in known.items()} == {name: entry[:2] for name, entry in want.items()}
 
 
+def test_groups_by_depth_without_names_are_decided_by_shapes():
+    """As timm's `param_groups_layer_decay` returns them for a vision transformer."""
+    model = Model()
+    groups = [
+        {"params": (p for p in model.parameters() if p.ndim == 1), "weight_decay": 0.0, "lr_scale": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "lr_scale": 0.75},
+    ]
+    with pytest.warns(UserWarning, match="parameter groups without algorithm") as seen:
+        optimizer = Muon(groups, lr=0.02)
+    assert len(seen) == 1
+    text = str(seen[0].message)
+    assert "group1.param0 of shape (20, 8)" in text  # it may be an embedding
+    assert "group0" not in text  # vectors are AdamW's in any case
+    for group in optimizer.param_groups:
+        assert {param.ndim == 2 for param in group["params"]} == {group["algorithm"] == "muon"}
+        assert group["lr_scale"] == (0.5 if group["params"][0].ndim == 1 else 0.75)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="parameter groups without algorithm"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5, 6)), nn.Parameter(torch.ones(5))]})
+    assert [group["algorithm"] for group in optimizer.param_groups[-2:]] == ["muon", "adamw"]
+
+
+def test_no_warning_speaks_of_a_group_that_was_refused():
+    optimizer = Muon(quintic.param_groups(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="lr=-1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5, 6))], "lr": -1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+
+
 def test_a_refused_part_leaves_nothing_of_its_group():
     model = frozen_model()
     optimizer = Muon(quintic.param_groups(model), lr=0.02)

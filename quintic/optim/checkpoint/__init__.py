@@ -1,1 +1,1 @@
-"""State dicts: what is saved, what comes back, also of other optimizers, and which saved parameter is which."""
+"""State dicts: saving, loading, those of other optimizers, and the matching of saved parameters."""

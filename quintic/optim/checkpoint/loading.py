@@ -1,7 +1,7 @@
-"""Loading saved state: what fits, and which hyperparameters come back.
+"""Loads saved state, and the hyperparameters that go with it.
 
 PyTorch's own `Optimizer.load_state_dict` casts state to the dtype of the parameter, which would turn float32 momentum
-of bf16 weights into bf16; here values are copied into the state that exists, and what does not fit is refused.
+of bf16 weights into bf16; here values are copied into the state that exists, and a value that does not fit is an error.
 `matching.py` decides which saved parameter is which.
 
 A group that was saved with the same parameters gets the hyperparameters it was saved with. Where parameters were
@@ -56,7 +56,7 @@ _MISSING = object()
 
 
 class Loaded(NamedTuple):
-    """The outcome of loading, besides the values."""
+    """Which parameters got no state, and which got a name, from a state dict."""
 
     without: set[Tensor]
     """Parameters without saved state: their own was dropped."""
@@ -114,7 +114,7 @@ def load_state(
         own = state.get(param, {})
         if own.keys().isdisjoint(STATE_KEYS):  # it is frozen here
             parts = divided[param].own if param in divided else None
-            # What inference mode makes could not be stepped outside of it.
+            # Tensors made in inference mode could not be stepped outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 own = made[param] = init_state(param, typed[number], parts)
         copies += _matched_state(name, param, own, saved, saved_key, divided.get(param))
@@ -133,7 +133,9 @@ def load_state(
     except (TypeError, ValueError) as error:
         raise ValueError(f"the saved options do not fit: {error}") from None
     keys = {key for group in saved_groups for key in group["params"]}
-    of_none = {key: deepcopy(v) for key, v in saved_states.items() if key not in keys and not isinstance(key, int)}
+    # Such values may have parameters as keys, which a copy of the values must not copy.
+    same = {id(param): param for group in groups for param in group["params"]}
+    of_none = {key: deepcopy(value, same) for key, value in saved_states.items() if key not in keys}
     of_users = {match.param: _users_values(match.param, saved_states.get(match.key) or {}) for match in matches}
     for target, source in copies:
         copy_(target, source)
@@ -276,7 +278,7 @@ def _matched_state(
 
 
 def _users_values(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of what is no state of ours, tensors on the device of the parameter."""
+    """Return copies of the user's own entries of a parameter's state, tensors on its device."""
     device = local_tensor(param).device
     return {key: _copy_of(value, device) for key, value in saved.items() if key not in STATE_KEYS}
 

@@ -1,6 +1,6 @@
-"""Which saved parameter is which of an optimizer's: by name, or by position where one side has no names.
+"""Matches saved parameters with those of an optimizer: by name, or by position if one side has no names.
 
-A parameter keeps its state in whatever groups it is here and there. Prefixes of wrappers do not count in names, so that
+Groups may differ: a parameter keeps its state in any of them. Prefixes of wrappers do not count in names, so that
 a compiled or data-parallel model and the bare one have the same state. Names that were made up for parameters without
 one say where a parameter was, and count as names only for an optimizer that was built alike.
 
@@ -35,7 +35,7 @@ class Match(NamedTuple):
     key: Any
     """Into the saved state."""
     saved_name: str | None
-    """The name that it was saved with, perhaps a made-up one; None if that is unknown."""
+    """The name that it was saved with, which may be made up; None if it is unknown."""
 
 
 class _Own(NamedTuple):
@@ -120,7 +120,7 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str 
     keys: Sequence[Any] = saved_group["params"]
     if any(isinstance(key, str) for key in keys):
         # From torch.distributed.checkpoint, which may have put the keys into this optimizer's order, but not the names.
-        # Of tied parameters it has another name than the optimizer, perhaps.
+        # A tied parameter may have another name there than in the optimizer.
         meant = [known_as(str(key), own) for key in keys]
         return [name if name in own else None for name in meant]
     names: Sequence[str] | None = saved_group.get("param_names")
@@ -132,9 +132,9 @@ def _saved_names(saved_group: Mapping[str, Any], own: set[str]) -> Sequence[str 
 def _by_position(
     own: Sequence[_Own], saved: Sequence[_Saved], groups: _Groups, saved_groups: _Groups, example: str
 ) -> dict[str, _Saved]:
-    """Return {name: saved parameter} of what names do not match, group by group; a ValueError where that is impossible.
+    """Return {name: saved parameter} for the parameters that names did not match, group by group.
 
-    The example is one of the saved names.
+    Raises a ValueError if the groups do not fit. `example` is one of the saved names, for its message.
     """
     if _are_named(own, saved):
         if own:

@@ -1,4 +1,4 @@
-"""State dicts, made of parameter groups and state as PyTorch's are; state as it is pickled."""
+"""Makes state dicts in PyTorch's format from parameter groups and state, and prepares state for pickling."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,14 @@ def saved_state(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) 
             state[key] = values = dict(states[param])
             if "mantissa" in values and has_process_group():
                 values["mantissa"] = values["mantissa"].to(torch.int32)
-    state |= {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    taken = next((key for key in others if isinstance(key, int) and 0 <= key < len(keys)), None)
+    if taken is not None:
+        raise ValueError(
+            f"optimizer.state has a key of your own, {taken}, which is that of a parameter in state dicts; choose a "
+            f"string instead"
+        )
+    state |= others
     saved_groups = []
     for group in groups:
         saved = {
@@ -54,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_mantissas(states: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Return the same state, mantissas as 16-bit integers that `pickle` can load (int16), or as they are (uint16)."""
+    """Return state with mantissas viewed as int16, which `pickle` can load, or as uint16, which steps use."""
     given: dict[Any, Any] = defaultdict(dict)
     for key, state in states.items():
         mantissa = state.get("mantissa") if isinstance(key, Tensor) else None

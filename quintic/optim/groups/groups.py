@@ -59,7 +59,7 @@ class Rule:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise a TypeError or ValueError for an argument that is none of these."""
+        """Raise a TypeError or ValueError for an unfit argument."""
         if not isinstance(self.pattern, str):
             raise TypeError(f"pattern={self.pattern!r} of a rule must be a string, such as 'blocks.*.weight'")
         which = f"rule {self.pattern!r}"
@@ -137,7 +137,7 @@ def param_groups(
 
 
 class _Request(NamedTuple):
-    """What `param_groups` was asked for a model."""
+    """The arguments of a call of `param_groups`."""
 
     rules: Sequence[Rule]
     convolutions: Convolutions
@@ -157,7 +157,7 @@ def _remember(model: nn.Module, request: _Request) -> None:
 def later_decisions(params: Collection[Tensor]) -> dict[Tensor, Decision]:
     """Return decisions about parameters of models that `param_groups` has made groups for, also frozen ones.
 
-    They are those of the model as it is now, with the rules and options of the call, which are the decisions' options.
+    The model is read as it is now. Rules and options of the call count, and come as the options of the decisions.
     Parameters that are in no such model, or that are undecided there, are left out.
     """
     decisions: dict[Tensor, Decision] = {}
@@ -206,7 +206,7 @@ def grouped(
 
 
 def _hyperparameters(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of groups under the names that they have now; a ValueError for what is no hyperparameter."""
+    """Return hyperparameters of groups under their new names; a ValueError for other keys."""
     if not isinstance(options, Mapping):
         raise TypeError(f"{what}={options!r} must be a dictionary of hyperparameters")
     for key in ("params", "param_names", "algorithm", "view"):
@@ -219,7 +219,7 @@ def _hyperparameters(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_rules(rules: Iterable[Rule]) -> list[Rule]:
-    """Return rules from any iterable as a list; a TypeError says which of them is none."""
+    """Return rules from any iterable as a list; a TypeError names an entry that is not a rule."""
     if isinstance(rules, Rule | Mapping | str) or not isinstance(rules, Iterable):
         raise TypeError(f"rules={rules!r} must be a list of rules: [quintic.Rule(pattern, algorithm, view), ...]")
     found = list(rules)

@@ -1,6 +1,6 @@
-"""Layers whose class does not say what they are: copies of a model's tree in which it does.
+"""Copies of a model's tree in which every layer has the class of `torch.nn` that it computes as.
 
-Classification asks for the classes of `torch.nn`. Three kinds of layers have lost theirs, or never had one of them:
+Classification asks for the classes of `torch.nn`. Three kinds of layers have another one:
 
 - modules of TorchScript, which remember the name of the class that they were compiled from;
 - modules that `torch.export` and `torch.distributed.pipelining.pipeline` make, and others with a graph of `torch.fx`:
@@ -62,7 +62,7 @@ _GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.GRU: 3, nn.LSTMCell: 4, nn.
 
 
 class Operation(NamedTuple):
-    """What a traced graph uses a parameter for."""
+    """The operation in which a traced graph uses a parameter."""
 
     kind: str
     """`linear`, `linear (in, out)`, `embedding`, `norm`, `convolution`, `nothing`."""
@@ -73,7 +73,7 @@ class Operation(NamedTuple):
 
 
 class _StandIn(nn.Module):
-    """Stands for a module that is no Python object of its own class; what it lacks is asked of that one."""
+    """Stands for a module whose class says nothing about it; takes missing attributes from that module."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -83,7 +83,7 @@ class _StandIn(nn.Module):
 
 
 def with_layer_types(model: nn.Module) -> nn.Module:
-    """Return the model, or a copy of its tree with stand-ins for layers whose class does not tell what they are.
+    """Return the model, or a copy of its tree with stand-ins for layers whose class hides their kind.
 
     The copy shares all parameters, and modules that have no such layer below them.
     """
@@ -91,7 +91,7 @@ def with_layer_types(model: nn.Module) -> nn.Module:
 
 
 def operation_on(module: nn.Module, attribute: str) -> Operation | None:
-    """Return what a graph uses a parameter of a module for; None if none says so, or several things at once."""
+    """Return the operation that a graph uses a parameter in; None without a graph, and for several operations."""
     operations: Mapping[str, Operation] = module.__dict__.get("traced_operations", {})
     return operations.get(attribute)
 
@@ -171,7 +171,7 @@ class _Copier:
             self._operations[weight] = Operation("convolution", groups)
 
     def _read(self, owner: nn.Module, graph: fx.Graph) -> None:
-        """Note what the graph of a module says of the parameters and modules below it."""
+        """Record operations on parameters, and class names of modules, from the graph of a module above them."""
         modules = dict(owner.named_modules(remove_duplicate=False))
         for node in graph.nodes:
             for entry in node.meta.get("nn_module_stack", {}).values():
@@ -206,7 +206,7 @@ def _together(found: set[Operation | None]) -> Operation | None:
 
 
 def _operations(node: fx.Node, *, transposed: bool = False) -> Iterator[Operation | None]:
-    """Yield what each user of a parameter's node does with it; None for what is not known."""
+    """Yield the operation of each user of a parameter's node; None for an unknown one."""
     if not node.users:
         yield Operation("nothing")
     for user in node.users:
@@ -229,7 +229,7 @@ def _operations(node: fx.Node, *, transposed: bool = False) -> Iterator[Operatio
 
 
 def _operation_name(node: fx.Node) -> str:
-    """Return the name of what a node calls: `linear` for `F.linear` and for `torch.ops.aten.linear.default`."""
+    """Return the name of the function a node calls: `linear` for `F.linear` and for `torch.ops.aten.linear.default`."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -286,7 +286,7 @@ def _sizes_of(
 
 
 def _as_linear(module: nn.Module) -> nn.Module | None:
-    """Return a stand-in for a linear layer that is none by its class: (out, in) as its sizes say; else None."""
+    """Return a stand-in for a linear layer of another library, whose sizes match a weight (out, in); else None."""
     weight = module._parameters.get("weight")
     if weight is None or isinstance(module, nn.Linear) or is_lazy(weight) or weight.ndim != 2:
         return None

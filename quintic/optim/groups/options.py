@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 OLD_NAMES = {"lr_scale": "adjust_lr"}
-"""Options under the names that they once had, with those that they have now."""
+"""Old name of an option -> its name now."""
 
 Number = float | Tensor
 """A number, or a tensor of one entry, which may be on a device."""
@@ -160,14 +160,14 @@ class Group:
 def is_old_option(key: str, value: object) -> bool:
     """Return whether a key and its value are an option under its old name.
 
-    A number under `lr_scale` is none. It is the factor on a group's learning rate that timm, MAE and BEiT keep there,
+    A number under `lr_scale` is not: it is the factor on a group's learning rate that timm, MAE and BEiT keep there,
     which their schedules multiply with.
     """
     return key in OLD_NAMES and (value is None or isinstance(value, str) or callable(value))
 
 
 def with_new_names(options: dict[str, Any], what: str, *, stacklevel: int) -> dict[str, Any]:
-    """Return the same options, those with an old name under their new one, with a warning that begins with `what`.
+    """Return options under their new names; warns of each old one, in a message that begins with `what`.
 
     A ValueError if one is given under both. `stacklevel` counts from the caller, as for `warnings.warn`.
     """
@@ -214,7 +214,7 @@ _OPTIONS = tuple(
 _SCHEDULED = frozenset({"lr", "weight_decay", "momentum", "betas", "eps", "normalize_beta"})
 
 OPTIONS = frozenset((*_OPTIONS, "params", "param_names", "adamw_lr", "adamw_weight_decay", "pending_steps"))
-"""Keys of groups that mean something here; all others are those of other code."""
+"""Keys of groups that the optimizer reads; all others belong to other code."""
 
 CHECKED_OPTIONS = tuple(option for option in _OPTIONS if option not in _SCHEDULED)
 """Options of a group that are checked again when they change. Not those that schedules change at every step."""

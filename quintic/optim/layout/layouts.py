@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quintic.optim.layout.wrappers import opened
 from quintic.versions import STRIDED_NEEDS, moves_strided_shards, torch_version
 
-if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
+if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 

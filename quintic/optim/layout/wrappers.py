@@ -1,10 +1,10 @@
 """Tensors that wrap others: weights that a library stores in its own format, as subclasses of `torch.Tensor`.
 
-Such a tensor computes with what it wraps, as far as its library wrote the operations. Some do all that a step needs:
+Such a tensor has the operations that its library wrote. Some have all that a step needs:
 torchao's weights for 8-bit matrix products keep an ordinary tensor inside. Others lack operations, or return copies
 where a step would write to memory, so that the update would be lost: torchao's weights of 8 bits do both. Those are
 opened for a step: it works on an ordinary copy, which is written back at the end, rounded as the library rounds.
-They are tried when a group is added. What can be neither stepped nor opened is an error.
+Each is tried when its group is added. A wrapper that can be neither stepped nor opened is an error.
 """
 
 import torch
@@ -17,9 +17,9 @@ from quintic.optim.layout.views import View
 __all__ = ["OPENED", "check_wrapper", "close", "is_wrapper", "open_for_step", "opened"]
 
 OPENED = WeakTensorKeyDictionary()
-"""Wrappers that are opened for a step -> the ordinary tensor of their form that it works on."""
+"""Opened wrapper -> the ordinary tensor of its shape and dtype that steps work on."""
 
-# Of the largest entry: by how much values may change that are read and written again. 8 bits round to 1/127 of it.
+# How much reading and writing back may change an entry, as a fraction of the largest one. 8 bits round to 1/127.
 _ROUNDING = 1 / 64
 
 
@@ -50,7 +50,7 @@ def check_wrapper(name: str, tensor: Tensor, view: View | None, *, may_open: str
         return
     try:
         problem = _problem(tensor, view)
-    except Exception as error:  # whatever a library raises for what it did not write
+    except Exception as error:  # libraries raise different errors for operations that they lack
         problem = _first_line(error)
     if problem is None:
         OPENED.pop(tensor, None)
@@ -84,7 +84,7 @@ def open_for_step(tensor: Tensor) -> None:
 
 @torch.no_grad()
 def close(tensor: Tensor) -> None:
-    """Write back what a step has made of a wrapper, if it was opened."""
+    """Write the stepped copy of a wrapper back to it, if it was opened."""
     plain = opened(tensor)
     if plain is not tensor:
         tensor.copy_(plain)
@@ -108,7 +108,7 @@ def _obstacle(tensor: Tensor) -> str | None:
 
 @torch.no_grad()
 def _problem(tensor: Tensor, view: View | None) -> str | None:
-    """Return what goes wrong where a step would write to a copy of the tensor; None if nothing does."""
+    """Return which operation of a step fails on a copy of the tensor; None if all work."""
     copy = tensor.detach().clone()
     copy.mul_(0)
     copy.add_(torch.ones(copy.shape, dtype=copy.dtype, device=copy.device))

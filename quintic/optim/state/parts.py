@@ -180,7 +180,7 @@ def _owners(shares: Sequence[tuple[int, int, int, Unit]], costs: Sequence[int], 
 def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each unit, each rank having a run of every bank; banks are given as numbers of units.
 
-    All ranks have equally many units of a bank. What is left of it, and what is in no bank, goes to those with the
+    All ranks have equally many units of a bank. The rest of it, and units of no bank, go to the ranks with the
     least; then the runs are as long as the ranks have units.
     """
     owners = [-1] * len(costs)
@@ -188,7 +188,7 @@ def _in_runs(banks: Sequence[Sequence[int]], costs: Sequence[int], num_ranks: in
         for place, number in enumerate(numbers[: len(numbers) // num_ranks * num_ranks]):
             owners[number] = place % num_ranks
     rest = [number for number, owner in enumerate(owners) if owner < 0]
-    # What is divided evenly is the same load for every rank.
+    # Evenly divided units are the same load for every rank.
     for number, owner in zip(rest, assign_owners([costs[n] for n in rest], [()] * len(rest), num_ranks), strict=True):
         owners[number] = owner
     for numbers in banks:

@@ -110,7 +110,7 @@ class _Entry(NamedTuple):
     division: Division | None
     """The parts of all ranks."""
     is_idle: bool
-    """Whether it is frozen: no state is made for it, but what it has is kept."""
+    """Whether it is frozen: no state is made for it, and state that exists is kept."""
 
 
 class _Source(NamedTuple):
@@ -229,7 +229,7 @@ def _tensors_of(groups: _Groups, states: _States) -> list[object]:
 
 
 def _values_to_move(entry: _Entry, source: _Source | None) -> dict[str, Tensor] | None:
-    """Return the values that move to a parameter's new state, by name; None if it keeps what the source has.
+    """Return the values that move to a parameter's new state, by name; None if it keeps the state of its source.
 
     Values are those of this rank; whole where ranks divide the new state, and did not divide the old one. If they
     cannot move, that is a ValueError that names the parameter.

@@ -21,7 +21,7 @@ from torch import Tensor
 from quintic.optim.comms.collectives import ProcessGroup, all_gather_values, this_rank
 from quintic.optim.layout.layouts import mesh_layout, placed_as, size_of
 
-if TYPE_CHECKING:  # importing it takes a second, which who has no DTensor should not pay
+if TYPE_CHECKING:  # importing it takes a second; avoid it when DTensor is unused
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
