@@ -113,7 +113,8 @@ def test_stages_of_a_pipeline_are_decided_as_the_model_that_was_cut(tied):
     want = decided(LanguageModel())
     pipe = pipeline(model, (TOKENS,), split_spec={"layers.1": SplitPoint.BEGINNING})
     found = [decided(pipe.get_stage_module(number)) for number in range(2)]
-    assert not found[0].keys() & found[1].keys() - {"lm_head.weight"}
+    # Before PyTorch 2.11 a tied weight is in both stages by its first name, too.
+    assert not found[0].keys() & found[1].keys() - {"lm_head.weight", *(["embed.weight"] if tied else [])}
     both = found[0] | found[1]
     assert both == want
 
