@@ -240,6 +240,7 @@ def test_the_warm_up_compiles_what_all_stages_need_and_little_twice(
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # compiles four stages, perhaps beside fifteen other workers
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler about itself
 @pytest.mark.parametrize("captures", [False, True])
 def test_it_learns_compiled_on_a_gpu(captures: bool, alone, shards: Path, tmp_path: Path) -> None:
