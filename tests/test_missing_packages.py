@@ -58,6 +58,7 @@ def test_a_file_that_needs_a_package_of_an_extra_is_skipped(tmp_path):
     assert "test_sources.py::" not in answer.stdout
 
 
+@pytest.mark.slow
 def test_a_file_that_needs_something_else_is_an_error(tmp_path):
     """A mistake in a name, a module that is missing in a package that is there, and another error at the import."""
     written = {

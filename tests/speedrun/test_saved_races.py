@@ -135,6 +135,7 @@ def test_sample_writes_what_the_model_finds_likeliest(finished: Path, capsys: py
     assert state["step"] == 40
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_threads")
 def test_a_vocabulary_of_more_than_bytes_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the race's own shards: the tokens of a tokenizer, which starts documents with a token of its own."""
@@ -167,6 +168,7 @@ def loaded(run_dir: Path) -> tuple[SpeedrunGPT, dict[str, Any]]:
     return model.eval(), checkpoint.state()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_threads")
 def test_a_save_on_the_way_changes_nothing_and_has_the_weights_of_its_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

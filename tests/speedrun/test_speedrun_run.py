@@ -160,7 +160,7 @@ def test_windows_rotary_and_ties_are_those_of_the_last_stage(shards: Path, tmp_p
     assert torch.equal(race.model.rotary.frequencies, grown)
 
 
-@pytest.mark.parametrize(("untie_at", "parted"), [(2, 5), (8, 8)])
+@pytest.mark.parametrize(("untie_at", "parted"), [(2, 5), pytest.param(8, 8, marks=pytest.mark.slow)])
 def test_head_and_embedding_part_where_they_are_told_to(untie_at: int, parted: int, shards: Path) -> None:
     """Untied after step 3, with AdamW's next step the fifth; or not within the eight steps."""
     data = open_data(SpeedrunOptions(data=str(shards), tokenizer=None), TINY.model)
