@@ -41,7 +41,7 @@ def gpu_small_preset() -> Config:
     """
     return Config(
         model=ModelConfig(depth=8, head_dim=128, seq_len=2048),
-        optim=OptimConfig(embedding_lr=0.2, head_lr=0.002, weight_decay=1.2, adamw_lr=0.002, adamw_head_lr=0.008),
+        optim=OptimConfig(embedding_lr=0.2, head_lr=0.002, weight_decay=1.2, adamw_lr=0.003, adamw_head_lr=0.008),
         schedule=ScheduleConfig(steps=500, batch_tokens=16_384, rows=8),
         run=RunConfig(compile=False),
     )
