@@ -37,7 +37,7 @@ def gpu_small_preset() -> Config:
     """Return the defaults for a GPU and a few megabytes of text, such as the text of a Python installation.
 
     Depth 8 at 2048 tokens, 500 steps: some three times through that text. More passes or a larger model only learn it
-    by heart. Rates and decay were searched for at these sizes. Not compiled: that takes longer than the whole run.
+    by heart. Rates and decay were searched for at these sizes. Not compiled: compiling takes longer than the steps do.
     """
     return Config(
         model=ModelConfig(depth=8, head_dim=128, seq_len=2048),
