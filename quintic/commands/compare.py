@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from quintic.commands.inputs import check_options, check_text, duration_lines, text_to_resume
+from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import training_options
 from quintic.commands.parsing import taken
 from quintic.commands.text import prepared
@@ -114,8 +114,7 @@ def run(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     start = training_options(arguments, "compare")
     config, resumed = start.config, start.resumed is not None
-    check_options(config)
-    for note in [*start.notes, *duration_lines(config)]:
+    for note in [*start.notes, *check_options(config)]:
         say(note)
     if (every := taken(arguments, "--eval-every")[0]) is not None and not 0 < int(every) <= _EVAL_EVERY:
         say(f"--eval-every {every} has no effect: a comparison evaluates every {_EVAL_EVERY} steps")

@@ -19,6 +19,7 @@ from quintic.data.tokenizer import Tokenizer
 from quintic.errors import CheckpointError, ConfigError, DataError
 from quintic.eval.core_tasks import load_core
 from quintic.eval.row_models import BatchedSpeedrun, LanguageModel
+from quintic.model.gpt import GPT
 from quintic.model.speedrun import SpeedrunConfig, SpeedrunGPT
 from quintic.report.words import duration
 from quintic.streams import say_waiting
@@ -30,11 +31,12 @@ from quintic.train.checkpoint import (
     newest_checkpoint,
 )
 from quintic.train.config import Config, DataConfig, ModelConfig, RunConfig
-from quintic.train.hardware import choose_hardware, matrix_rate
+from quintic.train.hardware import Hardware, choose_hardware, matrix_rate
 from quintic.train.loop import check_trackers
 from quintic.train.recipe import build_model, empty_model, model_config, scale_of
 from quintic.train.runs import CONFIG_FILE, TOKENIZER_FILE, find_run
 from quintic.train.saved_config import load_config
+from quintic.train.schedule import Scale
 
 __all__ = [
     "RaceText",
@@ -70,27 +72,30 @@ class TrainedModel:
     """The text as it was prepared; if it is gone or damaged, the error that says so. A speedrun scores its shard."""
 
 
-def check_options(config: Config) -> None:
-    """Check everything about a run that does not depend on its text, before any text is prepared."""
+def check_options(config: Config, *, ranks: int = 1) -> list[str]:
+    """Check everything about a run that does not depend on its text, before any text is prepared.
+
+    Returns:
+        The lines of `duration_lines`, with a vocabulary as large as `--vocab-size` allows.
+    """
     hardware = choose_hardware(config.run)
     check_trackers(config.run)
     if config.run.core is not None:
         load_core(config.run.core)
     sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
-    scale_of(config, empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention))
+    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention)
+    return duration_lines(model, scale_of(config, model), hardware, ranks=ranks)
 
 
-def duration_lines(config: Config, *, ranks: int = 1) -> list[str]:
+def duration_lines(model: GPT, scale: Scale, hardware: Hardware, *, ranks: int = 1) -> list[str]:
     """Say how long a run takes at least, where that is more than an hour, from the speed of products measured now.
 
     Args:
-        config: of the run; the vocabulary counts as large as `--vocab-size` allows.
+        model: on any device, the meta device too.
+        scale: of the run.
+        hardware: of each rank.
         ranks: devices that divide the work.
     """
-    hardware = choose_hardware(config.run)
-    sizes = model_config(config, vocab_size=config.data.vocab_size, bos_id=0)
-    model = empty_model(sizes, dtype=hardware.dtype, attention=hardware.attention)
-    scale = scale_of(config, model)
     operations = model.flops_per_token() * scale.steps * scale.batch_tokens
     rate = matrix_rate(hardware) * ranks
     if operations / rate < _LONG_SECONDS:

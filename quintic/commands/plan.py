@@ -62,12 +62,12 @@ def run(arguments: list[str]) -> int:
     say(f"Vocabulary: {vocab_size:,} tokens, {origin}")
     for line in scale_lines(config, vocab_size=vocab_size):
         say(line)
+    scale = scale_of(config, model)
     if (text := prepared_text(config.data)) is not None:
-        scale = scale_of(config, model)
         passes, *warnings = reading_lines(scale.steps * scale.batch_tokens, text.train_tokens)
         say("\n".join([f"Reading: {passes} as it was prepared in {text.folder}", *warnings]))
     if torch.cuda.is_available() or not on_gpu or config.run.device == "cpu":  # else the run's device is not here
-        for line in duration_lines(config):
+        for line in duration_lines(model, scale, choose_hardware(config.run)):
             say(line)
     weights = "bfloat16 (16 more bits of each in the state)" if config.optim.weights == "mantissa" else "float32"
     say(f"Precision: {str(dtype).removeprefix('torch.')} activations{why}, {weights} weights")

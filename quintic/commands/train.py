@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quintic.commands.inputs import check_options, check_text, duration_lines, text_to_resume
+from quintic.commands.inputs import check_options, check_text, text_to_resume
 from quintic.commands.options import Start, speedrun_options, training_options
 from quintic.commands.text import prepared
 from quintic.errors import ConfigError, DivergedError
@@ -39,8 +39,7 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
     start = ranks.agree(lambda: _start(arguments, launch))
     config, run_dir = start.config, start.resumed
-    ranks.agree(lambda: check_options(config))
-    for note in [*start.notes, *ranks.agree(lambda: duration_lines(config, ranks=ranks.size))]:
+    for note in [*start.notes, *ranks.agree(lambda: check_options(config, ranks=ranks.size))]:
         say(note)
     if ranks.size == 1 and config.run.parallel != "sharded":
         say(f"--parallel {config.run.parallel} has no effect on one rank; torchrun starts several")
@@ -78,7 +77,7 @@ def _run(arguments: list[str], launch: Launch, ranks: Ranks) -> int:
             raise ranks.failed_elsewhere() from None  # all ranks find the same, and the first one says so
         raise
     _print_result(result)
-    if is_small_gpu_run(config):
+    if _is_small_gpu_run(config):
         _print_next_steps(ranks)
     return 0
 
@@ -117,7 +116,7 @@ def _print_result(result: Result) -> None:
     print(f"report:     {result.report}")
 
 
-def is_small_gpu_run(config: Config) -> bool:
+def _is_small_gpu_run(config: Config) -> bool:
     """Return whether a GPU trained on the text of the Python installation, which is for a first look only."""
     return config.data.data == DataConfig.data and config.run.device != "cpu" and torch.cuda.is_available()
 
