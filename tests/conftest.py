@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,10 @@ from processes import search_path
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts tests in the background lets them, and every process that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set here, before a test starts the server that forks the ranks of distributed tests.
 if PACKAGE := importlib.util.find_spec("quintic"):
