@@ -13,9 +13,9 @@ import torch
 
 import quintic
 from quintic.errors import ConfigError
+from quintic.grouping.assign import Rule
 from quintic.kernels.attention.attention import AttentionName
 from quintic.model.gpt import GPT, GPTConfig
-from quintic.optim.groups.groups import Rule
 from quintic.optim.layout.layouts import local_tensor
 from quintic.train.config import Config, ScheduleConfig, WeightsName, in_options
 from quintic.train.distributed import Parallelism, rows_at_once

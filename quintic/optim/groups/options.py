@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quintic.kernels.dispatch import KernelsOption
-from quintic.optim.groups.names import known_as
+from quintic.optim.groups.names import resolve_name
 from quintic.optim.layout.views import View
 from quintic.optim.polar.forms import Method, Polynomials
 from quintic.optim.rules.numbers import host_value
@@ -195,7 +195,7 @@ def found_parameter(groups: Iterable[Group], param: Tensor | str, what: str) -> 
     """Return a parameter's group and its position there; a ValueError beginning with `what` if there is none."""
     places = [(group, index) for group in groups for index in range(len(group.params))]
     if isinstance(param, str):
-        meant = known_as(param, {group.param_names[index] for group, index in places})
+        meant = resolve_name(param, {group.param_names[index] for group, index in places})
         match = next((place for place in places if place[0].param_names[place[1]] == meant), None)
     else:
         match = next((place for place in places if place[0].params[place[1]] is param), None)
