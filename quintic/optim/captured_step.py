@@ -16,7 +16,7 @@ from quintic.optim.muon import Muon
 from quintic.optim.rules.device_memory import HYPERPARAMETERS
 from quintic.optim.rules.opaque import opaque
 from quintic.optim.step.averaging import OfGroup
-from quintic.optim.step.runner import Done
+from quintic.optim.step.runner import StepOutcome
 
 __all__ = ["CapturedStep"]
 
@@ -37,7 +37,7 @@ class _Recorded(NamedTuple):
     """Names and parameters whose gradients it reads, and these."""
     early: dict[int, OfGroup]
     """The averages of gradients that clipping had made, which it reads as well, by group."""
-    done: Done
+    outcome: StepOutcome
     """The outcome of a replay."""
 
 
@@ -132,10 +132,10 @@ class CapturedStep:
                 recorded.early[number].copy_from(averages)
             optimizer.upload_hyperparameters()
         recorded.graph.replay()
-        done = recorded.done
+        outcome = recorded.outcome
         if 0 in outside:
-            done = done._replace(counts=[*done.counts, *optimizer.step_part(outside).counts])
-        optimizer.note_step(done, pending_steps, is_replayed=True)
+            outcome = outcome._replace(counts=[*outcome.counts, *optimizer.step_part(outside).counts])
+        optimizer.note_step(outcome, pending_steps, is_replayed=True)
         optimizer.current.rows.check(wait=False)
 
     def _capture(self, pending_steps: Sequence[int], early: dict[int, OfGroup]) -> _Recorded:
@@ -145,13 +145,13 @@ class CapturedStep:
         gradients = [(name, param, param.grad) for name, param in self._read(pending_steps)]
         optimizer.upload_hyperparameters()
 
-        def work() -> Done:
-            done = optimizer.step_part(pending_steps)
-            optimizer.steps_made.count_skips(done)
-            return done
+        def work() -> StepOutcome:
+            outcome = optimizer.step_part(pending_steps)
+            optimizer.steps_made.count_skips(outcome)
+            return outcome
 
-        graph, done = capture(work)
-        return _Recorded(graph, gradients, early, done)
+        graph, outcome = capture(work)
+        return _Recorded(graph, gradients, early, outcome)
 
     def _read(self, pending_steps: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters whose gradients a step reads, with their names."""

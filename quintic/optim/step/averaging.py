@@ -4,8 +4,8 @@ Averages are sums in the order of the ranks, in float32, divided and rounded onc
 layout, whatever a library's own reduction would do. Gradients travel to the owners as in a reduce-scatter; where state
 is divided, owners step their entries and send back weights; with `comms="replicated"` they send back the averages.
 
-With divided state a bucket averages by way of its `DividedMemory`, within the step; or earlier, for the norm of the
-gradients, and then the step takes what `EarlyAverages` has.
+With divided state a bucket averages by way of its transport (`transports.Shard`), within the step; or earlier, for the
+norm of the gradients, and then the step takes what `EarlyAverages` has.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +16,10 @@ from torch import Tensor
 
 from quintic.kernels.dispatch import Kernels
 from quintic.optim.comms.collectives import ProcessGroup, start_all_gather, start_all_to_all, start_broadcasts
-from quintic.optim.groups.options import Group
-from quintic.optim.layout.packing import Packing, Run, in_memory_order, mean_of_ranks, run_of
-from quintic.optim.plan.bucket import Bucket, Divided
-from quintic.optim.plan.members import Member
-from quintic.optim.state.parts import shaped, state_of_part
-from quintic.optim.step.operands import GRADIENT, BucketMemory, Operands, State, are_contiguous
-from quintic.optim.step.sparse_rows import Table
+from quintic.optim.layout.packing import Packing, Run, in_memory_order, mean_of_ranks
+from quintic.optim.plan.bucket import Divided
 
-__all__ = ["Averaging", "DividedMemory", "EarlyAverages", "Entries", "OfGroup", "messages_of"]
+__all__ = ["Averaging", "EarlyAverages", "Entries", "OfGroup", "messages_of"]
 
 # Tensors with at least so many entries travel from where they are and back; smaller ones together, as a copy.
 _LEAST_ALONE = 2**24
@@ -144,67 +139,6 @@ class Averaging:
         del mean
         yield
         wait_for_others()
-
-
-class DividedMemory(BucketMemory):
-    """Memory of a bucket with divided state between steps, besides state; with a table if only touched rows travel."""
-
-    def __init__(self, bucket: Divided, params: Sequence[Tensor], table: Table | None) -> None:
-        super().__init__()
-        self.sparse_table = table
-        self.bucket = bucket
-        names = {part.index: part.name for part in bucket.parts}
-        places = {index: place for place, index in enumerate(names)}
-        self.params = [params[index] for index in names]
-        """The parameters that have parts in the bucket."""
-        members = tuple(Member(name=name, index=index) for index, name in names.items())
-        self._local = Operands(members, self.params, [], [{}] * len(members), bucket.num_matrices)
-        self._contiguous = all(param.is_contiguous() for param in self.params)
-        self.averaging = Averaging(
-            [[(places[p.index], p.start, p.stop) for p in bucket.parts[owned]] for owned in bucket.of_owners],
-            bucket.position,
-            bucket.dtype,
-            bucket.device,
-            bucket.kernels,
-            is_direct=bucket.is_direct,
-        )
-
-    def operands(self, bucket: Bucket, group: Group, state: State) -> Operands:
-        """Return the parameters with parts in the bucket that have a gradient on this rank, not averaged yet."""
-        local = self.local_operands()
-        if self.sparse_table is not None:
-            self.sparse_table.hold(next(iter(local.gradients), None))
-        return local
-
-    def local_operands(self) -> Operands:
-        """Return the same, which follows from nothing else."""
-        gradients = list(map(GRADIENT, self.params))
-        if self._contiguous and are_contiguous(gradients):
-            return self._local._replace(gradients=gradients)
-        return self._local.present(gradients)
-
-    def start_mean(self, local: Operands, group: ProcessGroup) -> Callable[[], Tensor]:
-        """See `Averaging.start_mean`; `local` are the operands that have a gradient on this rank."""
-        gradients: Sequence[Tensor | None] = local.gradients
-        if local.missing:
-            by_param = dict(zip(local.params, local.gradients, strict=True))
-            gradients = [by_param.get(param) for param in self.params]
-        return self.averaging.start_mean(gradients, group)
-
-    def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
-        """Return the parts that this rank owns, given the mean of their gradients, (entries,)."""
-
-        def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
-            owned = [(part, group.params[part.index]) for part in self.bucket.own]
-            pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
-            states: list[Mapping[str, Tensor]] = [state_of_part(state[param], part, param) for part, param in owned]
-            starts = accumulate((part.numel for part, _ in owned), initial=0)
-            spans = [(p.shape, p.stride(), start) for p, start in zip(pieces, starts, strict=False)]
-            return Operands(self.bucket.members, pieces, [], states, len(owned)), spans
-
-        operands, spans = self.once("owned", None, make)
-        first = mean.storage_offset()
-        return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
 
 class OfGroup:

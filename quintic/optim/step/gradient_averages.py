@@ -21,10 +21,11 @@ from quintic.optim.groups.options import Group
 from quintic.optim.layout.layouts import Layout, gradient_dtype, writable_gradient
 from quintic.optim.plan.memory.buckets import averaged_entries, averaging_stages
 from quintic.optim.plan.schedule import one_ahead, overlapping_bytes
-from quintic.optim.step.averaging import Averaging, DividedMemory, EarlyAverages, OfGroup, messages_of
+from quintic.optim.step.averaging import Averaging, EarlyAverages, OfGroup, messages_of
 from quintic.optim.step.bucket_step import run_overlapping
 from quintic.optim.step.operands import dense_gradient
 from quintic.optim.step.ranges import range_of
+from quintic.optim.step.transports import Shard
 
 __all__ = ["GradientAverages"]
 
@@ -38,14 +39,14 @@ class GradientAverages:
 
     def __init__(
         self,
-        divided: Sequence[DividedMemory],
+        shards: Sequence[Shard],
         groups: Sequence[Group],
         layouts: Sequence[Sequence[Layout | None]],
         communicators: Communicators,
         early: EarlyAverages,
     ) -> None:
         self._groups, self._communicators, self._early = groups, communicators, early
-        self._divided = divided
+        self._shards = shards
         self.ranks = {
             number: ranks_of(of_group)
             for number, (group, of_group) in enumerate(zip(groups, layouts, strict=True))
@@ -96,23 +97,15 @@ class GradientAverages:
             params = self._groups[number].params
             for param in params:
                 writable_gradient(param)  # of others PyTorch does not count the changes
-            memories = [memory for memory in self._divided if memory.bucket.group == number]
+            shards = [shard for shard in self._shards if shard.bucket.group == number]
             numels = [0] * len(params)
-            for part in chain.from_iterable(memory.bucket.own for memory in memories):
+            for part in chain.from_iterable(shard.bucket.own for shard in shards):
                 numels[part.index] += part.numel
             own = {param: param.new_zeros(numel) for param, numel in zip(params, numels, strict=True)}
             averages[number] = OfGroup(params, {}, own)
-            run_overlapping([self._average_bucket(memory, averages[number]) for memory in memories])
+            run_overlapping([_average_bucket(shard, averages[number]) for shard in shards])
         self._early.keep(averages)
         return {number: averages[number] for number in due}
-
-    def _average_bucket(self, memory: DividedMemory, averages: OfGroup) -> Iterator[None]:
-        wait_for_mean = memory.start_mean(memory.local_operands(), self._communicators[memory.bucket.ranks])
-        yield
-        mean = wait_for_mean()
-        del wait_for_mean  # and what was sent
-        averages.keep_bucket(memory.bucket, mean)
-        yield
 
     def _average(self, numbers: Sequence[int]) -> None:
         """Average the whole gradients of some groups, in place; those of the same ranks travel together."""
@@ -187,6 +180,15 @@ class GradientAverages:
         for param in self._lent:
             param.grad = None
         self._lent = []
+
+
+def _average_bucket(shard: Shard, averages: OfGroup) -> Iterator[None]:
+    wait_for_mean = shard.start_mean(shard.local_operands())
+    yield
+    mean = wait_for_mean()
+    del wait_for_mean  # and what was sent
+    averages.keep_bucket(shard.bucket, mean)
+    yield
 
 
 def _stepped(group: Group) -> list[tuple[str, Tensor]]:
