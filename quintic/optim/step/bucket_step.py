@@ -15,13 +15,13 @@ none. AdamW's parameters have no matrices: one element-wise update stands for al
 
 What holds throughout:
 
-- All ranks of a process group start the same messages in the same order, whatever gradients they have. Which parameters
+- All ranks of a process group start the same messages in the same order, with or without gradients. Which parameters
   are stepped is decided on the device, by a mask: where it is zero, weights and state keep their bits.
-- `run` yields exactly twice if it sends messages, each time while one is under way, so that other buckets compute
-  meanwhile (`run_overlapping`).
+- `run` yields exactly twice if it sends messages, each time while one is under way, so that other buckets can compute
+  in that time (`run_overlapping`).
 - The host never waits for the device, but for a mask that plain PyTorch has to read.
-- Before `run` yields it deletes the names of tensors that only the message needs, or nobody any more: temporary memory
-  is what the plan says (`plan/memory/`).
+- Before `run` yields it deletes the names of tensors that it needs no longer, so that the message frees them when it
+  has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +79,7 @@ class StepContext:
     is_profiled: bool = False
     """Whether a profiler runs, which shows the phases of each bucket."""
     skips_nonfinite: bool = False
-    """Whether gradients that are not finite stop this step of all groups, whatever their options."""
+    """Whether gradients that are not finite stop this step of all groups, also of those that would propagate them."""
     measured: dict[int, dict[int, Measured]] = field(default_factory=dict)
     """Telemetry of the last sampled step of each bucket, by kind of matrix."""
     hyperparameters: dict[tuple[int, torch.device], DeviceHyperparameters] = field(default_factory=dict)
@@ -102,10 +102,10 @@ class BucketStep:
 
     Args:
         number: of the bucket in the plan.
-        bucket: what is stepped together.
+        bucket: the matrices or parameters.
         transport: its messages; None where this rank has all of it.
-        cache: what it keeps between steps on its device, besides state.
-        context: what it shares with the other buckets.
+        cache: tensors on its device, other than state, that are kept between steps.
+        context: objects and facts shared by all buckets.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class BucketStep:
         self.counts = Counts(bucket, 0, 0, ())
         """The numbers of matrices and parameters that the last step stepped."""
         self.copies: list[Tie] = []
-        """Parameters tied to those of the bucket, written after them."""
+        """Parameters tied to the bucket's, whose weights are copied when the bucket has been stepped."""
         self.ranges: Ranges = NO_RANGES
         """Within a step: the profiler's ranges, by phase."""
         self.is_guarded = False
@@ -164,7 +164,7 @@ class BucketStep:
             yield
             with self.ranges["receive gradients"]:
                 mean = wait_for_mean()  # (entries of this rank,)
-            del wait_for_mean  # and what was sent
+            del wait_for_mean  # and the gradients that were sent
             # The mask waits on the device for other ranks: it comes after the first message has started.
             mask = self._step_mask(apply_mask)
             assert mask is not None
@@ -230,7 +230,7 @@ class BucketStep:
         """Return whether this rank has something to do, in a bucket that sends no messages."""
         if self.transport is not None:
             return not self.bucket.travels
-        # AdamW counts steps also of parameters of which this rank holds no entry.
+        # AdamW counts the steps of a parameter also where this rank holds no entry of it.
         return bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
 
     # ------------------------------------------------------------------------------------- the phases, one by one
@@ -378,7 +378,7 @@ class BucketStep:
         columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
         factors = factors or columns
         if self.group.scale_decay:
-            # The factors of decay stand behind those of the updates.
+            # The factors of decay stand behind the factors of the updates: (2b, ...).
             factors = [torch.cat([f, scale.expand_as(f)]) for f, scale in zip(factors, columns, strict=True)]
         if units is None:
             return factors[0]
@@ -402,8 +402,8 @@ class BucketStep:
             directions: (b, m, n), of matrices of one kind.
             form: how they are orthogonalised; None for the group's function.
             scales: (b, 1, 1), the learning-rate scale times the own multiplier.
-            moments: with `normalize="neuron"` second moments, (matrices, m, 1) or (matrices, 1, n) tensors that are
-                together those of the batch; they are advanced.
+            moments: with `normalize="neuron"` second moments, tensors (matrices, m, 1) or (matrices, 1, n), which add
+                up to the batch in order; they are advanced.
             mask: () or (b,) int32 on the device; where it is zero, moments keep their bits. None for nowhere.
             kind: the number of the kind in a unit.
         """
@@ -470,7 +470,7 @@ def _those_stepped(active: Operands, mask: Tensor) -> Operands:
 def run_overlapping(
     steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
 ) -> None:
-    """Run generators that yield twice, while a message is under way, such that others compute meanwhile.
+    """Run generators that yield twice, while a message is under way; others compute in that time.
 
     Args:
         steps: the generators; all ranks of a process group run the same ones in the same order.

@@ -1,8 +1,17 @@
-"""Runs the steps of one plan: in which order buckets are stepped, which parameters, and what ranks agree on before.
+"""Runs the steps of one plan: what ranks decide together comes first, then the buckets, in the plan's order.
 
-A step counts gradients over ranks, averages those that the optimizer has to, asks whether all are finite, and then runs
-the buckets: those that need collectives overtaking each other (`shared_step.py`), the others while the first of these
-is under way.
+The phases of a step:
+
+    copies      gradients of tied copies are added to those of their originals
+    presence    ranks start to count who has which gradient (`agreements.py`)
+    averages    `comms="replicated"`: whole gradients become averages (`gradient_averages.py`)
+    tensors     every bucket finds its gradients, weights and state
+    policy      on_nonfinite="skip" or "raise": are all gradients of all connected ranks finite?
+    buckets     each is a generator (`bucket_step.py`): buckets with messages take turns by the plan's schedule, the
+                others run while the first message is under way
+
+Invariant: every error that can be foreseen is raised before the first bucket runs; until then weights and state keep
+their bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,12 +63,18 @@ class StepOutcome(NamedTuple):
 
 
 class Runner:
-    """The plan of some parameter groups, and what its buckets keep on their devices between steps.
+    """Steps the buckets of one plan.
 
-    The tables whose touched rows travel, and the averages made before a step, outlive it.
+    Args:
+        groups: the parameter groups, as they are now.
+        state: the state of their parameters; it may be empty until the first step.
+        communicators: the optimizer's process groups.
+        orders: the user's launch and work order.
+        rows: the optimizer's tables whose touched rows travel; they outlive the plan.
+        early: the averages that clipping made before a step; they outlive the plan.
 
     Raises:
-        ValueError: an order names a parameter that there is none of.
+        ValueError: an order names a parameter that no group has.
     """
 
     def __init__(
@@ -108,17 +123,17 @@ class Runner:
             self.context.hyperparameters_of(*key)
 
     def finish(self) -> None:
-        """Let the host wait until all state that is kept in host memory is there."""
+        """Wait on the host until all state that belongs in host memory has arrived there."""
         if self.context.offload is not None:
             self.context.offload.finish()
 
     def renew(self) -> None:
-        """Find weights and state anew at the next step: they may have other memory now."""
+        """Look up weights and state again at the next step, because their memory may have changed."""
         for step in self._steps:
             step.cache.renew()
 
     def reachable_state(self) -> AbstractContextManager[None]:
-        """Let what is computed within read and write state in host memory, copied with `non_blocking`."""
+        """Return a context in which work on the current streams may copy state in host memory, with `non_blocking`."""
         return nullcontext() if self.context.offload is None else self.context.offload.reachable()
 
     def step(self, pending_steps: Sequence[int], num_steps: int, *, skips_nonfinite: bool = False) -> StepOutcome:
@@ -127,8 +142,8 @@ class Runner:
         Args:
             pending_steps: for each group how many steps it waits for after this one; 0 if it is stepped now.
             num_steps: steps made before, by which telemetry is sampled.
-            skips_nonfinite: whether gradients that are not finite stop the step of all groups, whatever their options;
-                the same on all ranks.
+            skips_nonfinite: whether gradients that are not finite stop the step of all groups, also of those with
+                `on_nonfinite="propagate"`; the same on all ranks.
 
         Raises:
             ValueError: a gradient is sparse.
@@ -141,7 +156,7 @@ class Runner:
                 tie.add_gradient()
         if self.context.is_alone:
             return self._step(pending_steps)
-        # Also what was averaged before the step for a plan that there was then: it is forgotten with its step.
+        # Clipping may have averaged for an earlier plan: a step forgets those averages, too.
         has_averages = self._averages.ranks or self.context.early.groups
         averaged = self._averages.of_step(pending_steps) if has_averages else nullcontext()
         with self.agreements.of_step(pending_steps), averaged:
@@ -149,7 +164,7 @@ class Runner:
             return self._step(pending_steps)
 
     def end_step(self, pending_steps: Sequence[int]) -> None:
-        """Forget what was made ahead of a step, of the groups that it had; also after the replay of a CUDA graph."""
+        """Forget averages and added gradients of the groups that were stepped; also after a CUDA graph's replay."""
         for tie in self.ties:
             if pending_steps[tie.head_group] == 0:
                 tie.end_step()
@@ -158,14 +173,14 @@ class Runner:
     def average_early(self, numbers: Iterable[int]) -> Mapping[int, OfGroup]:
         """Average the gradients of some groups before the next step, which then does not; return the averages by group.
 
-        All ranks that share parameters must call it. What was averaged already, and not touched since, is not averaged
+        All ranks that share parameters must call it. Averages of gradients that no one has touched since are not made
         again; groups whose gradients need no average are left out.
         """
         self.agreements.agree()
         return self._averages.make_early(numbers)
 
     def _step(self, pending_steps: Sequence[int]) -> StepOutcome:
-        """Step, given gradients that are averaged where they have to be."""
+        """Step the groups that are due; the phases from `tensors` on."""
         steps = [step for step in self._steps if pending_steps[step.bucket.group] == 0]
         self.context.is_profiled = is_profiled()
         policies = self._nonfinite_policies(pending_steps)
@@ -193,7 +208,7 @@ class Runner:
 
     def _run(self, local: Sequence[BucketStep], apply_mask: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """Run the buckets: local ones while the first message is under way, the others overtaking each other."""
-        travelling = [step for step in steps if step.bucket.travels]  # they come first in the plan
+        travelling = [step for step in steps if step.bucket.travels]  # these come first in the plan
         numbers = tuple([step.number for step in travelling])
         if numbers not in self._schedules:
             self._schedules[numbers] = restricted(self.plan.schedule, numbers)
@@ -251,7 +266,7 @@ class Runner:
         flags = torch.stack([apply_mask, none_raises])
         connected.all_agree_(flags)
         if flags.tolist() == [0, 0]:
-            # All connected ranks have come here, so that they can tell each other.
+            # All connected ranks come here, with the same flags, and tell each other the first name.
             name = first_non_finite([member.name for active in watched for member in active.members], gradients)
             told = (f"on rank {rank}: {theirs}" for rank, theirs in connected.every(name).items() if theirs)
             where = name or next(told, "on another rank")
@@ -262,11 +277,11 @@ class Runner:
 def _run_local(steps: Iterable[BucketStep], apply_mask: Tensor | None) -> None:
     for step in steps:
         for _ in step.run(apply_mask):
-            pass  # it sends nothing
+            pass  # a local bucket never yields, one that is local to this rank does without messages
 
 
 def _visits(local: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
-    """Yield in which order a step turns to its buckets."""
+    """Yield the stages of all buckets in the order in which a step runs them, for state in host memory."""
     stages = [iter(range(3)) for _ in travelling]
     for number in schedule:
         if number is None:

@@ -1,4 +1,4 @@
-"""What a bucket sends to other ranks while it is stepped, and the shapes in which matrices travel.
+"""The messages of a bucket while it is stepped, and the shapes in which matrices travel.
 
 `bucket_step.py` has the algorithm; here is how its tensors get from one rank to another. A bucket that this rank has
 whole needs no transport. The two others:
@@ -12,7 +12,7 @@ whole needs no transport. The two others:
                     weights                 -> all ranks
 
 Every method that starts a message returns a function that waits for it. All ranks of the process group must call both,
-in the same order, whatever gradients they have. On CUDA devices the current stream waits, and the host does not.
+in the same order, with or without gradients. On CUDA devices the current stream waits, and the host does not.
 
 A unit is the smallest box of a parameter that holds whole matrices, one of each kind (`layout/views.py`). Matrices
 travel as units, (units, *unit shape), and are orthogonalised kind by kind, (units, m, n): `split_units`, `join_units`.
@@ -55,7 +55,7 @@ class Gather:
         return self._communicators[self.bucket.ranks]
 
     def start_gather(self, pieces: Tensor | None) -> Callable[[], Tensor]:
-        """Send directions of this rank's pieces to the owners; wait for those of its own units.
+        """Send directions of this rank's pieces to the owners; wait for the directions of its own units.
 
         Args:
             pieces: (units, rows, columns) of any strides, in the order of all units; None where this rank has none.
@@ -134,7 +134,7 @@ class Shard:
         bucket: entries of parameters, or units of matrices, each with an owner.
         params: the parameters of the bucket's group.
         table: which rows of its one parameter travel, with `comms="sharded_sparse"`.
-        cache: what is kept between steps.
+        cache: the bucket's tensors that are kept between steps.
         early: averages made before the step, by clipping, which then take the place of the message.
     """
 
@@ -225,7 +225,7 @@ class Shard:
         return operands._replace(gradients=[mean.as_strided(shape, stride, first + at) for shape, stride, at in spans])
 
     def count_elsewhere(self, group: Group, state: State, mask: Tensor) -> None:
-        """Count the steps of parameters of which only other ranks have state, so that all ranks save the same counts.
+        """Count the steps of parameters whose state is on other ranks only, so that all ranks save the same counts.
 
         The mask, (pieces of all ranks,) int32, is one for pieces that are stepped.
         """
@@ -243,7 +243,7 @@ class Shard:
             torch._foreach_add_(steps, list(mask[numbers].to(steps[0].dtype).unbind()))
 
     def start_weights(self) -> Callable[[], None]:
-        """Send the weights of this rank's pieces to all ranks; wait until those of the others are there."""
+        """Send the weights of this rank's pieces to all ranks; wait for the pieces of the others."""
         return self._averaging.start_giving(self._params, self.process_group)
 
 
@@ -253,7 +253,7 @@ Transport = Gather | Shard
 def split_units(values: Tensor, units: Units) -> list[Tensor]:
     """Return for each kind the matrices of (count, *unit shape) contiguous values, (count, g, r, n), sharing memory.
 
-    A matrix of m rows is g groups of r rows, which may lie apart.
+    A matrix of m rows is g groups of r rows, with any distance between the groups.
     """
     if units.is_plain:
         m, n = units.kinds[0].shape
@@ -288,7 +288,7 @@ def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None
 
     Args:
         factors: for each kind of matrix (units, m or 1, n or 1).
-        units: of the bucket, or those of one rank.
+        units: the bucket's.
         piece: the box of every unit that the piece is; None for whole units.
     """
     if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
