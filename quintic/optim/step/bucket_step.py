@@ -137,6 +137,7 @@ class BucketStep:
         context, bucket = self._context, self.bucket
         self.group = group = context.groups[bucket.group]
         if isinstance(self.transport, Shard):
+            # Gradients are local still: weights and state of this rank's pieces come with their mean.
             self.active = active = self.transport.begin()
         else:
             self.active = active = self.cache.operands(bucket, group, context.state)
@@ -158,6 +159,7 @@ class BucketStep:
         """
         group, transport, active = self.group, self.transport, self.active
 
+        # gradients
         if isinstance(transport, Shard):
             with self.ranges["send gradients"]:
                 wait_for_mean = transport.start_gradients(active)
@@ -182,7 +184,7 @@ class BucketStep:
             if isinstance(transport, Shard) and mask is not None:
                 transport.count_elsewhere(group, self._context.state, mask)
         elif active.params or isinstance(transport, Gather):
-            # Without pieces a rank still exchanges directions and updates: it may own units.
+            # momentum. A rank without pieces takes part in the messages: it may own units.
             passes = self._passes(active, own_mask) if active.params else None
             directions: Tensor | None = None
             if passes is not None:
@@ -190,6 +192,7 @@ class BucketStep:
                     directions = passes.directions()  # (b, m, n), or pieces of units (units, rows, columns)
                     if self.units is not None:
                         directions = directions.contiguous()
+            # gather
             if isinstance(transport, Gather):
                 with self.ranges["send directions"]:
                     wait_for_units = transport.start_gather(directions)
@@ -198,10 +201,12 @@ class BucketStep:
                 with self.ranges["receive directions"]:
                     directions = wait_for_units()  # (owned, *unit shape)
                 del wait_for_units
+            # matrices
             assert directions is not None
             scales = self._scales()  # (matrices, 1), or (units of all ranks, kinds)
             update, factors = self._compute_updates(directions, scales, mask)
             del directions
+            # scatter
             if isinstance(transport, Gather):
                 moments = None if group.normalize is None else self._unit_moments()
                 with self.ranges["send updates"]:
@@ -211,11 +216,13 @@ class BucketStep:
                 with self.ranges["receive updates"]:
                     update, factors = wait_for_pieces()  # (units, *piece shape)
                 del wait_for_pieces
+            # write
             if passes is not None:
                 with self.ranges["update weights"]:
                     passes.apply(as_rows(update), self._factors_of_pieces(factors, scales))
             del passes, update, factors
 
+        # publish
         if isinstance(transport, Shard):
             del active
             with self.ranges["send weights"]:
@@ -223,8 +230,8 @@ class BucketStep:
             yield
             with self.ranges["receive weights"]:
                 wait_for_weights()
-        for copy in self.copies:
-            copy.write()
+        for tie in self.copies:
+            tie.write()
 
     def has_local_work(self) -> bool:
         """Return whether this rank has something to do, in a bucket that sends no messages."""
@@ -251,6 +258,7 @@ class BucketStep:
             entries = self.bucket.parts
         elif self.units is not None:
             entries = self.units.everywhere
+        # (n,) int32: 1 where enough ranks have a gradient.
         present = self._context.agreements.stepped(self.number, self.bucket, entries, self._flagged)
         if present is None or apply_mask is None:
             return apply_mask if present is None else present
@@ -258,6 +266,7 @@ class BucketStep:
 
     def _flagged(self, entries: Sequence[Member | Part | ParameterUnit]) -> list[int]:
         """Return the position in the group of the parameter that each flag of the mask is for."""
+        # Local matrices have a flag each, because the kernels read one for each matrix.
         if self.transport is None and self.bucket.algorithm == "muon":
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
@@ -282,6 +291,7 @@ class BucketStep:
         """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
         bucket, group, offload = self.bucket, self.group, self._context.offload
         pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
+        # State in host memory comes piece by piece, each of a bounded size.
         if offload is not None and offload.is_offloaded(self.number):
             pieces = offload.parts(self.number, active)
         for piece in pieces:
@@ -350,6 +360,7 @@ class BucketStep:
         for number, (kind, block) in enumerate(zip(units.kinds, split_units(directions, units), strict=True)):
             matrices = block.flatten(1, 2)  # (owned, g, r, n) -> (owned, m, n)
             if bucket.kernels == "torch":
+                # The last bit of a product may follow from strides, which differ between layouts.
                 matrices = matrices.contiguous()
             factor = scales[:, number].view(-1, 1, 1)
             if len(matrices):
@@ -376,6 +387,7 @@ class BucketStep:
         if isinstance(transport, Shard) and units is not None:
             scales = scales[units.owned]
         columns = scales.view(*scales.shape, 1, 1).unbind(1)  # for each kind (b, 1, 1)
+        # Without NorMuon nothing came with the updates: every rank has the scales.
         factors = factors or columns
         if self.group.scale_decay:
             # The factors of decay stand behind the factors of the updates: (2b, ...).

@@ -65,6 +65,7 @@ class Gather:
         """
         bucket, exchange = self.bucket, self.bucket.exchange
         if pieces is None:
+            # This rank sends nothing, and may receive pieces of the units that it owns.
             pieces = torch.empty((exchange.num_units, 0), dtype=bucket.direction_dtype, device=bucket.device)
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
@@ -84,6 +85,7 @@ class Gather:
         """
         wait_for_pieces = self.bucket.exchange.start_scatter(updates, self.process_group)
         if moments is None:
+            # Factors are the scales, which every rank has.
             return lambda: (wait_for_pieces(), [])
         wait_for_factors = self._start_neurons(factors, moments)
         return lambda: (wait_for_pieces(), wait_for_factors())
@@ -104,10 +106,11 @@ class Gather:
         wait_for_vectors = exchange.start_all_gather(torch.cat(vectors, dim=1), self.process_group)
 
         def finish() -> list[Tensor]:
-            received = wait_for_vectors()
+            received = wait_for_vectors()  # (units, entries), as sent
             if not exchange.is_local:
                 self._moments_packing.unpack(received.view(-1), [moment for of_kind in moments for moment in of_kind])
             shapes = [second_moment_shape(*kind.shape) for kind in units.kinds]
+            # The first half are the factors, kind by kind: (units, m * 1 or 1 * n) each.
             columns = received.chunk(2, dim=1)[0].split([m * n for m, n in shapes], dim=1)
             return [column.reshape(-1, *shape) for column, shape in zip(columns, shapes, strict=True)]
 
@@ -119,6 +122,7 @@ class Gather:
         bucket = self.bucket
         numels = [prod(second_moment_shape(*kind.shape)) for kind in bucket.units.kinds]
         half = sum(numels)
+        # A unit's row has all factors, then all moments: the moments of unit i begin at (2 i + 1) * half.
         runs: list[Run] = []
         for number, numel in enumerate(numels):
             for unit in range(len(bucket.units.everywhere)):
@@ -149,6 +153,7 @@ class Shard:
     ) -> None:
         self.bucket, self._table, self._cache = bucket, table, cache
         self._communicators, self._early = communicators, early
+        # A parameter may have several pieces in the bucket; messages pack its gradient and weights once.
         names = {part.index: part.name for part in bucket.parts}
         places = {index: place for place, index in enumerate(names)}
         self._params = [params[index] for index in names]
@@ -200,6 +205,7 @@ class Shard:
     def start_mean(self, local: Operands) -> Callable[[], Tensor]:
         """Send whole gradients, zeros where this rank has none; wait for the mean of its own entries, (entries,)."""
         gradients: Sequence[Tensor | None] = local.gradients
+        # Messages are equally long on all ranks: a missing gradient is sent as zeros.
         if local.missing:
             by_param = dict(zip(local.params, local.gradients, strict=True))
             gradients = [by_param.get(param) for param in self._params]
@@ -212,6 +218,8 @@ class Shard:
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
 
+        # Everything but the gradients follows from the plan. Views of weights and state, and the shape, strides and start
+        # of each gradient within the mean, are made once.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
             owned = [(part, group.params[part.index]) for part in self.bucket.own]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
@@ -257,7 +265,9 @@ def split_units(values: Tensor, units: Units) -> list[Tensor]:
     """
     if units.is_plain:
         m, n = units.kinds[0].shape
+        # A unit is its one matrix, or the transpose.
         return [values.view(-1, 1, n, m).mT if units.is_transposed else values.view(-1, 1, m, n)]
+    # The view of one unit on the meta device has the strides of each matrix: units follow each other in memory.
     unit = torch.empty(units.shape, device="meta")
     return [
         values.as_strided(
@@ -276,9 +286,11 @@ def join_units(updates: Sequence[Tensor], units: Units) -> Tensor:
     if units.is_plain:
         update = updates[0].mT if units.is_transposed else updates[0]
         return update.reshape(count, *units.shape)
+    # Kinds may have been orthogonalised in different dtypes: they travel in the widest.
     dtype = reduce(torch.promote_types, (update.dtype for update in updates))
     values = torch.empty((count, *units.shape), dtype=dtype, device=updates[0].device)
     for block, update in zip(split_units(values, units), updates, strict=True):
+        # (count, m, n) -> (count, g, r, n)
         block.copy_(update.view(block.shape) if block.shape[1] == 1 else update.unflatten(1, block.shape[1:3]))
     return values
 
@@ -292,6 +304,7 @@ def factors_of_pieces(factors: Sequence[Tensor], units: Units, piece: Box | None
         piece: the box of every unit that the piece is; None for whole units.
     """
     if len(factors) == 1 and factors[0].shape[1:] == (1, 1):
+        # One number for each unit, which has one matrix.
         return factors[0]
     count = factors[0].shape[0]
     if units.is_plain:
