@@ -218,8 +218,8 @@ class Shard:
     def owned_operands(self, group: Group, state: State, mean: Tensor) -> Operands:
         """Return the pieces that this rank owns, of weights and state, with the mean of their gradients, (entries,)."""
 
-        # Everything but the gradients follows from the plan. Views of weights and state, and the shape, strides and start
-        # of each gradient within the mean, are made once.
+        # Everything but the gradients follows from the plan. Views of weights and state are made once, as are shape,
+        # strides and start of each gradient within the mean.
         def make() -> tuple[Operands, list[tuple[torch.Size, tuple[int, ...], int]]]:
             owned = [(part, group.params[part.index]) for part in self.bucket.own]
             pieces = [shaped(run_of(param.detach(), part.start, part.numel), part, param) for part, param in owned]
