@@ -94,9 +94,9 @@ def is_put_in_order(shape: Sequence[int], strides: tuple[int, ...], form: Form |
 def batch_bytes(
     count: int, largest: int, shape: tuple[int, int], form: Form | None, of: Matrices, is_copied: bool
 ) -> int:
-    """Return the bytes that a local bucket's step allocates for so many matrices, at most `largest` of them one parameter's.
+    """Return the bytes that the step of a local bucket allocates for `count` matrices.
 
-    Directions are put in another order before they are orthogonalised if they are copied.
+    At most `largest` of them are of one parameter. Directions are put in another order before they are orthogonalised if they are copied.
     """
     m, n = shape
     direction = direction_dtype(form, of.dtype)
