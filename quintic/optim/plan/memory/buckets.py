@@ -96,7 +96,8 @@ def batch_bytes(
 ) -> int:
     """Return the bytes that the step of a local bucket allocates for `count` matrices.
 
-    At most `largest` of them are of one parameter. Directions are put in another order before they are orthogonalised if they are copied.
+    At most `largest` of them are of one parameter. If directions are copied, they are put in another order before they
+    are orthogonalised.
     """
     m, n = shape
     direction = direction_dtype(form, of.dtype)
