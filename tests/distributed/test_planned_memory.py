@@ -121,14 +121,14 @@ def kept_by_updates(rank, world_size):
     param.grad = torch.ones_like(param)
     optimizer = quintic.Muon([param], comms="averaged", compute_dtype=torch.float32)
     found = []
-    original = BucketStep._compute_updates
+    original = BucketStep._compute_units
 
     def computed(*arguments):
         updates, factors = original(*arguments)
         found.append((len(updates), updates.untyped_storage().nbytes()))
         return updates, factors
 
-    with mock.patch.object(BucketStep, "_compute_updates", computed):
+    with mock.patch.object(BucketStep, "_compute_units", computed):
         optimizer.step()
     return found
 

@@ -24,7 +24,7 @@ What holds throughout:
   has arrived: temporary memory is as planned (`plan/memory/`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -113,8 +113,12 @@ class BucketStep:
     ) -> None:
         self.number, self.bucket, self.cache, self._context = number, bucket, cache, context
         self.transport = transport
-        self.units = bucket.units if isinstance(bucket, Gathered | DividedMatrices) else None
+        self.units = units = bucket.units if isinstance(bucket, Gathered | DividedMatrices) else None
         """The units of all ranks; None for whole matrices, and for AdamW."""
+        self._shapes = [bucket.shape or (0, 0)] if units is None else units.shapes
+        """The (m, n) of each kind of matrix."""
+        is_offloaded = context.offload is not None and context.offload.is_offloaded(number)
+        self._offload = context.offload if is_offloaded else None
         self.group = context.groups[bucket.group]
         """As it is now."""
         self.active = NO_OPERANDS
@@ -127,6 +131,8 @@ class BucketStep:
         """Within a step: the profiler's ranges, by phase."""
         self.is_guarded = False
         """Whether gradients that are not finite stop this step of the bucket."""
+        self.has_local_work = False
+        """Within a step: whether this rank has something to do that needs no messages."""
         self._is_sampled = False
         """Whether this step measures updates."""
 
@@ -141,6 +147,11 @@ class BucketStep:
             self.active = active = self.transport.begin()
         else:
             self.active = active = self.cache.operands(bucket, group, context.state)
+        # AdamW counts the steps of a parameter also where this rank holds no entry of it.
+        has_work = self.transport is not None or (
+            bool(active.params) and (bucket.numel > 0 or bucket.algorithm == "adamw")
+        )
+        self.has_local_work = has_work and not bucket.travels
         self.counts = Counts(bucket, len(active.members), active.num_matrices, active.missing)
         self.ranges = ranges_of(self.number, bucket) if context.is_profiled else NO_RANGES
         self.is_guarded = context.skips_nonfinite or group.on_nonfinite != "propagate"
@@ -157,7 +168,8 @@ class BucketStep:
         Args:
             apply_mask: () int32 on a device, zero if the whole step must change nothing; None for always.
         """
-        group, transport, active = self.group, self.transport, self.active
+        bucket, group, units, transport = self.bucket, self.group, self.units, self.transport
+        active, context = self.active, self._context
 
         # gradients
         if isinstance(transport, Shard):
@@ -172,25 +184,30 @@ class BucketStep:
             assert mask is not None
             mask = transport.guarded(mask)  # (pieces of all ranks,)
             own_mask: Tensor | None = mask[transport.bucket.owned]
-            active = transport.owned_operands(group, self._context.state, mean)
+            active = transport.owned_operands(group, context.state, mean)
             del mean
         else:
-            mask = own_mask = self._step_mask(apply_mask)
+            is_whole = apply_mask is None and context.is_alone  # all entries are stepped
+            mask = own_mask = None if is_whole else self._step_mask(apply_mask)
 
-        if self.bucket.algorithm == "adamw":
+        if bucket.algorithm == "adamw":
             if active.params:
                 with self.ranges["update"]:
                     self._step_adamw(active, own_mask)
             if isinstance(transport, Shard) and mask is not None:
-                transport.count_elsewhere(group, self._context.state, mask)
+                transport.count_elsewhere(group, context.state, mask)
         elif active.params or isinstance(transport, Gather):
             # momentum. A rank without pieces takes part in the messages: it may own units.
-            passes = self._passes(active, own_mask) if active.params else None
+            passes: Passes | None = None
+            if active.params and self._offload is None:
+                passes = self._passes(active, group, self.cache, own_mask)
+            elif active.params and self._offload is not None:
+                passes = self._offload.passes(self.number, active, group, own_mask, self._passes)
             directions: Tensor | None = None
             if passes is not None:
                 with self.ranges["momentum"]:
                     directions = passes.directions()  # (b, m, n), or pieces of units (units, rows, columns)
-                    if self.units is not None:
+                    if units is not None:
                         directions = directions.contiguous()
             # gather
             if isinstance(transport, Gather):
@@ -203,14 +220,24 @@ class BucketStep:
                 del wait_for_units
             # matrices
             assert directions is not None
-            scales = self._scales()  # (matrices, 1), or (units of all ranks, kinds)
-            update, factors = self._compute_updates(directions, scales, mask)
+            if units is None:
+                # (matrices, 1): the learning-rate scale times the own multiplier
+                scales = self.cache.scales(bucket, group, active.members, self._shapes, _numbers_of)
+                moments = None if group.normalize is None else self.cache.moments(group.view, active)
+                update, factor = self.compute_update(
+                    active.members, directions, bucket.form, scales.view(-1, 1, 1), moments, mask
+                )
+                factors = [factor]
+            else:
+                # (units of all ranks, kinds)
+                scales = self.cache.scales(bucket, group, units.everywhere, self._shapes, _numbers_of_units)
+                update, factors = self._compute_units(directions, scales, mask)
             del directions
             # scatter
             if isinstance(transport, Gather):
-                moments = None if group.normalize is None else self._unit_moments()
+                unit_moments = None if group.normalize is None else self._unit_moments()
                 with self.ranges["send updates"]:
-                    wait_for_pieces = transport.start_scatter(update, factors, moments)
+                    wait_for_pieces = transport.start_scatter(update, factors, unit_moments)
                 del update, factors
                 yield
                 with self.ranges["receive updates"]:
@@ -219,7 +246,10 @@ class BucketStep:
             # write
             if passes is not None:
                 with self.ranges["update weights"]:
-                    passes.apply(as_rows(update), self._factors_of_pieces(factors, scales))
+                    if units is not None or group.scale_decay:
+                        passes.apply(as_rows(update), self._factors_of_pieces(factors, scales))
+                    else:
+                        passes.apply(update, factors[0])
             del passes, update, factors
 
         # publish
@@ -232,13 +262,6 @@ class BucketStep:
                 wait_for_weights()
         for tie in self.copies:
             tie.write()
-
-    def has_local_work(self) -> bool:
-        """Return whether this rank has something to do, in a bucket that sends no messages."""
-        if self.transport is not None:
-            return not self.bucket.travels
-        # AdamW counts the steps of a parameter also where this rank holds no entry of it.
-        return bool(self.active.params) and (self.bucket.numel > 0 or self.bucket.algorithm == "adamw")
 
     # ------------------------------------------------------------------------------------- the phases, one by one
 
@@ -271,15 +294,11 @@ class BucketStep:
             return [member.index for member in self.active.members for _ in range(member.num_matrices)]
         return [entry.index for entry in entries]
 
-    def _passes(self, active: Operands, mask: Tensor | None) -> Passes:
-        """Return the element-wise passes over some operands; the mask is () or (matrices,)."""
-        offload = self._context.offload
-        if offload is not None and offload.is_offloaded(self.number):
-            return offload.passes(self.number, active, self.group, mask, self._passes_on_device)
-        return self._passes_on_device(active, self.group, self.cache, mask)
+    def _passes(self, active: Operands, group: Group, cache: BucketMemory, mask: Tensor | None) -> Passes:
+        """Return the element-wise passes over operands whose state is on the device; the mask is () or (matrices,).
 
-    def _passes_on_device(self, active: Operands, group: Group, cache: BucketMemory, mask: Tensor | None) -> Passes:
-        """Return the passes over operands whose state is on the device, with the cache that belongs to them."""
+        The cache belongs to the operands, and the group has their view: offloaded state has its own of both.
+        """
         bucket = self.bucket
         if bucket.kernels == "torch":
             present = None if mask is None or mask.ndim == 0 else _present(active, mask)
@@ -289,11 +308,11 @@ class BucketStep:
 
     def _step_adamw(self, active: Operands, mask: Tensor | None) -> None:
         """Step AdamW parameters, or pieces of them; the mask is () or (members,)."""
-        bucket, group, offload = self.bucket, self.group, self._context.offload
+        bucket, group = self.bucket, self.group
         pieces: Iterable[OffloadedPart] = [OffloadedPart(active, self.cache, slice(None))]
         # State in host memory comes piece by piece, each of a bounded size.
-        if offload is not None and offload.is_offloaded(self.number):
-            pieces = offload.parts(self.number, active)
+        if self._offload is not None:
+            pieces = self._offload.parts(self.number, active)
         for piece in pieces:
             own_mask = mask if mask is None or mask.ndim == 0 else mask[piece.members]
             if bucket.kernels == "torch":
@@ -304,17 +323,6 @@ class BucketStep:
             else:
                 hyperparameters = self._context.hyperparameters_of(bucket.group, bucket.device)
                 step_adamw_on_device(bucket, group, piece.active, piece.memory, hyperparameters, own_mask)
-
-    def _scales(self) -> Tensor:
-        """Return the learning-rate scale times the own multiplier of each matrix, (matrices, 1).
-
-        A bucket with units has (units of all ranks, kinds).
-        """
-        bucket, units = self.bucket, self.units
-        if units is not None:
-            return self.cache.scales(bucket, self.group, units.everywhere, units.shapes, _numbers_of_units)
-        assert bucket.shape is not None
-        return self.cache.scales(bucket, self.group, self.active.members, [bucket.shape], _numbers_of)
 
     def _unit_moments(self) -> list[list[Tensor]]:
         """Return for each kind the second moments of all units, each (1, m, 1) or (1, 1, n), sharing memory."""
@@ -333,25 +341,17 @@ class BucketStep:
 
         return self.cache.once("moments", None, make)
 
-    def _compute_updates(
-        self, directions: Tensor, scales: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the updates of whole matrices, like the directions, and for each kind factors (b, m or 1, n or 1).
+    def _compute_units(self, directions: Tensor, scales: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Return the updates of this rank's units, like the directions, and for each kind factors (b, m or 1, n or 1).
 
         Args:
-            directions: (b, m, n) of a local bucket; else (owned, *unit shape) contiguous.
-            scales: see `_scales`.
-            mask: see `_step_mask`; where it is zero, NorMuon's second moments keep their bits.
+            directions: (owned, *unit shape) contiguous.
+            scales: (units of all ranks, kinds).
+            mask: (units of all ranks,); where it is zero, NorMuon's second moments keep their bits.
         """
-        bucket, group, units = self.bucket, self.group, self.units
-        normalizes = group.normalize is not None
-        if units is None:
-            local = self.cache.moments(group.view, self.active) if normalizes else None
-            update, factor = self.compute_update(
-                self.active.members, directions, bucket.form, scales.view(-1, 1, 1), local, mask
-            )
-            return update, [factor]
-        owned = units.owned
+        bucket, units = self.bucket, self.units
+        assert units is not None
+        normalizes, owned = self.group.normalize is not None, units.owned
         directions = directions.view(len(directions), *units.shape)
         scales, mask = scales[owned], None if mask is None else mask[owned]
         moments = [of_kind[owned] for of_kind in self._unit_moments()] if normalizes else None
@@ -381,7 +381,7 @@ class BucketStep:
 
         Args:
             factors: for each kind (b, m or 1, n or 1); none where they are the scales.
-            scales: see `_scales`.
+            scales: for each matrix (matrices, 1), or (units of all ranks, kinds).
         """
         units, transport = self.units, self.transport
         if isinstance(transport, Shard) and units is not None:
@@ -480,7 +480,7 @@ def _those_stepped(active: Operands, mask: Tensor) -> Operands:
 
 
 def run_overlapping(
-    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, meanwhile: Callable[[], None] | None = None
+    steps: Sequence[Iterator[None]], schedule: Schedule | None = None, local: Iterable[Iterator[None]] = ()
 ) -> None:
     """Run generators that yield twice, while a message is under way; others compute in that time.
 
@@ -488,10 +488,12 @@ def run_overlapping(
         steps: the generators; all ranks of a process group run the same ones in the same order.
         schedule: whose turn it is, by number; None: each starts before the work on the one before it, and is finished
             after the work on the next.
-        meanwhile: work without messages, where the schedule has it.
+        local: generators without messages, which run one after the other where the schedule has None.
     """
     for number in one_ahead(len(steps)) if schedule is None else schedule:
         if number is not None:
             next(steps[number], None)
-        elif meanwhile is not None:
-            meanwhile()
+            continue
+        for step in local:
+            for _ in step:
+                pass  # it has nothing to wait for

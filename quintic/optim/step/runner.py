@@ -17,7 +17,6 @@ their bits.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -194,7 +193,7 @@ class Runner:
             host_mask = True
             if apply_mask is not None and any(step.bucket.kernels == "torch" for step in steps):
                 host_mask = bool(apply_mask)
-            local = [step for step in steps if step.has_local_work() and (host_mask or not step.is_guarded)]
+            local = [step for step in steps if step.has_local_work and (host_mask or not step.is_guarded)]
             self._run(local, apply_mask, steps)
             for tie in self.written:
                 if pending_steps[tie.head_group] == 0:
@@ -215,8 +214,9 @@ class Runner:
         schedule = self._schedules[numbers]
         if self.context.offload is not None:
             self.context.offload.begin(_visits(local, travelling, schedule))
-        runs = [step.run(apply_mask) for step in travelling]
-        run_overlapping(runs, schedule, partial(_run_local, local, apply_mask))
+        run_overlapping(
+            [step.run(apply_mask) for step in travelling], schedule, [step.run(apply_mask) for step in local]
+        )
 
     def _new_step(self, number: int, bucket: Bucket) -> BucketStep:
         context, cache = self.context, BucketMemory(fills_missing=isinstance(bucket, Gathered))
@@ -272,12 +272,6 @@ class Runner:
             where = name or next(told, "on another rank")
             raise FloatingPointError(f"{where}: the gradient has an infinite or undefined entry; nothing was updated")
         return flags[0]
-
-
-def _run_local(steps: Iterable[BucketStep], apply_mask: Tensor | None) -> None:
-    for step in steps:
-        for _ in step.run(apply_mask):
-            pass  # a local bucket never yields, one that is local to this rank does without messages
 
 
 def _visits(local: Sequence[BucketStep], travelling: Sequence[BucketStep], schedule: Schedule) -> Iterator[Visit]:
