@@ -70,7 +70,7 @@ class Gather:
         return exchange.start_gather(pieces.contiguous(), self.process_group)
 
     def start_scatter(
-        self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[Sequence[Tensor]] | None
+        self, updates: Tensor, factors: Sequence[Tensor], moments: Sequence[list[Tensor]] | None
     ) -> Callable[[], tuple[Tensor, list[Tensor]]]:
         """Send the updates of this rank's units to the ranks that hold pieces; NorMuon's factors to all ranks.
 
@@ -90,9 +90,7 @@ class Gather:
         wait_for_factors = self._start_neurons(factors, moments)
         return lambda: (wait_for_pieces(), wait_for_factors())
 
-    def _start_neurons(
-        self, factors: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
-    ) -> Callable[[], list[Tensor]]:
+    def _start_neurons(self, factors: Sequence[Tensor], moments: Sequence[list[Tensor]]) -> Callable[[], list[Tensor]]:
         """Send NorMuon's factors and second moments to all ranks, side by side; wait for the factors of all units."""
         units, exchange = self.bucket.units, self.bucket.exchange
         # Only the owner advances second moments; all ranks get them, so that any rank can save them, or own the unit in
