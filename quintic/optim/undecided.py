@@ -26,6 +26,7 @@ from quintic.optim.groups.groups import Decision, decide, later_decisions
 from quintic.optim.groups.layer_types import layer_with
 from quintic.optim.groups.names import made_up, without_wrappers
 from quintic.optim.layout.views import Matrix, View
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Undecided"]
 
@@ -148,7 +149,7 @@ def _by_names(rows: Sequence[tuple[str | None, Tensor]], *, trusts_matrices: boo
         decision = decisions.get(param)
         if decision is not None and not (param.ndim == 2 and _OF_SHAPE.match(decision.why)):
             # A vector can only be AdamW's, and a matrix with an ordinary layer's name is Muon's. All else is a guess.
-            is_certain = param.ndim < 2 or decision.algorithm == "muon"
+            is_certain = param.ndim < 2 or orthogonalizes(decision.algorithm)
             treatments[param] = _Treatment(decision.algorithm, decision.view, {}, is_certain)
         else:
             algorithm: Algorithm = "muon" if param.ndim == 2 else "adamw"
@@ -186,7 +187,7 @@ def _part(
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     part = {**treatment.options, **own, "algorithm": treatment.algorithm, "view": treatment.view}
     part["params"] = [(name, param) for name, param, _ in rows]
-    if treatment.algorithm == "adamw" and "lr" in own and "adamw_lr_ratio" not in part:
+    if not orthogonalizes(treatment.algorithm) and "lr" in own and "adamw_lr_ratio" not in part:
         # The caller wrote one rate for the whole model, on the scale of `lr`: AdamW's share of it is a ratio.
         ratio, rate = defaults["adamw_lr_ratio"], float(defaults["lr"])
         if ratio is None and rate > 0:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quintic.optim.groups.uses import attribute_of
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["check_group_is_whole", "check_model_is_whole"]
 
@@ -55,7 +56,7 @@ def check_group_is_whole(number: int, group: Mapping[str, Any], *, was_checked: 
         raise ValueError(message)
     for name, param in zip(names, params, strict=True):
         _check_parameter(name, param)
-        if was_checked and group["algorithm"] == "muon" and param.ndim < 2:
+        if was_checked and orthogonalizes(group["algorithm"]) and param.ndim < 2:
             raise ValueError(
                 f"{name}: this matrix is {param.ndim}-D now, of shape {tuple(param.shape)}; something has flattened "
                 f"it, as FullyShardedDataParallel (FSDP1) and DeepSpeed ZeRO do: {_WAY_OUT}"

@@ -31,6 +31,7 @@ from quintic.optim.groups.options import adopt_old_names, with_new_names
 from quintic.optim.groups.registry import known_views
 from quintic.optim.groups.uses import Use, stored, uses_of
 from quintic.optim.layout.views import Matrix, Split, View
+from quintic.optim.rules.table import orthogonalizes
 
 __all__ = ["Decision", "Rule", "decide", "grouped", "later_decisions", "param_groups"]
 
@@ -126,7 +127,7 @@ def param_groups(
     _warn(model, decisions)
     if _logger.isEnabledFor(logging.DEBUG):
         for one in decisions:
-            how = f"muon, {one.view}" if one.algorithm == "muon" else one.algorithm
+            how = f"muon, {one.view}" if orthogonalizes(one.algorithm) else one.algorithm
             _logger.debug("%s %s: %s, because: %s", one.name, tuple(one.param.shape), how, one.why)
     groups = grouped(decisions, muon=muon, adamw=adamw)
     options = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
@@ -202,7 +203,7 @@ def grouped(
             }
         groups[key]["params"].append(decision.param)
         groups[key]["param_names"].append(decision.name)
-    return sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
+    return sorted(groups.values(), key=lambda group: not orthogonalizes(group["algorithm"]))
 
 
 def _hyperparameters(what: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +272,7 @@ def decide(
         if number is not None:
             used_rules.add(number)
             rule, options = rules[number], rules[number].options
-            inherited = choice.view if isinstance(choice, Choice) and rule.algorithm == "muon" else Matrix()
+            inherited = choice.view if isinstance(choice, Choice) and orthogonalizes(rule.algorithm) else Matrix()
             choice = Choice(rule.algorithm, _named_like(rule.view, inherited), f"rule {rule.pattern!r}")
         if not isinstance(choice, Choice):
             undecided.append(f"{name} of shape {tuple(param.shape)}{choice}")
@@ -336,7 +337,7 @@ def _warn(model: nn.Module, decisions: Sequence[Decision]) -> None:
             UserWarning,
             stacklevel=3,
         )
-    if not any(decision.algorithm == "muon" for decision in decisions):
+    if not any(orthogonalizes(decision.algorithm) for decision in decisions):
         missing = _without_matrices(model, decisions)
         if missing:
             warnings.warn(f"Muon gets no matrix of this {type(model).__name__}: {missing}", UserWarning, stacklevel=3)
